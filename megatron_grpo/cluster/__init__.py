@@ -1,1 +1,1 @@
-"""Ray: the machines of a run, its worker groups and how their failures are reported."""
+"""The Ray cluster of a run, deadlines of remote calls, log and heartbeat files, and clean-up after a kill."""

@@ -1,4 +1,4 @@
-"""Remote calls: waiting with a deadline, error messages of one sentence, and values pickled in one piece."""
+"""Remote calls: waiting with a deadline, error messages of one sentence, and fast pickling of values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import EngineLostError, RunError
 
 FETCH_S = 300.0
-"""Deadline for what is in the object store already."""
+"""Deadline for fetching values that are already in the object store, in seconds."""
 
 NAMED = 8
 """Most workers that a message lists by name."""
@@ -35,16 +35,16 @@ def gather(
     what: str,
     name: Callable[[int], str] = "rank {}".format,
 ) -> list[Any]:
-    """Results of `refs` in their order, failing as soon as the first one fails.
+    """Results of `refs` in their order; raises as soon as the first call fails.
 
     Args:
         refs: remote calls of one phase.
         deadline_s: seconds for all of them together.
         what: the phase, for messages ("training step").
-        name: the name of the worker behind refs[i], under which it also logs.
+        name: function from i to the name of the worker behind refs[i], under which it also logs.
 
     Raises:
-        RunError: a worker died, its call raised, or the deadline passed; says which worker and why.
+        RunError: a worker died, its call raised, or the deadline passed; the message names the worker and the reason.
     """
     end = time.monotonic() + deadline_s
     index = {ref: i for i, ref in enumerate(refs)}
@@ -69,7 +69,7 @@ def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
     """Fetch values that are in the object store already (from `ray.put`), in the order of their references.
 
     Raises:
-        RunError: some are lost with the process that held them, or do not arrive within `FETCH_S`; names `what`.
+        RunError: a value was lost with its process or did not arrive within `FETCH_S`; the message names `what`.
     """
     try:
         return list(ray.get(list(refs), timeout=FETCH_S))
@@ -78,13 +78,13 @@ def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
 
 
 def overdue(what: str, workers: Sequence[str], deadline_s: float) -> RunError:
-    """The error for a passed deadline. It names the overdue workers and their phases, and has them log their stacks.
+    """Error for a missed deadline: names the overdue workers and their phases, and makes them log their stacks.
 
-    Takes up to a few seconds, in which the workers write their stacks.
+    Waits up to a few seconds for the workers to write their stacks.
 
     Args:
         what: the phase ("training step").
-        workers: names of the overdue ones, under which they also log.
+        workers: names of the overdue workers, under which they also log.
         deadline_s: seconds of the deadline.
     """
     where = report_overdue(what, list(dict.fromkeys(workers)))
@@ -92,14 +92,14 @@ def overdue(what: str, workers: Sequence[str], deadline_s: float) -> RunError:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names for a message, without repetition."""
+    """The first `NAMED` names for a message, without repetition."""
     unique = list(dict.fromkeys(names))
     more = f" and {len(unique) - NAMED} more" if len(unique) > NAMED else ""
     return ", ".join(unique[:NAMED]) + more
 
 
 def explain(error: Exception) -> str:
-    """What happened to a remote call, in one line."""
+    """Reason why a remote call failed, in one line."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, EngineLostError):
@@ -125,8 +125,8 @@ def lost_among(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
     """Indices of the calls that failed because their actor is gone.
 
     Args:
-        refs: remote calls, of which one has failed.
-        wait_s: seconds to wait for the others: an actor whose peer died often fails before the death is known.
+        refs: remote calls, at least one of which has failed.
+        wait_s: seconds to wait for the other calls: an actor whose peer died often fails before the death is known.
     """
     over = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
     lost = []
@@ -145,10 +145,10 @@ IN_BAND_BYTES = 4096
 
 
 def pickled(value: Any) -> Any:
-    """A stand-in for `value` in a message of Ray's, that arrives as `value` itself with read-only arrays.
+    """Wrapper that makes Ray pickle `value` fast; the receiver gets `value` itself, with read-only arrays.
 
-    Ray's own pickling calls back into Python for every object; pickle's does not. The value must not hold object
-    references: Ray has to see to whom they are passed.
+    Ray's own pickler calls back into Python for every object, the standard one does not. The value must not hold
+    object references, because Ray has to track to whom they are passed.
     """
     return _Pickled(value)
 
@@ -161,20 +161,20 @@ class _Pickled:
         large: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
         pickler = pickle.Pickler(file, protocol=5, buffer_callback=large.append)
-        pickler.dispatch_table = {np.ndarray: _reduced}  # for many short arrays half the time of NumPy's own
+        pickler.dispatch_table = {np.ndarray: _reduced}  # for many short arrays twice as fast as NumPy's own
         pickler.dump(self.value)
         return _unpickled, (file.getvalue(), *large)
 
 
 def _reduced(array: NDArray[Any]) -> Any:
-    """How an array of any shape and dtype is pickled: a short one as its bytes, a large one beside the pickle."""
+    """Reduce an array of any shape and dtype for pickle: a short one to its bytes, a large one out of band."""
     if array.nbytes > IN_BAND_BYTES or array.dtype.hasobject or array.dtype.names:
         return array.__reduce_ex__(5)
     return _array, (array.tobytes(), array.dtype.str, array.shape)
 
 
 def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """An array of this shape and dtype."""
+    """Restore an array of this shape and dtype from its bytes."""
     return np.frombuffer(data, dtype).reshape(shape)
 
 

@@ -1,8 +1,8 @@
-"""The guardian: a process that outlives the driver by a few seconds and ends the processes that the driver could not.
+"""The guardian: a process that outlives the driver by a few seconds and kills the processes that the driver left.
 
 It runs as `python -m` this module. Ray's agents notice only after a minute that the driver was killed, and a stopped
-process (SIGSTOP) never notices Ray's end. The guardian holds the other end of a pipe, which the kernel closes however
-the driver ends, and remembers which processes the driver had started.
+process (SIGSTOP) never notices that Ray has ended. The guardian reads a pipe, which the kernel closes however the
+driver ends, and remembers the processes that the driver started.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from typing import Any
 import psutil
 
 REFRESH_S = 2.0
-"""How often the driver's processes are looked up while it lives."""
+"""Seconds between two look-ups of the driver's processes while it lives."""
 
 CLEANED_UP = b"."
-"""What the driver writes to the pipe when it has ended its processes itself."""
+"""Byte that the driver writes to the pipe when it has ended its processes itself."""
 
 GRACE_S = 4.0
-"""Time that processes have to end by themselves and free what they share, once the driver is gone."""
+"""Seconds that processes have to end by themselves and release shared resources once the driver is gone."""
 
 COMMAND_S = 30.0
-"""Deadline of the command that is run after a driver that was killed."""
+"""Deadline in seconds of the command that runs after the driver was killed."""
 
 
 @contextmanager
 def guarded(if_killed: Sequence[str] = ()) -> Iterator[None]:
-    """End all processes that this process starts in the body, if it is killed there.
+    """Kill all processes that this process started in the body if it is killed there.
 
-    If the body ends by itself, it has ended its own children, and the guardian ends only orphans: processes whose
-    parent was started by the body and has ended. Children of this process are never touched then.
+    If the body ends by itself, the guardian kills only orphans: processes whose parent was started by the body and
+    has ended. Children of this process are not touched then.
 
     Args:
-        if_killed: a command that is run once this process was killed and its processes are ended.
+        if_killed: command to run after this process was killed and its processes have ended.
     """
     command = [sys.executable, "-m", __name__, str(os.getpid()), *if_killed]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guardian:
@@ -63,7 +63,7 @@ def main(driver: int, if_killed: Sequence[str]) -> None:
     deadline = time.monotonic() + GRACE_S
     while True:
         left = _family(driver, started)
-        if cleaned_up:  # the driver lives, and its children are its own affair
+        if cleaned_up:  # the driver lives and may still need its children
             left -= _family(driver, set())
         if not left or time.monotonic() > deadline:
             break
@@ -76,8 +76,8 @@ def main(driver: int, if_killed: Sequence[str]) -> None:
 
 
 def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
-    """The known processes that still live, with all their children, and all children of the driver."""
-    children = defaultdict(list)  # by pid of the parent; looked up once, as each look is at all processes
+    """Known processes that still live, and all descendants of these and of the driver."""
+    children = defaultdict(list)  # by pid of the parent; one scan, because every scan reads all processes
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
             children[process.ppid()].append(process)
@@ -113,7 +113,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
-    """Restore this process's SIGTERM handler after the body: `ray.init` replaces it by one that ends Ray first."""
+    """Restore this process's SIGTERM handler after the body, because `ray.init` installs its own."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

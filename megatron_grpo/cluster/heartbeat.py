@@ -1,7 +1,7 @@
 """Heartbeats: a small file per process with its current phase, which a thread rewrites every second.
 
-People, the driver and other nodes read it. A file holds one JSON object padded to RECORD_BYTES and is rewritten in
-place: an open, a write and a close a second, which a shared file system carries for a thousand processes. NFS shows a
+People, the driver and other nodes read the files. A file holds one JSON object padded to RECORD_BYTES and is rewritten
+in place: one open, write and close a second, which a shared file system bears for a thousand processes. NFS shows a
 write to other nodes once the file is closed.
 """
 
@@ -36,12 +36,12 @@ SHOWN_PHASES = 4
 """Most phases in a record, oldest first."""
 
 FROZEN_S = 10.0
-"""A process without a beat for so long writes its stacks into its log: some C code holds the interpreter."""
+"""Seconds without a beat after which a process logs its stacks: C code is holding the interpreter."""
 
 logger = logging.getLogger(__name__)
 
 _clock = threading.Lock()
-"""Held while faulthandler's timer is set, and while the process is forked."""
+"""Lock for setting faulthandler's timer; also held while the process forks."""
 
 
 def _stop_clock() -> None:
@@ -55,7 +55,7 @@ os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The last record of a process."""
+    """The content of a heartbeat file: the last record of a process."""
 
     name: str
     pid: int
@@ -63,13 +63,13 @@ class Heartbeat:
     machine: str
     """Identifies the machine or container within which the pid is valid."""
     beat: float
-    """When it was written, in seconds since the epoch on the clock of the process's machine."""
+    """Time of writing, in seconds since the epoch on the clock of the process's machine."""
     phases: tuple[Phase, ...]
-    """Outermost first; empty: the process waits for work."""
+    """Current phases, outermost first; empty: the process waits for work."""
     idle_since: float
-    """When the last phase ended, in seconds since the epoch."""
+    """Time when the last phase ended, in seconds since the epoch."""
     last_phase: str | None
-    """Name of the phase that ended then; None: there was none."""
+    """Name of the phase that ended at `idle_since`; None: there was none."""
 
 
 def file_stem(name: str) -> str:
@@ -78,7 +78,7 @@ def file_stem(name: str) -> str:
 
 
 def this_machine() -> str:
-    """What `Heartbeat.machine` holds: the boot of the kernel and the pid namespace, or the host name without them."""
+    """Value of `Heartbeat.machine`: boot id of the kernel and pid namespace, or else the host name."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -86,7 +86,7 @@ def this_machine() -> str:
 
 
 class HeartbeatWriter:
-    """Writes this process's record until `stop`, and its stacks into its log on request or when it is frozen.
+    """Writes this process's heartbeat until `stop`, and logs its stacks on request or when the process is frozen.
 
     Args:
         folder: folder of the heartbeat files; made when it is missing.
@@ -117,7 +117,7 @@ class HeartbeatWriter:
     def stop(self) -> None:
         """Write no more; idempotent."""
         THIS_PROCESS.on_enter = None
-        with _clock:  # else the thread could set the timer again, with a log that is closed by then
+        with _clock:  # otherwise the thread could set the timer again, after the log is closed
             self._stopped.set()
             faulthandler.cancel_dump_traceback_later()
 
@@ -179,18 +179,18 @@ class HeartbeatWriter:
 
 
 def requests_file(folder: Path, name: str) -> Path:
-    """The file among the heartbeat files to which a byte is appended to ask a process for its stacks, from any node."""
+    """The file to which any node appends a byte to request the stacks of a process; beside the heartbeat files."""
     return folder / f"{file_stem(name)}.requests"
 
 
 def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:
-    """The last record of every process that has one in the folder of the heartbeat files, by name of the process."""
+    """Read the last heartbeats of all processes from the folder of the heartbeat files, by name of the process."""
     found = [_read(path) for path in sorted(folder.glob("*.json"))]
     return {heartbeat.name: heartbeat for heartbeat in found if heartbeat is not None}
 
 
 def _read(path: Path) -> Heartbeat | None:
-    """A record; None: there is none. One that was being written is read again."""
+    """Read a heartbeat file, again if it was being written; None: there is no valid record."""
     for _ in range(3):
         try:
             fields = json.loads(path.read_bytes())

@@ -24,16 +24,16 @@ def visible_gpus() -> int:
 
 
 def find_gpus(cluster: ClusterConfig) -> None:
-    """Set cluster.gpus_per_node, if it was left open, to the number of this machine's GPUs.
+    """Set cluster.gpus_per_node, if it is None, to the number of this machine's GPUs.
 
-    It stays open on a machine without GPUs that joins a Ray cluster, whose machines may have some.
+    It stays None on a machine without GPUs that joins a Ray cluster, because the cluster's machines may have GPUs.
     """
     if cluster.gpus_per_node is None and (cluster.ray_address is None or visible_gpus()):
         cluster.gpus_per_node = visible_gpus()
 
 
 def too_few(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """The message if too few of these machines (as ray.nodes() returns them) have enough GPUs; else None."""
+    """Error message if too few of these machines (as ray.nodes() returns them) have enough GPUs; else None."""
     found = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)
     if sum(count >= cluster.gpus for count in found) >= cluster.num_nodes:
         return None
@@ -44,17 +44,17 @@ def too_few(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str |
 
 
 AUTO = "auto"
-"""The cluster that Ray itself finds on this machine."""
+"""Address that means the cluster that Ray finds on this machine."""
 PROBE_S = 5.0
-"""Deadline for the connection, and again for the answer."""
+"""Deadline in seconds for the connection, and again for the answer."""
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})")
-# What opens an HTTP/2 connection (RFC 9113, 3.4): a line of text and an empty SETTINGS frame; gRPC speaks nothing else.
+# An HTTP/2 client, like gRPC, opens a connection with a line of text and a SETTINGS frame (RFC 9113, 3.4).
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _FRAME_HEADER_BYTES, _FRAME_TYPE_AT, _SETTINGS = 9, 3, 4
 
 
 def malformed(address: str) -> str | None:
-    """What is wrong with the form of an address; None: nothing."""
+    """Error message for an address of a wrong form; None: the form is right."""
     match = _ADDRESS.fullmatch(address)
     if address == AUTO or (match and 0 < int(match["port"]) < 2**16):
         return None
@@ -62,7 +62,7 @@ def malformed(address: str) -> str | None:
 
 
 def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:
-    """Why no Ray head answers at an address of the right form; None: one does, or Ray has to find out itself."""
+    """Reason why no Ray head answers at a well-formed address; None: one answers, or only Ray itself can tell."""
     match = _ADDRESS.fullmatch(address)
     if match is None or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return None
@@ -83,28 +83,28 @@ def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:
 
 
 LOCAL_MARKER = "MEGATRON_GRPO_LOCAL"
-"""Set in every process of a run whose Ray is its own: all of them are on this machine."""
+"""Environment variable of all processes of a run that starts Ray itself: all of them are on this machine."""
 
 SETTINGS = {
     LOCAL_MARKER: "1",
-    # Of process groups between policy ranks, and of vLLM's.
+    # Network interface and address of the process groups of policy ranks and of vLLM.
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray hides the GPUs from processes that ask for none by overwriting CUDA_VISIBLE_DEVICES; ours choose themselves.
+    # Ray overwrites CUDA_VISIBLE_DEVICES of processes that request no GPU; our processes choose GPUs themselves.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Nodes drain for half a minute otherwise, long after everything of the run has ended.
+    # Otherwise nodes drain for half a minute after all processes of the run have ended.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    # Ray's own lets anything else on the machine go first, on a laptop all the time.
+    # Ray's default niceness gives way to all other processes of the machine, which starves a run on a laptop.
     "RAY_worker_niceness": "0",
 }
 
 
 def prepare_ray_environment() -> None:
-    """Set what is not set yet. Does nothing once Ray is imported: half of it would be read and half not.
+    """Set environment variables for Ray unless they are set. Once Ray is imported, it is too late for some: do nothing.
 
-    Ray's servers listen on every address of the machine, and whoever may talk to them can run code; so a Ray that is
-    started here answers only to holders of a token drawn for this run.
+    Ray's servers listen on every address of the machine and run code for their clients, so a Ray that is started here
+    accepts only clients with a token drawn for this run.
     """
     if "ray" in sys.modules:
         return

@@ -1,8 +1,8 @@
-"""Reports of overdue calls: the phase of each process for the error message, and the stacks of the overdue ones.
+"""Reports of overdue calls: the phase of each process for the error message, and the stacks of overdue processes.
 
-faulthandler writes the stacks of processes that run, and py-spy, which comes with Ray, those of stopped ones. Neither
-knows in which phase a process is and since when, nor reaches processes of other machines, so heartbeat files do that
-(heartbeat.py); torch's flight recorder knows collectives alone.
+faulthandler writes the stacks of running processes; py-spy, which comes with Ray, writes those of stopped ones. Neither
+knows the phase of a process or reaches other machines, so heartbeat files do that (heartbeat.py); torch's flight
+recorder covers only collectives.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from megatron_grpo.cluster.heartbeat import BEAT_S, FOLDER, Heartbeat, read_hear
 from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
 
 SILENT_S = 5.0
-"""A process of this machine hangs if its last heartbeat is older."""
+"""Age of the last heartbeat, in seconds, from which a process of this machine counts as hanging."""
 FAR_SILENT_S = 30.0
-"""The same for a process of another machine, whose clock may differ and whose files may arrive with a delay."""
+"""Age from which a process of another machine counts as hanging: clocks may differ, and files may arrive late."""
 
 DESCRIBED = 4
 """Most processes in a message; the driver's log lists all."""
 
 SIGNAL_WAIT_S = 0.5
-"""Time for processes to write their stacks before the failed run ends them."""
+"""Seconds for processes of this machine to write their stacks before the failed run ends them."""
 REQUEST_WAIT_S = 2.5 * BEAT_S
-"""The same for processes of other machines, which look for requests once a heartbeat."""
+"""Seconds for processes of other machines, which look for requests at every heartbeat, to write their stacks."""
 
 PY_SPY_S = 10.0
 PY_SPIES = 8
-"""Deadline of py-spy, and most stopped processes that it looks into."""
+"""Deadline of py-spy in seconds, and most stopped processes that it reads."""
 
 STOPPED, TRACED, GONE, ALIVE, FAR = "stopped", "traced", "gone", "alive", "far"
-"""State of a process as the kernel of this machine knows it; FAR: the process is on another machine."""
+"""States of a process according to the kernel of this machine; FAR: the process is on another machine."""
 
 _VERDICTS = {
     STOPPED: "its process is stopped (SIGSTOP)",
@@ -52,7 +52,7 @@ _VERDICTS = {
     ALIVE: "its interpreter is held",
     FAR: "its process or its machine hangs",
 }
-"""Descriptions of a process that hangs, by its state."""
+"""Descriptions of a hanging process, by its state."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class ProcessStatus:
 
 
 def doing(beat: Heartbeat) -> str:
-    """What a process was doing at its last beat: "is in phase 'train', entered 21 s ago"."""
+    """Activity of a process at its last beat: "is in phase 'train', entered 21 s ago"."""
     now = time.time()
     if not beat.phases:
         after = "" if beat.last_phase is None else f" after phase '{beat.last_phase}'"
@@ -97,11 +97,11 @@ def doing(beat: Heartbeat) -> str:
 
 
 def report_overdue(what: str, processes: Sequence[str]) -> str:
-    """Log the state of every process, get the stacks of overdue ones into their logs, and describe them.
+    """Log the state of every process, make overdue processes log their stacks, and describe these.
 
     Args:
         what: the overdue phase, for the logs ("training step").
-        processes: names of the overdue ones; a name stands for its children too ("generation engine 0 core").
+        processes: names of overdue processes; a name includes its children ("generation engine 0 core").
 
     Returns:
         Text for the end of a message; empty when the run writes no logs.
@@ -121,9 +121,9 @@ def report_overdue(what: str, processes: Sequence[str]) -> str:
 
 
 def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
-    """Describe those of these processes that are stopped, gone or silent, for the end of another one's error message.
+    """Describe the processes that are stopped, gone or silent, for the end of another process's error message.
 
-    With the name of an `overdue` phase their stacks are written into their logs. A name stands for its children too.
+    Given the name of an `overdue` phase, they also log their stacks. A name in `processes` includes its children.
     """
     log = current_log()
     if log is None:
@@ -135,7 +135,7 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
 
 
 def process_statuses(log: ProcessLog) -> list[ProcessStatus]:
-    """State of every process that has a heartbeat, except this one; stuck ones first."""
+    """State of every process that has a heartbeat, except this one; hanging processes first."""
     machine, now = this_machine(), time.time()
     found = [
         ProcessStatus(beat, state=_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
@@ -163,7 +163,7 @@ def _state(beat: Heartbeat, machine: str) -> str:
     try:
         process = psutil.Process(beat.pid)
         status = process.status()
-        if process.create_time() > beat.beat + 1.0:  # younger than the last beat: another process with the same pid
+        if process.create_time() > beat.beat + 1.0:  # created after the last beat: another process with the same pid
             return GONE
     except psutil.NoSuchProcess:
         return GONE
@@ -172,7 +172,7 @@ def _state(beat: Heartbeat, machine: str) -> str:
 
 
 def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus]) -> None:
-    """Get the stacks of these processes into their logs, and wait until they can have written them."""
+    """Make processes write their stacks into their logs, and wait long enough for that."""
     stopped = [one.heartbeat for one in overdue if one.state in (STOPPED, TRACED)]
     wait_s = 0.0
     for one in overdue:
@@ -194,7 +194,7 @@ def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus])
 
 
 def _stacks_from_outside(pid: int) -> str:
-    """The stacks of a stopped process, or why py-spy cannot read them."""
+    """Read the stacks of a stopped process with py-spy; returns the stacks, or the reason why they cannot be read."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:

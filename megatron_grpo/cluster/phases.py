@@ -24,7 +24,7 @@ class Phase:
 
     name: str
     since: float
-    """Time of entering, in seconds since the epoch; with `count` above one, that of the oldest."""
+    """Time of entering, in seconds since the epoch; of the oldest call if `count` is above one."""
     count: int = 1
     """Concurrent calls that are in this phase."""
 
@@ -34,12 +34,12 @@ class Phases:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held during a fork: a lock that another thread held then would stay held in the child."""
+        """Also held during a fork: if another thread held it then, it would stay locked in the child."""
         self._active: dict[object, tuple[str, float]] = {}  # in the order of entering
         self.idle_since = time.time()
         self.last_phase: str | None = None
         self.on_enter: Callable[[], None] | None = None
-        """Called after each phase that is entered."""
+        """Called each time a phase is entered."""
 
     def enter(self, name: str) -> object:
         """Begin a phase; returns the token that `leave` takes."""
@@ -58,7 +58,7 @@ class Phases:
                 self.idle_since, self.last_phase = time.time(), name
 
     def forget(self) -> None:
-        """Reset a forked process, which is in none of its parent's phases and does not write its parent's heartbeat."""
+        """Reset a forked process: it is in no phase of its parent and must not write its parent's heartbeat."""
         self._active.clear()
         self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
         self.lock.release()
@@ -82,8 +82,8 @@ os.register_at_fork(
 class phase(ContextDecorator):  # noqa: N801  # used like a function
     """Record that this process is in the phase `name` while the body runs, with two lines in its log at debug level.
 
-    Also a decorator of functions, `async` ones included. It costs some microseconds: use it for a call, not for each
-    token. Concurrent coroutines may each be in a phase. The traceback of a body that raises goes to the log.
+    It also decorates functions, including `async` ones. It costs some microseconds: use it for a call, not for each
+    token. Concurrent coroutines may each be in a phase. If the body raises, the traceback is logged.
     """
 
     def __init__(self, name: str) -> None:

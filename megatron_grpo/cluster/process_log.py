@@ -31,7 +31,7 @@ DRIVER = "driver"
 
 FOLDER_VARIABLE = "MEGATRON_GRPO_LOGS"
 LEVEL_VARIABLE = "MEGATRON_GRPO_LOG_LEVEL"
-"""Environment variables in which the driver tells its processes where and how much to log."""
+"""Environment variables that tell the driver's processes their folder of logs and log level."""
 
 PACKAGE = "megatron_grpo"
 LOG_FORMAT = "%(asctime)s %(levelname)s [{process}] %(name)s: %(message)s"
@@ -58,7 +58,7 @@ _current: ProcessLog | None = None
 
 
 def current_log() -> ProcessLog | None:
-    """The log of the calling process; None: it has none, as in tests of a part."""
+    """The log of the calling process; None: the process has no log."""
     return _current if _current is not None and _current.pid == os.getpid() else None
 
 
@@ -90,19 +90,19 @@ class OncePerMessage(logging.Filter):
 
 
 def log_environment() -> dict[str, str]:
-    """The variables that a process on another node needs in its environment; empty when nothing is logged."""
+    """Environment variables that a process on another node needs for its log; empty when nothing is logged."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE) if name in os.environ}
 
 
 @contextmanager
 def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
-    """Log this process as the driver while the body runs, and let the processes that it starts there log beside it.
+    """Log this process as the driver while the body runs, and make the processes that it starts there log too.
 
     Logs of the level "debug", "info" or "warning" go into a folder in the run's folder, which is yielded.
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
-    for old in (folder / FOLDER).glob("*"):  # of an earlier start, which may have had more processes
+    for old in (folder / FOLDER).glob("*"):  # heartbeats of an earlier start, which may have had more processes
         old.unlink(missing_ok=True)
     before = log_environment()
     os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
@@ -124,7 +124,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
     Does nothing without a log folder in the environment, or when the process has its log already.
 
     Args:
-        name: what messages call the process, like "policy rank 0"; it names the log, "policy_rank_0.log".
+        name: name of the process in messages, like "policy rank 0"; its log is then "policy_rank_0.log".
         lasting_phase: phase of a process that never waits for work; None: it waits for work between phases.
     """
     global _current
@@ -135,7 +135,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
     _current = log = _open(Path(os.environ[FOLDER_VARIABLE]), name, os.environ[LEVEL_VARIABLE])
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
-        os.dup2(log.stream.fileno(), descriptor)  # covers output of C code; Ray's own files are hard to find
+        os.dup2(log.stream.fileno(), descriptor)  # also for output of C code; Ray's own files are hard to find
     faulthandler.enable(file=log.stream)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
@@ -154,7 +154,7 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
     root.addHandler(handler)
     logging.getLogger(PACKAGE).setLevel(level.upper())
     logging.captureWarnings(True)
-    # In C, so that a process whose interpreter is held answers too: kill -USR1 PID.
+    # The handler is in C, so kill -USR1 PID works even while the interpreter is held.
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     heartbeat = HeartbeatWriter(folder / FOLDER, name, stream)
     heartbeat.start()

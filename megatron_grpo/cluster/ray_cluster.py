@@ -18,9 +18,9 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
 JOIN_S = 1.0
-"""Seconds between two looks for machines that have not joined yet."""
+"""Seconds between two checks for machines that have not joined yet."""
 OBJECT_STORE_BYTES = 512 * 2**20
-"""Of a run on CPU: batches of a tiny model are small, and Ray would claim a third of the memory."""
+"""Size of the object store on CPU: batches of a tiny model are small, and Ray's default is a third of the memory."""
 
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ class RayCluster:
         self._engine_groups: list[PlacementGroup] = []
         self._ranks_per_engine = 1
         self._shared: list[str] = []
-        """The GPUs of the policy's ranks as Ray calls them, where engines and the value model have these too."""
+        """Ray's names of the policy's GPUs if engines and the value model share them; else empty."""
 
     def start(self) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
         Raises:
-            RunError: no cluster answers there, it has too few GPUs, or Ray does not start here.
+            RunError: no cluster answers at the address, the cluster has too few GPUs, or Ray does not start here.
         """
         address, quiet = self.config.ray_address, {"log_to_driver": False, "logging_level": logging.ERROR}
         with keep_sigterm_handler():
@@ -50,7 +50,7 @@ class RayCluster:
                 memory = None if self.config.gpus else OBJECT_STORE_BYTES
                 try:
                     ray.init(include_dashboard=False, object_store_memory=memory, **quiet)
-                except Exception as error:  # Ray's own class for a machine too busy to start it within 30 seconds
+                except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
                     raise RunError(f"Ray does not start on this machine: {error}") from error
                 return
             reason = malformed(address) or unreachable(address)
@@ -64,13 +64,13 @@ class RayCluster:
             self._await_machines()
 
     def _await_machines(self) -> None:
-        """Return when the cluster has what the configuration asks for.
+        """Wait until the cluster has the machines and GPUs that the configuration asks for.
 
-        Machines of one job join minutes apart, when each first imports a container image; so fewer than
-        `cluster.num_nodes` are waited for, and only once all are there is a lack of GPUs an error.
+        Machines of one job join minutes apart, because each first imports a container image. So a lack of GPUs is an
+        error only once `cluster.num_nodes` machines have joined.
 
         Raises:
-            RunError: machines are missing after `cluster.startup_timeout_s`, or those that are there have too few GPUs.
+            RunError: machines are missing after `cluster.startup_timeout_s`, or the machines have too few GPUs.
         """
         end = time.monotonic() + self.config.startup_timeout_s
         told: list[str] = []
@@ -89,7 +89,7 @@ class RayCluster:
         generation: GenerationParallelConfig | None,
         value: ParallelConfig | None = None,
     ) -> None:
-        """Reserve GPUs for every side that the run starts; a no-op on CPU.
+        """Reserve GPUs for the models and engines that the run starts; a no-op on CPU.
 
         Ranks of the policy, and of the value model if there is one, fill whole nodes in rank order, so that
         tensor-parallel neighbours share a node. An engine that fits a node gets one bundle there; a larger one gets a
@@ -113,7 +113,7 @@ class RayCluster:
         self._await([group for group in (self._policy_group, self._value_group, *self._engine_groups) if group], needs)
 
     def reserve_shared(self, ranks: int, guests: int) -> None:
-        """Reserve a GPU of one node for each rank of the policy, to share with other processes; a no-op on CPU."""
+        """Reserve a GPU for each policy rank on one node, to share with `guests` other processes; a no-op on CPU."""
         if self.config.gpus:
             self._policy_group = placement_group([{"GPU": ranks, "CPU": ranks + guests}])
             self._await([self._policy_group], {"the policy": ranks})
@@ -122,13 +122,13 @@ class RayCluster:
         """Let engines and the value model use the policy's GPUs; call it before they are placed.
 
         Args:
-            devices: Ray's name of the GPU of each rank of the policy; none on a CPU.
-            ranks_per_engine: how many of these GPUs an engine uses.
+            devices: Ray's name of the GPU of each policy rank; empty on a CPU.
+            ranks_per_engine: number of these GPUs that an engine uses.
         """
         self._shared, self._ranks_per_engine = devices, ranks_per_engine
 
     def _await(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
-        """Return when groups have their GPUs; `needs`: GPUs that each component asks for, for the error message.
+        """Wait until groups have their GPUs; `needs`: GPUs that each component asks for, for the error message.
 
         Raises:
             RunError: the cluster has not enough free GPUs.
@@ -163,8 +163,8 @@ class RayCluster:
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of one generation engine.
 
-        One that shares GPUs is shown those of all, its own first: its ranks take as many from the beginning, and read
-        the weights of all others.
+        An engine that shares GPUs sees the GPUs of all policy ranks, its own first: its ranks use the first ones, and
+        read weights from all others.
         """
         if self._shared:
             own = self._shared[engine * self._ranks_per_engine : (engine + 1) * self._ranks_per_engine]
@@ -178,7 +178,7 @@ class RayCluster:
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": _in_group(group, 0)}
 
     def _guest_options(self, devices: list[str]) -> dict[str, Any]:
-        """Ray options of a process that uses GPUs which Ray has given to ranks of the policy."""
+        """Ray options of a process that uses GPUs of policy ranks."""
         assert self._policy_group is not None, "reserve_shared() comes first"
         return {
             "num_cpus": 1,
@@ -188,7 +188,7 @@ class RayCluster:
         }
 
     def shutdown(self) -> None:
-        """End what the run started; idempotent."""
+        """Leave Ray, or end it if this process started it; idempotent."""
         if ray.is_initialized():
             ray.shutdown()
 
@@ -205,7 +205,7 @@ def _in_group(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStr
 
 
 def node_address() -> str:
-    """The address at which this node's sockets are reached by the run's other processes: loopback if all are here."""
+    """Address at which other processes of the run reach this node: loopback if all processes are on this machine."""
     if LOCAL_MARKER in os.environ:
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())

@@ -1,1 +1,1 @@
-"""The life of a run: set-up, its folder, checkpoints, the loop around an algorithm's steps, validation, its end."""
+"""The life of a run around its algorithm: its folder, the start of its processes, checkpoints, its end."""

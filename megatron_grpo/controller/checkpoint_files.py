@@ -33,23 +33,23 @@ readers."""
 STATE_FILE = "state.json"
 LOADER_FILE = "dataloader.pt"
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
-"""What Megatron-Core writes beside the tensors, whatever the layout."""
+"""Files that Megatron-Core writes beside the tensors, in every layout."""
 
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
-"""Whether to stop reading, because the result is no longer needed."""
+"""A function that says whether to stop reading, because the result is no longer needed."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint that is incomplete or damaged; the text names folder and file and says what is wrong."""
+    """A checkpoint is incomplete or damaged; the message names the file and what is wrong with it."""
 
 
 class LaterFormatError(RunError):
-    """An intact checkpoint that a later version of this package wrote."""
+    """A later version of this package wrote the checkpoint, which is intact."""
 
 
 def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object, an entry a line, with the digest of the rest first; readers see the old or the new file."""
+    """Atomically write a JSON object, one entry a line; the first line is the digest of the rest."""
     entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{entries}\n}}\n".encode()
     write_in_one_piece(path, f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
@@ -101,7 +101,7 @@ def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
 
 
 def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
-    """function(path, cancelled) of every path, in threads that an error or Ctrl-C here cancels."""
+    """Call function(path, cancelled) for every path in threads; an error or Ctrl-C cancels all of them."""
     failed = Event()
     pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")
     try:
@@ -114,10 +114,10 @@ def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path],
 
 
 def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
-    """Add the driver's files to a folder that holds the models, and last the manifest; then all of it is on disk.
+    """Complete a folder that holds the models: add the driver's files, last the manifest, and sync all to disk.
 
-    The manifest has size and digest of every file but the state, which carries its own digest, so that it may be
-    replaced later without touching the manifest.
+    The manifest has the size and digest of every file except the state, which has its own digest, so that the state
+    can be replaced later without a new manifest.
 
     Args:
         folder: folder of the checkpoint, perhaps under a temporary name.
@@ -125,7 +125,7 @@ def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
         state: progress ("save_state"), metrics and what else the driver needs to continue (JSON).
         loader_state: state of the training data loader.
     """
-    import torch  # not above: a command that only verifies a checkpoint answers at once
+    import torch  # imported here: a command that only verifies a checkpoint starts at once
 
     torch.save(dict(loader_state), folder / LOADER_FILE)
     write_with_checksum(folder / STATE_FILE, state)
@@ -145,9 +145,9 @@ def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
 
 
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Replace the driver's state of a checkpoint in one piece.
+    """Atomically replace the driver's state in a checkpoint.
 
-    It carries its own digest, but for a checkpoint without a manifest, where a digest would mean that this is missing.
+    In a checkpoint without a manifest the state gets no digest, which would mean that the manifest is missing.
     """
     if (folder / MANIFEST_FILE).exists():
         write_with_checksum(folder / STATE_FILE, state)
@@ -160,14 +160,14 @@ def verify(folder: Path, stop: Event | None = None) -> str | None:
 
     Args:
         folder: folder of the checkpoint, `step_N`.
-        stop: set by another thread to end this early, with CancelledError.
+        stop: event that another thread sets to end the reading early, with CancelledError.
 
     Returns:
-        A remark for the user about a checkpoint that is good; None: there is nothing to say.
+        A remark for the user about an intact checkpoint, or None.
 
     Raises:
-        CheckpointError: a file is missing or damaged; the text names it.
-        LaterFormatError: a later version wrote it.
+        CheckpointError: a file is missing or damaged; the message names it.
+        LaterFormatError: a later version wrote the checkpoint.
         OSError: a file is there and cannot be read.
     """
     if not (folder / MANIFEST_FILE).exists():
@@ -177,7 +177,7 @@ def verify(folder: Path, stop: Event | None = None) -> str | None:
         text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
         raise LaterFormatError(f"{folder} {text}")
     expected: dict[Path, dict[str, Any]] = {folder / name: record for name, record in manifest["files"].items()}
-    for path, record in expected.items():  # sizes first: they cost nothing
+    for path, record in expected.items():  # sizes first: reading them costs nothing
         with missing_is_an_error(path):
             size = path.stat().st_size
         if path.is_dir():
@@ -198,7 +198,7 @@ def verify(folder: Path, stop: Event | None = None) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The driver's state as it was written.
+    """Read the driver's state from a checkpoint.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -221,7 +221,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:
-    """The state of the training data loader as it was written.
+    """Read the state of the training data loader from a checkpoint.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -235,7 +235,7 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
             state = torch.load(path, weights_only=True)
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # noqa: BLE001  # torch.load raises errors of many classes for a file of other bytes
+    except Exception as error:  # noqa: BLE001  # torch.load raises errors of many classes for a damaged file
         text = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{path} is damaged: it cannot be loaded ({type(error).__name__}: {text})") from None
     if not isinstance(state, dict):
@@ -244,7 +244,7 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
 
 
 def _verify_without_manifest(folder: Path) -> str:
-    """What can be said of a checkpoint that a version before manifests wrote: that no file is missing or empty."""
+    """Check a checkpoint from before manifests: no file is missing or empty. Returns a remark for the user."""
     with missing_is_an_error(folder):
         if not any(folder.iterdir()):
             raise CheckpointError(f"{folder} is empty")

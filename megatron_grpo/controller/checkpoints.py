@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which can be started from, how one is written so that it is whole or absent, which are kept."""
+"""Checkpoints of a run: finding the one to start from, writing one atomically, deleting those beyond keep_top_k."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DAMAGED = "damaged_step_"
 
 @dataclass(slots=True)
 class PendingSave:
-    """A checkpoint that is not complete yet, and under a temporary name."""
+    """A checkpoint that is being written under a temporary name."""
 
     step: int
     folder: Path
@@ -47,7 +47,7 @@ class PendingSave:
     writers: Sequence[RankGroup]
     """Models whose ranks write in the background."""
     began: float
-    """time.monotonic() when it was begun."""
+    """time.monotonic() when the save began."""
     driver_files: Future[None] | None = None
     """The thread that writes the driver's files and the digests; None: ranks are still writing."""
 
@@ -58,7 +58,7 @@ class Checkpointer:
     Args:
         run_dir: folder of the run.
         config: where to start from, and which checkpoints to keep.
-        look_only: whether `find` only says which checkpoints it would set aside.
+        look_only: let `find` only say which damaged checkpoints it would set aside.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
@@ -72,18 +72,18 @@ class Checkpointer:
         self.folder = run_dir / "checkpoints"
 
     def find(self, stop: Event | None = None) -> Path | None:
-        """The checkpoint to start from, as checkpointing.resume says; every byte of it is as it was written.
+        """Find the checkpoint to start from according to checkpointing.resume, and verify all its files.
 
-        A run that started from the checkpoint of another one and has saved since goes on from its own newest: a job
-        that is queued again starts with the same command line. Of its own ones, those that are newer than the one it
-        goes on from are damaged, and set aside under another name; standard error says which and why.
+        A run that started from another run's checkpoint and has saved since continues from its own newest intact one,
+        because a job that is queued again has the same command line. Newer checkpoints of its own are damaged: they are
+        renamed (set aside), and standard error says which and why.
 
         Args:
-            stop: set by another thread to end this early, with CancelledError.
+            stop: event that another thread sets to end the search early, with CancelledError.
 
         Raises:
-            ConfigError: the checkpoint that was named is none or is damaged, none of the run directory's is intact, or
-                it has checkpoints beyond the one to start from, which this run would mix with its own.
+            ConfigError: the named folder is no intact checkpoint, no checkpoint of the run directory is intact, or the
+                run directory has later checkpoints than the one to start from, which this run would mix with its own.
             RunError: a file cannot be read, or a later version wrote the checkpoint.
         """
         resume, steps = self.config.resume, self.steps()
@@ -104,12 +104,12 @@ class Checkpointer:
         return path
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints, in order; whether their files are intact takes reading them."""
+        """Steps of the run's checkpoints in ascending order; their files are not verified."""
         names = (entry.name.removeprefix("step_") for entry in self.folder.glob("step_*"))
         return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def path(self, step: int) -> Path:
-        """Folder of a checkpoint."""
+        """Folder of the checkpoint after `step` steps."""
         return self.folder / f"step_{step}"
 
     def begin(
@@ -121,21 +121,21 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> None:
-        """Begin to write checkpoint `step`, once the one before is complete; `finish` completes it.
+        """Complete the pending checkpoint, then begin to write checkpoint `step`, which `finish` completes.
 
-        Everything goes to a temporary name first, one that no other process writes to: a writer of a run that was
-        killed may still be at work in its own. It is renamed once all of it, and last the manifest with the digest of
-        every file, is on disk, so a checkpoint that can be found was complete.
+        Files go to a folder with a temporary name, which has the process id because writers of a killed run may still
+        be at work. The folder is renamed when all files are on disk, last the manifest with their digests, so a
+        checkpoint that can be found is complete.
 
         Args:
             step: training steps so far.
             state: what the driver needs to continue (JSON); must not be changed until `finish`.
             loader_state: state of the training data loader.
             models: trained models, by their folder in the checkpoint.
-            background: let models go on writing, and return as soon as they may change.
+            background: let ranks write in the background, and return as soon as the models may change.
 
         Raises:
-            RunError: this checkpoint cannot be written, or the one before could not be.
+            RunError: this checkpoint, or the pending one, could not be written.
         """
         self.finish()
         folder, began = self.folder / f".writing_step_{step}_{os.getpid()}", time.monotonic()
@@ -150,7 +150,7 @@ class Checkpointer:
         )
 
     def advance(self) -> None:
-        """Continue with the checkpoint that is being written as far as possible without waiting.
+        """Advance the pending checkpoint as far as possible without waiting.
 
         Raises:
             RunError: it could not be written.
@@ -174,10 +174,10 @@ class Checkpointer:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete, then remove those beyond keep_top_k.
+        """Wait until the pending checkpoint is complete, then delete checkpoints beyond keep_top_k.
 
         Raises:
-            RunError: it could not be written, and is given up. Earlier checkpoints are unchanged.
+            RunError: the checkpoint could not be written and is abandoned. Earlier checkpoints are unchanged.
         """
         pending = self.pending
         if pending is None:
@@ -212,12 +212,12 @@ class Checkpointer:
             raise RunError(f"{self.path(step)} cannot be written: {error}") from error
 
     def update(self, step: int, state: Mapping[str, Any]) -> None:
-        """Replace what the driver keeps of a checkpoint, in one piece; the metrics in it may rank it anew."""
+        """Atomically replace the driver's state in a checkpoint, then prune: new metrics may change the ranking."""
         replace_state(self.path(step), state)
         self._prune()
 
     def remove_leftovers(self) -> None:
-        """Delete what an interrupted write or removal left behind."""
+        """Delete folders that an interrupted write or removal left behind."""
         for pattern in (".writing_step_*", ".removing_step_*"):
             for entry in self.folder.glob(pattern):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -236,7 +236,7 @@ class Checkpointer:
             except CheckpointError as error:
                 damaged[step] = error
                 continue
-            except OSError as error:  # says nothing of the content, which another try may be able to read
+            except OSError as error:  # the content may be intact, and readable at another try
                 text = "make it readable, or rename it to go on from the one before"
                 raise RunError(f"{self.path(step)} cannot be read: {error}; {text}") from None
             for bad_step, reason in damaged.items():
@@ -279,7 +279,7 @@ class Checkpointer:
         return sorted(self.folder.glob(f"{_DAMAGED}*"))
 
     def _put_aside(self, step: int) -> str:
-        """Give a damaged checkpoint a name under which it is neither found, nor counted, nor deleted; says so."""
+        """Rename a damaged checkpoint so that it is neither found, counted nor deleted; returns words for a message."""
         if self._look_only:
             return "would be set aside"
         target, again = self.folder / f"{_DAMAGED}{step}", 1
@@ -303,7 +303,7 @@ class Checkpointer:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Delete a checkpoint, if it is there: first its name, so that one that can be found is complete."""
+        """Delete a checkpoint if it exists; it is renamed first, so that a checkpoint that can be found is complete."""
         if self.path(step).exists():
             temporary = self.folder / f".removing_step_{step}"
             shutil.rmtree(temporary, ignore_errors=True)
@@ -311,7 +311,7 @@ class Checkpointer:
             shutil.rmtree(temporary)
 
     def _score(self, step: int) -> float | None:
-        """Higher is better, and -inf without the metric. None: the state is unreadable, which people should see."""
+        """Score of a checkpoint, higher is better; -inf without the metric. None: unreadable, so it is kept."""
         try:
             value = read_state(self.path(step))["metrics"].get(self.config.metric_name)
         except (CheckpointError, OSError):
@@ -322,14 +322,14 @@ class Checkpointer:
 
 
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # at once: a start that fails later must not rename in silence
+    print(text, file=sys.stderr, flush=True)  # flushed, so that a start that fails later does not rename in silence
 
 
 def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
-    """The checkpoint that a run begins with (`Checkpointer.find`), which has the value model if there is one to train.
+    """The checkpoint that a run starts from (`Checkpointer.find`), which has a value model if the run trains one.
 
     Raises:
-        ConfigError: there is none to start from where checkpointing.resume says, or PPO's value model is not in it.
+        ConfigError: checkpointing.resume selects no usable checkpoint, or one without the value model of PPO.
         RunError: a file cannot be read.
     """
     path = checkpointer.find(stop)

@@ -21,19 +21,19 @@ LOCK_FILE = ".lock"
 POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
 VALUE_FOLDER = "megatron_value"
-"""The same of the value model, in a checkpoint of PPO."""
+"""Folder of the value model's distributed checkpoint inside a checkpoint of PPO."""
 IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed", "debug.train")
-"""Keys that make a run another run; everything else may change between start and resume."""
+"""Keys that identify a run; all other keys may change between start and resume."""
 _ONCE_ABSENT = {"debug.train": True}
-"""Values of keys in runs of versions that did not have them."""
+"""Values of keys for runs of earlier versions, which did not have these keys."""
 
 
 @contextmanager
 def claimed_run_directory(path: str) -> Iterator[Path]:
-    """Create or reopen the folder of a run and hold it until the run ends; a new one is removed if it stays empty.
+    """Create or reopen a run's folder and lock it until the run ends; a new folder is removed if it stays empty.
 
     Raises:
-        RunError: another driver holds it, or nothing can be written there.
+        RunError: another driver holds the lock, or the folder cannot be written.
     """
     folder = Path(os.path.abspath(path))
     try:
@@ -45,7 +45,7 @@ def claimed_run_directory(path: str) -> Iterator[Path]:
     with lock:  # the kernel releases it when the driver dies, however it dies
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken_away = os.fstat(lock.fileno()).st_nlink == 0  # by a start that failed just now
+            taken_away = os.fstat(lock.fileno()).st_nlink == 0  # removed by a start that just failed
         except OSError:
             taken_away = True
         if taken_away:
@@ -57,7 +57,7 @@ def claimed_run_directory(path: str) -> Iterator[Path]:
 
 
 def in_use(path: str) -> bool:
-    """Whether a run that is alive holds a folder."""
+    """Whether a live run holds the lock of the folder."""
     try:
         with Path(path, LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -69,7 +69,7 @@ def in_use(path: str) -> bool:
 
 
 def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
-    """Remove the folders that a start made, if it failed before it wrote anything into the run's."""
+    """Remove the folders that a start made, if it failed before it wrote anything but the lock."""
     if folder not in made or not folder.is_dir() or os.listdir(folder) != [LOCK_FILE]:
         return
     (folder / LOCK_FILE).unlink()
@@ -135,7 +135,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
 
 
 def changes_since_last_start(folder: Path, config: Config) -> list[str]:
-    """What differs from the configuration that the folder's run was last started with, one line per key.
+    """Differences from the configuration with which the folder's run was last started, one line per key.
 
     Raises:
         ConfigError: the folder belongs to another run, or its configuration cannot be read.

@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 AT_ONCE_S = 10.0
-"""Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read some 10 GB, and most
-mistakes show within them."""
+"""Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read about 10 GB and to
+find most mistakes."""
 
 
 class StartupParts:
-    """Seconds of each part of a start-up, by name. Parts overlap, so their sum is more than the whole."""
+    """Seconds of each part of a start-up, by name. Parts overlap, so their sum exceeds the whole."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -71,7 +71,7 @@ def since_command() -> float:
 def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> Iterator[Future[T]]:
     """Run `work` in a thread and yield its future. An error within the first seconds is raised before the body begins.
 
-    The end of the body sets the event that `work` is called with, at which it should look now and then.
+    `work` is called with an event that is set when the body ends, and should check it now and then.
     """
     stop = Event()
     with ThreadPoolExecutor(1, "background") as pool:
@@ -103,15 +103,15 @@ class Startup:
 
 @contextmanager
 def started(config: Config, user_objects: UserObjects | None = None) -> Iterator[Startup]:
-    """Hold the run's folder and keep Ray running; on leaving, however that is, all of Ray's processes end.
+    """Lock the run's folder and start Ray; leaving the context ends all of Ray's processes, also after an error.
 
     Args:
         config: the run's configuration, checked.
         user_objects: objects of a script that a configuration cannot name; None: none.
 
     Raises:
-        ConfigError: the run cannot start from where it is told to.
-        RunError: Ray did not come up, or the folder is in use; the message says what.
+        ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
+        RunError: Ray did not start, or the folder is in use; the message says which.
     """
     user_objects, parts = user_objects or UserObjects(), StartupParts()
     parts.seconds["command_line"] = since_command()
@@ -145,7 +145,7 @@ def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
     earlier start in the folder is removed first.
 
     Args:
-        startup: has the run's folder, and writes the summary.
+        startup: the start-up, with the run's folder and the function that writes the summary.
         report: whether to write report.html.
     """
     (startup.run_dir / SUMMARY_FILE).unlink(missing_ok=True)

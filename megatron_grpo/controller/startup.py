@@ -35,7 +35,7 @@ class Models:
 
     policy: MegatronPolicy
     value: MegatronValue | None
-    """Of PPO."""
+    """The value model of PPO; None for other algorithms."""
     generation: VllmGeneration | None
     """None: the rollouts are read from a recording."""
 
@@ -126,7 +126,7 @@ def _value(config: Config, cluster: RayCluster) -> MegatronValue:
 
 
 def _shares_cores(config: Config) -> bool:
-    """Whether engines of the run sample while it trains."""
+    """Whether the run's engines sample while its models train."""
     return config.loop.async_grpo.samples_ahead and not config.generation.server.urls
 
 
@@ -175,7 +175,7 @@ def start_rollouts(
 
 
 def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> None:
-    """Replace lost engines whose weights are those of the model folder (`Restore`)."""
+    """Replace lost engines by new ones with the weights of the model folder (a function of type `Restore`)."""
     try:
         generation.replace(lost)
     except RunError as error:

@@ -11,28 +11,28 @@ from megatron_grpo.config.errors import RunError
 
 
 class Callback:
-    """Override what is of interest. Called in the driver, between the stages of the run, which waits for it."""
+    """Base class of callbacks. The driver calls their methods between the stages of a run, and waits for them."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """After a step was logged.
+        """Called after a step was logged.
 
         Args:
             step: steps so far.
             metrics: the figures of the step, as in metrics.jsonl.
 
         Returns:
-            True ends training after this step, which is validated and saved as the last one always is.
+            True ends training after this step, which is then validated and saved like every last step.
         """
         return None
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After a validation; its figures, as in validation.jsonl."""
+        """Called after a validation; `metrics` are its figures, as in validation.jsonl."""
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """When a checkpoint is complete in its folder."""
+        """Called when a checkpoint is complete in `folder`."""
 
     def on_end(self, step: int) -> None:
-        """When training has ended, and its last checkpoint is written; not after a failure."""
+        """Called when training has ended and its last checkpoint is written; not called after a failure."""
 
 
 class Callbacks:
@@ -41,13 +41,13 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
         self.stop = False
-        """Whether the answer of one of them to on_step ends training."""
+        """Whether on_step of a callback has asked to end training."""
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call a method of every callback.
 
         Raises:
-            RunError: one raised something; says which and what.
+            RunError: a callback raised an error; the message names both.
         """
         for callback in self._callbacks:
             try:
@@ -62,10 +62,10 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserObjects:
-    """Objects of a script; the defaults are those of the command line, which has none."""
+    """Objects that a script passes to a run; the defaults are for the command line, which passes none."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that cannot be imported, by their entry in reward_funcs."""
     tokenizer: Any = None
-    """Tokenizer of the prompts; None: that of the model's folder."""
+    """Tokenizer of the prompts; None: the tokenizer of the model's folder."""
     callbacks: Sequence[Callback] = ()

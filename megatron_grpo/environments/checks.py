@@ -1,4 +1,4 @@
-"""Checks of environments, processors and reward functions before processes are started that would fail over them."""
+"""Checks of environments, processors and reward functions before processes start, which would fail one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_scoring(
     sets: Sequence[DatasetConfig] | None = None,
     given: Mapping[str, RewardFunction] | None = None,
 ) -> None:
-    """`check_environments`, and `check_reward_functions` with the columns of the data.
+    """Check environments, processors and reward functions against the configuration and the columns of the data.
 
     Args:
         config: environments, processors and data.
@@ -34,10 +34,10 @@ def check_scoring(
 
 
 def check_environments(config: Config) -> None:
-    """Import every class of `env` and every processor, before processes are started that would fail one by one.
+    """Import every class of `env` and every processor, and check their options.
 
     Raises:
-        ConfigError: some cannot be imported or be called as they would be, or their options do not fit.
+        ConfigError: a class or processor cannot be imported or called, or its options do not fit.
     """
     make_importable(import_folders())
     problems = list(processor_problems(config.data))
@@ -47,7 +47,7 @@ def check_environments(config: Config) -> None:
 
 
 def _problems(section: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
-    if environment.type == REWARD_FUNCTIONS:  # `check_reward_functions` looks at these
+    if environment.type == REWARD_FUNCTIONS:  # `check_reward_functions` checks these
         return
     try:
         kind = environment_class(environment.type)
@@ -65,7 +65,7 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
 
 
 ColumnsOf = Callable[[str], Collection[str] | None]
-"""(task name) -> names of the columns of its rows, the answer under "answer" among them; None: nobody knows yet."""
+"""Function from a task name to the column names of its rows, including "answer"; None: not known yet."""
 
 
 def check_reward_functions(
@@ -77,12 +77,12 @@ def check_reward_functions(
 
     Args:
         config: environments by task name.
-        columns_of: columns of the rows of a task; asked only where there are functions.
-        given: as of `check_scoring`.
+        columns_of: columns of the rows of a task; called only for tasks with reward functions.
+        given: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
 
     Raises:
-        ConfigError: some cannot be imported, or not be called with prompts, completions and the columns; or a folder
-            is no reward model.
+        ConfigError: a function cannot be imported, or cannot be called with prompts, completions and the columns; or a
+            folder is no reward model.
     """
     given = given or {}
     problems = [problem for name, one in config.items() for problem in _reward_problems(name, one, columns_of, given)]
@@ -115,10 +115,10 @@ def _reward_problems(
 
 
 def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) -> set[str] | None:
-    """The columns of a task's rows in these sets, or in the training and validation sets of the run.
+    """Columns of a task's rows in these sets, or in the training and validation sets of the run.
 
-    None: they are unknown, as while streaming, where no row is read before training; when a set cannot be read, which
-    the check of the data reports; and for a task without rows.
+    None: the columns are unknown, because data is streamed (no row is read before training), a set cannot be read (the
+    check of the data reports that), or the task has no rows.
     """
     if config.data.streaming and sets is None:
         return None

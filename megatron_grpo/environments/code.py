@@ -1,4 +1,4 @@
-"""Programs that the model wrote, run against tests in the sandbox."""
+"""The `code` environment: runs programs that the model wrote against tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
-# The mark is read before the program runs and written after all tests, so a program that exits early passes none.
+# The mark is read before the program runs and printed after all tests, so a program that exits early passes no test.
 _HARNESS = """
 import os, sys
 def _judge(program, tests):
@@ -47,13 +47,13 @@ class CodeEnvironment(Environment):
 
     The answer column holds Python tests, as one text or a list of texts, each of which passes when it does not raise;
     or cases of input and output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of
-    any of these is understood. Outputs are compared line by line without trailing blanks. Tests in Python share a
-    process with the program, which can read them; expected outputs never enter the sandbox.
+    any of these is accepted. Outputs are compared line by line without trailing blanks. Python tests run in the
+    program's process, so it can read them; expected outputs never enter the sandbox.
 
     Args:
-        settings: the sandbox.
-        reward: all: 1 when every test passes, else 0; share: the share of tests that pass.
-        programs_at_once: programs that one process of the environment runs concurrently.
+        settings: settings of the run, among them the sandbox.
+        reward: "all": 1 when every test passes, else 0; "share": the share of tests that pass.
+        programs_at_once: programs that one environment process runs concurrently.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class CodeEnvironment(Environment):
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of a response; without one, the whole of it."""
+    """The last fenced block of a response, or the whole response without one."""
     blocks = _BLOCK.findall(response)
     return str(blocks[-1]) if blocks else response
 
 
 def passed(sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool) -> int:
-    """How many of the tests a Python program passes: statements that do not raise after it, and (input, output).
+    """Count the tests that a Python program passes: statements that do not raise after it, and (input, output) pairs.
 
-    `every`: whether to continue after a failed case; an endless program uses its whole time limit in each.
+    `every`: whether to continue after a failed pair; an endless program uses its whole time limit in each.
     """
     statements = [test for test in tests if isinstance(test, str)]
     cases = [test for test in tests if not isinstance(test, str)]

@@ -38,7 +38,7 @@ _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 @dataclass(eq=False)
 class JudgeEnvironment(Environment):
-    """The last "Score: N" in a judge's answer, as a number from 0 to 1; no reward without one, or beyond its range."""
+    """Reward from 0 to 1: the last "Score: N" in a judge's answer; no reward without one, or outside its range."""
 
     model: str
     """Name of the judge at its endpoint."""
@@ -53,15 +53,15 @@ class JudgeEnvironment(Environment):
     correct_from: float | None = None
     """Reward from which a response counts as correct; None: unknown."""
     max_tokens: Positive = 512
-    """Longest answer of the judge."""
+    """Most tokens of the judge's answer."""
     request_timeout_s: Seconds = 60.0
-    """Deadline of one request."""
+    """Deadline of one request, in seconds."""
     attempts: Positive = 3
-    """How often a request is made before its response fails, with growing pauses."""
+    """Attempts of a request, with growing pauses, before its rollout fails."""
     requests_at_once: Positive = 8
-    """Concurrent requests of one process of the environment."""
+    """Concurrent requests of one environment process."""
     api_key_variable: str | None = None
-    """Environment variable with the key of the endpoint; None: it needs none."""
+    """Environment variable with the endpoint's API key; None: the endpoint needs none."""
 
     def __post_init__(self) -> None:
         if self.highest <= self.lowest:
@@ -80,7 +80,7 @@ class JudgeEnvironment(Environment):
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Scores from concurrent requests; a RunError says why the endpoint did not answer."""
+        """Ask the judge for scores in concurrent requests; RunError: the endpoint did not answer, and why."""
         return list(self._pool.map(self._judged, requests))
 
     def _judged(self, request: EnvironmentRequest) -> EnvironmentReturn:
@@ -93,7 +93,7 @@ class JudgeEnvironment(Environment):
         return EnvironmentReturn(reward=reward, correct=correct)
 
     def _asked(self, request: EnvironmentRequest) -> str:
-        """The question about a response; braces in the filled-in texts stay as they are."""
+        """Fill in the question about a response; braces in the inserted texts are not replaced."""
         prompt = request.prompt
         if not isinstance(prompt, str):
             prompt = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
@@ -107,7 +107,7 @@ class JudgeEnvironment(Environment):
         return re.sub(r"\{(" + "|".join(filled) + r")\}", lambda found: filled[found[1]], self.question)
 
     def _ask(self, question: str) -> str:
-        """The judge's answer; "" when the reply is malformed."""
+        """Ask the judge and return its answer; "" when the reply is malformed."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],

@@ -23,30 +23,30 @@ ANSWER_TIMEOUT_S = 5
 """Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""
 
 TAIL_CHARACTERS = 2000
-"""Without a box, the answer is looked for in this much text at the end of the response."""
+"""Characters at the end of a response in which the answer is searched if there is no box."""
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
 
 
 def is_correct(response: str, answer: str) -> bool:
-    """Whether the response's final answer equals the reference in value.
+    """Whether the response's final answer equals the reference answer in value.
 
     Main thread only: math-verify limits its time with SIGALRM, which Python delivers there.
 
     Args:
         response: text of the model.
-        answer: the reference: a number, expression or LaTeX, without a box. One that math-verify cannot read is
-            compared as text.
+        answer: the reference answer: a number, expression or LaTeX, without a box. An answer that math-verify cannot
+            read is compared as text.
     """
     return _equal(final_answer(response), answer)
 
 
 @lru_cache(maxsize=1024)
 def _equal(final: str, answer: str) -> bool:
-    # Cached: samples of a group often agree. parse and verify turn errors of sympy and timeouts into "no".
+    # Cached, because samples of a group often agree. parse and verify treat sympy's errors and timeouts as "not equal".
     content = final.removeprefix("\\boxed{").removesuffix("}") if final.startswith("\\boxed{") else final
     if answer.strip() in (content.strip(), final.strip()):
-        return True  # the usual case of a right answer
+        return True  # most correct answers
     given = parse(final, parsing_timeout=ANSWER_TIMEOUT_S)
     return bool(verify(_parse_reference(answer), given, timeout_seconds=ANSWER_TIMEOUT_S))
 
@@ -65,24 +65,24 @@ def final_answer(response: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _parse_reference(answer: str) -> list[Any]:
-    # All samples of a group share their reference.
+    # Cached, because all samples of a group share their reference answer.
     return list(parse(f"\\boxed{{{answer}}}", parsing_timeout=ANSWER_TIMEOUT_S))
 
 
 HANGS_AFTER_S = 20.0
-"""Seconds without an answer after which the process is killed; math-verify's own limits end after 15."""
+"""Seconds without an answer after which the process is killed; math-verify's own limits add up to 15 s."""
 
 STARTS_WITHIN_S = 120.0
 """Seconds for the process to import math-verify."""
 
 MEMORY_BYTES = 4 * 2**30
-"""Memory of the process beyond what it has when it is ready; an answer that needs more counts as wrong."""
+"""Bytes of memory that the process may use beyond its size when ready; an answer that needs more counts as wrong."""
 
 _READY = b"r"
 
 
 class Verifier:
-    """One process that compares answers. Not for several threads at a time."""
+    """A process that compares answers. Not safe for concurrent use by several threads."""
 
     def __init__(self, hangs_after_s: float = HANGS_AFTER_S) -> None:
         """Start the process, which is killed after hangs_after_s seconds without an answer."""
@@ -93,7 +93,7 @@ class Verifier:
         """Whether the final answer of each response equals its reference in value.
 
         Args:
-            pairs: response, any text, and reference, as `is_correct` takes them.
+            pairs: (response, reference answer) pairs, the arguments of `is_correct`.
 
         Raises:
             RunError: the process does not start.
@@ -101,7 +101,7 @@ class Verifier:
         return [self._verify(pair) for pair in pairs]
 
     def _verify(self, pair: tuple[str, str]) -> bool:
-        """Compare one pair. An answer over which the process hangs or ends counts as wrong."""
+        """Compare one pair; an answer on which the process hangs or dies counts as wrong."""
         try:
             self._connection.sendall(json.dumps(pair).encode() + b"\n")
             answer = self._connection.recv(1)
@@ -138,11 +138,11 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """The process: answers each line on standard input, a JSON list of response and reference, with one character."""
+    """Run the process: answer each line of standard input, a JSON list [response, answer], with one byte."""
     die_with_parent(9)
     answers = os.dup(1)
-    os.dup2(2, 1)  # other output must not be read as answers
-    # A first comparison loads the parsers and sympy, so that no answer's time limit includes it.
+    os.dup2(2, 1)  # standard output goes to standard error, so that it is not read as answers
+    # A first comparison loads the parsers and sympy, so that loading does not count in an answer's time limit.
     verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()

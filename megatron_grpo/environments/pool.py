@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EnvironmentHandle:
-    """Processes of one environment that one rollout worker has for itself. Travels to it, and is light to import."""
+    """The processes of one environment that belong to one rollout worker. It is sent to it, and cheap to import."""
 
     name: str
     """Task name of the environment."""
     timeout_s: float
     """Deadline of one call of a process, in seconds."""
     processes: list[Any]
-    """Ray actors (`EnvironmentWorker`), each with the environment in a process of its own."""
+    """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
     arguments: tuple[Any, ...] = field(repr=False)
-    """Arguments of a process: name, configuration, settings, and a reference to the rewards that are not imported."""
+    """Arguments of `EnvironmentWorker`: name, configuration, settings, reference to reward functions of a script."""
 
     def spawn(self) -> Any:
-        """Start another process like these; it ends with the process that calls this."""
+        """Start another process of the environment; it ends with the calling process."""
         from megatron_grpo.environments.worker import EnvironmentWorker
 
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(EnvironmentWorker)
@@ -45,11 +45,11 @@ class EnvironmentPool:
     """Type, options, processes (num_workers) and deadline of a call."""
     settings: EnvironmentSettings
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Functions that a script passed, by their entry in reward_funcs; they are not imported."""
+    """Reward functions that a script passed, by their entry in reward_funcs; they are not imported."""
     _processes: list[Any] = field(default_factory=list, init=False)
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
-        """Begin to start the processes, and divide them: at least one for each of `shares` rollout workers."""
+        """Begin to start the processes, and divide them among `shares` rollout workers; each gets at least one."""
         count = max(self.config.num_workers, shares)
         arguments = (self.name, self.config, self.settings, self._references())
         handles = [EnvironmentHandle(self.name, self.config.timeout_s, [], arguments) for _ in range(shares)]
@@ -60,7 +60,7 @@ class EnvironmentPool:
         return handles
 
     def _references(self) -> Any:
-        """Reference to the reward functions that are not imported; begins to start the reward models among them."""
+        """Store the script's reward functions and clients of reward models as a Ray object; starts these models."""
         rewards: dict[str, Any] = {name: one for name, one in self.rewards.items() if name in self.config.reward_funcs}
         if self.config.reward_model_folders:
             from megatron_grpo.environments.reward_model import start_reward_model
@@ -82,9 +82,9 @@ def build_environments(
     settings: EnvironmentSettings | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, EnvironmentPool]:
-    """A pool for each entry of the configuration's `env`, by task name; none is started yet.
+    """Make a pool for each entry of the configuration's `env`, by task name; the pools are not started yet.
 
-    Settings and rewards are those of `EnvironmentPool`, by default none.
+    `settings` and `rewards` are passed to each `EnvironmentPool`.
     """
     shared = settings or EnvironmentSettings()
     return {name: EnvironmentPool(name, environment, shared, rewards or {}) for name, environment in config.items()}

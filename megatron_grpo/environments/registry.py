@@ -1,4 +1,4 @@
-"""Makes the environment that the `type` of a configuration names, with options that fit its constructor."""
+"""Makes an environment from its configured `type` and options, which must fit its constructor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_grpo.environments.reward_functions import (
 )
 
 SETTINGS = "settings"
-"""Parameter of an environment's constructor that receives the settings of the run."""
+"""Name of the constructor parameter that receives the settings of the run."""
 
 
 def create_environment(
@@ -30,15 +30,15 @@ def create_environment(
     settings: EnvironmentSettings | None = None,
     rewards: Mapping[str, RewardFunction] | None = None,
 ) -> Environment:
-    """The environment that `config.type` names, made with `config.options`; imports only what that one needs.
+    """Make the environment of `config.type` with `config.options`; only its own modules are imported.
 
     Args:
         config: type and options of the environment, and its reward functions.
         settings: settings of the run; None: the defaults.
-        rewards: functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
+        rewards: reward functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
 
     Raises:
-        RunError: the class cannot be imported, or is no environment, or the options do not fit it.
+        RunError: the class cannot be imported or is no environment, or the options do not fit.
     """
     settings = settings or EnvironmentSettings()
     make_importable(settings.import_folders)
@@ -63,10 +63,10 @@ def create_environment(
 
 
 def environment_class(kind: str) -> type[Environment]:
-    """The class of an environment type: the name of a built-in one, or package.module:Class.
+    """Import the class of an environment type: the name of a built-in environment, or package.module:Class.
 
     Raises:
-        RunError: there is no such class, its module fails, or it is no `Environment` with a `score` of its own.
+        RunError: the class does not exist, its module fails, or it is no `Environment` that defines `score`.
     """
     module, _, name = BUILT_IN.get(kind, kind).partition(":")
     try:
@@ -81,9 +81,9 @@ def environment_class(kind: str) -> type[Environment]:
 
 
 def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Options converted to the types of the constructor, and the problems of others: name and reason.
+    """Convert options to the types of the constructor; returns the converted ones, and problems as name and reason.
 
-    Values are converted as those of the configuration are: "3" passes for a number, "three" does not.
+    Values are converted like those of the configuration: "3" is accepted as a number, "three" is not.
     """
     parameters = {name: one for name, one in _parameters(kind).items() if name != SETTINGS}
     arguments: dict[str, Any] = {}
@@ -109,11 +109,11 @@ def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[di
 
 
 _CONVERSION = ConfigDict(coerce_numbers_to_str=True)
-"""Given to a list of the type, since a type may have a configuration of its own, which must not be overridden."""
+"""Configuration of the conversion; applied to a list of the type, because a type may have its own configuration."""
 
 
 def _parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
-    """Parameters of the constructor that can be passed by keyword; types that cannot be resolved stay texts."""
+    """Constructor parameters that can be passed by keyword; annotations that cannot be resolved stay strings."""
     try:
         signature = inspect.signature(kind, eval_str=True)
     except NameError:

@@ -18,18 +18,18 @@ from megatron_grpo.config.errors import RunError
 
 
 class TimeLimitPassed(BaseException):
-    """Raised inside the code that took too long, where `except Exception` does not catch it."""
+    """Raised inside code that takes too long; a BaseException, so that `except Exception` there does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeLimitPassed when the body takes longer. Main thread only, where Python delivers signals.
+    """Raise TimeLimitPassed if the body exceeds a limit. Main thread only, where Python delivers signals.
 
-    SIGUSR2 is used, since reward functions use SIGALRM themselves (math-verify does). A call that never returns to
-    the interpreter is not interrupted; the deadline of the whole process ends it.
+    The signal is SIGUSR2, because reward functions may use SIGALRM themselves (math-verify does). A call that never
+    returns to the interpreter is not interrupted; the deadline of the process ends it.
 
     Args:
-        seconds: limit; None: there is none.
+        seconds: the limit; None: no limit.
     """
     if seconds is None:
         yield
@@ -44,7 +44,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             yield
         finally:
             timer.cancel()
-            timer.join()  # after this nothing is sent any more
+            timer.join()  # from here on the timer sends no signal
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
 
@@ -54,15 +54,15 @@ def _raise_in_body(signum: int, frame: FrameType | None) -> None:
 
 
 RewardFunction = Callable[..., Any]
-"""(prompts=, completions=, and each column of the data=) -> one reward per completion, None where it has no opinion; or
-a coroutine of that."""
+"""Function of prompts=, completions= and each column of the data=, which returns one reward per completion (None: no
+reward), or a coroutine of these."""
 
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-"""Arguments that are passed to every function that takes them, beside the columns of the data."""
+"""Arguments other than data columns; each is passed to functions that have such a parameter."""
 
 
 class RewardError(RunError):
-    """A reward function raised, took too long, or returned no list of rewards."""
+    """A reward function raised, took too long, or returned something other than a list of rewards."""
 
     timed_out = False
     """Whether the function took too long."""
@@ -73,7 +73,7 @@ Outcome = list[float | None] | RewardError
 
 
 class RewardCall:
-    """A reward function, or an object that can be called, and its parameters."""
+    """A reward function (or callable object) and its parameters."""
 
     def __init__(self, function: RewardFunction) -> None:
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -85,7 +85,7 @@ class RewardCall:
     def attempt(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
     ) -> Outcome | Coroutine[Any, Any, Outcome]:
-        """The rewards of `count` completions, or the function's failure; a coroutine of that if the function is async.
+        """Call the function for `count` completions: its rewards or its failure; a coroutine of these if it is async.
 
         Main thread only.
         """
@@ -99,7 +99,7 @@ class RewardCall:
             return self._failure(error)
 
     async def _awaited(self, given: Awaitable[Any], count: int, timeout_s: float | None) -> Outcome:
-        """The result of an async function, which is cancelled when it takes too long."""
+        """Await an async function, which is cancelled when it takes too long; returns its rewards or its failure."""
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 rewards = await given
@@ -109,7 +109,7 @@ class RewardCall:
             return self._timed_out(timeout_s) if late else self._failure(error)
 
     def _taken(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """The arguments that the function takes; a column that none of these `count` rows has is None in each."""
+        """Select the arguments that the function takes; a column that none of the rows has is a list of None."""
         taken = {name: value for name, value in arguments.items() if self._accepts is None or name in self._accepts}
         return {name: [None] * count for name in self._requires} | taken
 
@@ -141,16 +141,16 @@ class RewardCall:
 
 
 def load_reward_function(path: str) -> RewardFunction:
-    """The function or object at an import path; for a class, an instance of it. A RunError says what is wrong."""
+    """Import the function or object at a path (an instance, if it is a class); RunError: it cannot be used, and why."""
     function = load_callable("reward function", path, instance=True)
     check_parameters(path, function)
     return function
 
 
 def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
-    """The function or object at an import path (package.module.name, or an attribute of an object there).
+    """Import the function or object at a path (package.module.name, or an attribute of an object there).
 
-    With `instance`, a class stands for an instance of it. A RunError says of the path what is wrong with it.
+    With `instance`, a class is instantiated. RunError: the import fails, or the object is not callable.
     """
     module, _, name = path.rpartition(".")
     outer, _, holder = module.rpartition(".")
@@ -170,18 +170,18 @@ def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[.
 
 
 def check_parameters(path: str, function: RewardFunction, columns: Collection[str] | None = None) -> None:
-    """Check that a function can be called by name with prompts, completions and the columns of the data.
+    """Check that a function accepts prompts, completions and the columns of the data as keyword arguments.
 
     Args:
         path: the function's import path, for messages.
         function: the function.
-        columns: names of all columns of the rows that it will score; None: unknown.
+        columns: names of all columns of the rows that the function will score; None: unknown.
 
     Raises:
-        RunError: it cannot.
+        RunError: the function does not accept them.
     """
     text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
-    own = _required(function, of_wrapped=False)  # a wrapper may well turn names into positions
+    own = _required(function, of_wrapped=False)  # a wrapper may turn keywords into positions
     unnamed = [one.name for one in own if one.kind is inspect.Parameter.POSITIONAL_ONLY]
     if unnamed:
         raise RunError(f"{text}; it takes {', '.join(unnamed)} by position only: leave the / out of its parameters")
@@ -197,7 +197,7 @@ def check_parameters(path: str, function: RewardFunction, columns: Collection[st
 
 
 def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[inspect.Parameter]:
-    """The parameters of a function, or of the one that it wraps; of a builtin without a signature, **kwargs."""
+    """Parameters of a function, or of the function that it wraps; **kwargs for a builtin without a signature."""
     try:
         return list(inspect.signature(function, follow_wrapped=of_wrapped).parameters.values())
     except (TypeError, ValueError):
@@ -205,7 +205,7 @@ def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[i
 
 
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Names that a function takes; None: any."""
+    """Keyword names that a function accepts; None: any name."""
     parameters = _parameters(function)
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return None
@@ -214,7 +214,7 @@ def _accepted(function: RewardFunction) -> frozenset[str] | None:
 
 
 def _required(function: RewardFunction, of_wrapped: bool = True) -> list[inspect.Parameter]:
-    """The parameters that have to be given."""
+    """Parameters without a default."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = _parameters(function, of_wrapped)
     return [one for one in parameters if one.kind not in variadic and one.default is inspect.Parameter.empty]

@@ -25,27 +25,27 @@ from megatron_grpo.environments.reward_call import (
 )
 
 _NOT_COLUMNS = ("prompt", "completion", REFERENCE, *PASSED)
-"""Names that are not passed on as columns: prompts and completions hold two of them, the others are no columns."""
+"""Names that are not passed on as columns: prompts and completions hold the first two, the others are reserved."""
 
 
 @dataclass(eq=False)
 class RewardFunctionEnvironment(Environment):
-    """The weighted sum of several functions' rewards; a function's None is left out of the sum, as in TRL.
+    """Reward: the weighted sum of the rewards of several functions; None is left out of the sum, as in TRL.
 
-    A prompt that is a text comes with completions that are texts; a list of messages with completions that are lists of
-    one assistant message. A column that a row lacks is None there. Functions are called one after the other; the
-    awaitables that async functions return are then awaited together.
+    If the prompt is a text, completions are texts; if it is a list of messages, each completion is a list of one
+    assistant message. A column that a row lacks is None for it. Functions are called one after the other; awaitables
+    that async functions return are then awaited together.
     """
 
     functions: Mapping[str, RewardFunction]
     weights: Mapping[str, float]
     """Factor of each function's reward in the sum, by name of the function."""
     correctness: str | None
-    """Function whose reward above 0 makes a response correct, and whose None leaves it open; None: no function does."""
+    """Name of the function whose reward above 0 means correct, and whose None means unknown; None: no such function."""
     timeout_s: float | None = None
-    """Deadline of one call of a function; None: only the deadline of the process holds."""
+    """Deadline of one call of a function, in seconds; None: only the deadline of the process."""
     tolerant: bool = False
-    """Whether a function that fails counts as None; else the response has no score."""
+    """Whether a failed function counts as reward None; otherwise the rollout fails."""
     reads_token_ids = True
 
     def __post_init__(self) -> None:
@@ -54,16 +54,16 @@ class RewardFunctionEnvironment(Environment):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """The weighted sums of the functions' rewards.
+        """Call the functions, and return the weighted sums of their rewards.
 
         Raises:
-            RewardError: a function raised, took too long, or returned something other than a number (or None) for
-                each completion; says which function, what it raised and where. Not if the environment is tolerant.
+            RewardError: a function raised, took too long, or did not return a number (or None) for each completion; the
+                message says which function, what it raised and where. Not raised if `tolerant`.
         """
         scores = [EnvironmentReturn(reward=None, correct=None) for _ in requests]
         figures: defaultdict[str, list[float]] = defaultdict(list)
         outcomes = self._outcomes(self.functions, self._arguments(requests, scores, figures), len(requests))
-        for name in self.functions:  # in the order of the configuration, whatever finished first
+        for name in self.functions:  # in the order of the configuration, whichever finished first
             outcome = outcomes[name]
             if isinstance(outcome, RewardError):
                 outcome = self._one_by_one(name, outcome, requests, scores)
@@ -79,12 +79,12 @@ class RewardFunctionEnvironment(Environment):
         return scores
 
     def _outcomes(self, names: Iterable[str], arguments: Mapping[str, Any], count: int) -> dict[str, Outcome]:
-        """Rewards or failure of each function for `count` responses; async functions run concurrently."""
+        """Call functions for `count` responses, async ones concurrently; returns the rewards or failure of each."""
         attempts = {name: self._calls[name].attempt(arguments, count, self.timeout_s) for name in names}
         waiting = {name: one for name, one in attempts.items() if isinstance(one, Coroutine)}
         outcomes = {name: one for name, one in attempts.items() if not isinstance(one, Coroutine)}
         if waiting:
-            if self._loop is None:  # one for all calls: a client opened by a function belongs to the loop of its call
+            if self._loop is None:  # one loop for all calls: a client that a function keeps is bound to it
                 self._loop = asyncio.new_event_loop()
             outcomes |= zip(waiting, self._loop.run_until_complete(_together(waiting.values())), strict=True)
         return outcomes
@@ -92,13 +92,13 @@ class RewardFunctionEnvironment(Environment):
     def _one_by_one(
         self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], scores: list[EnvironmentReturn]
     ) -> list[float | None]:
-        """Call a function that failed for all responses together once for each; None where it fails again."""
+        """Call a function that failed for all responses again for each response alone; None where it fails again."""
         if not self.tolerant:
             raise failure
         rewards: list[float | None] = []
         for request, score in zip(requests, scores, strict=True):
             outcome: Outcome = failure
-            if len(requests) > 1 and not failure.timed_out:  # calling it for each would take as many deadlines
+            if len(requests) > 1 and not failure.timed_out:  # after a timeout, each call could time out again
                 unused = [EnvironmentReturn(reward=None, correct=None)]
                 outcome = self._outcomes([name], self._arguments([request], unused, defaultdict(list)), 1)[name]
             score.errors += isinstance(outcome, RewardError)
@@ -106,7 +106,7 @@ class RewardFunctionEnvironment(Environment):
         return rewards
 
     def columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
-        """The columns of the rows by name, each a list with a value per request."""
+        """Columns of the rows by name, each a list with one value per request."""
         names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
         return {name: [request.extra_env_info.get(name) for request in requests] for name in names}
 
@@ -148,15 +148,15 @@ def _completion(request: EnvironmentRequest) -> str | list[dict[str, str]]:
 
 
 AgentFunction = Callable[..., Any]
-"""(prompt=, access=, and each column of the row=) -> anything, or a coroutine of it."""
+"""Function of prompt=, access= and each column of the row=, which returns any value, or a coroutine of it."""
 
 RESULT = "agent_result"
-"""Argument of reward functions with the agent's return value for each rollout."""
+"""Name of the reward functions' argument that holds the agent's return value for each rollout."""
 
 
 @dataclass(eq=False, kw_only=True)
 class AgentEnvironment(RewardFunctionEnvironment):
-    """An agent makes the turns of a rollout as a client of the model; reward functions score it."""
+    """Environment in which an agent runs a rollout as a client of the model, and reward functions score it."""
 
     agent_function: AgentFunction
     agent = True
@@ -171,7 +171,7 @@ class AgentEnvironment(RewardFunctionEnvironment):
 
 
 def load_agent_function(path: str) -> AgentFunction:
-    """The agent at an import path (package.module.function). A RunError says what is wrong with it."""
+    """Import the agent at a path (package.module.function); RunError: it cannot be used, and why."""
     function = load_callable("agent", path)
     try:
         inspect.signature(function).bind_partial(prompt="", access=None)

@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face folder for sequence classification, served by torch in processes of its own."""
+"""Reward models: Hugging Face models for sequence classification, each run with torch in its own processes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import RewardModelConfig
 
 RESTARTS = 3
-"""How often Ray restarts a process of a reward model that died."""
+"""Most times that Ray restarts a process of a reward model."""
 
 
 def model_problem(path: str) -> str | None:
-    """The reason why a folder is no reward model; None: it is one by its config.json."""
+    """Reason why a folder is no reward model; None: it is one, judging by its config.json."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -38,10 +38,10 @@ def model_problem(path: str) -> str | None:
 
 
 class RewardModel:
-    """Ray actor: one copy of the model and its tokenizer, on a GPU when torch has one here, else on the CPU."""
+    """Ray actor: one copy of the model and its tokenizer, on a GPU if torch finds one, else on the CPU."""
 
     def __init__(self, path: str, config: RewardModelConfig, number: int) -> None:
-        """Load the model in a folder; the number of the process names its log."""
+        """Load the model from a folder; `number` names the log of the process."""
         begin_process_log(f"reward model {Path(path).name} worker {number}")
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -58,7 +58,7 @@ class RewardModel:
 
     @phase("reward model")
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """The score of each conversation, rendered by the model's own chat template; plain texts are joined.
+        """Score each conversation, rendered with the model's own chat template; plain texts are concatenated.
 
         Raises:
             RunError: the prompts are conversations, and the model's tokenizer has no chat template.
@@ -89,7 +89,7 @@ class RewardModel:
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Batches of text numbers, similar in length, of at most `tokens` tokens with padding, or of one text."""
+    """Batch the numbers of texts of similar length: at most `tokens` tokens with padding, but at least one text."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # the first is the longest
         if batch and (len(batch) + 1) * max(lengths[batch[0]], 1) > tokens:
@@ -101,14 +101,14 @@ def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 
 class RewardModelClient:
-    """A reward model as a reward function: an object that can be awaited with prompts and completions."""
+    """A reward model as an async reward function: an object that is called with prompts and completions."""
 
     def __init__(self, path: str, workers: Sequence[Any]) -> None:
-        """The model's folder, for messages, and the Ray actors (`RewardModel`) that hold it."""
+        """`path`: the model's folder, for messages; `workers`: Ray actors (`RewardModel`) that hold the model."""
         self.path, self._workers = path, list(workers)
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """The rewards, computed by the model's processes in equal shares."""
+        """Compute the rewards, divided equally over the model's processes."""
         share = -(-len(prompts) // len(self._workers))
         begins = range(0, len(prompts), share)
         calls = [
@@ -118,7 +118,7 @@ class RewardModelClient:
         return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every process has the model; a RunError after timeout_s seconds."""
+        """Wait until every process has loaded the model; RunError after timeout_s seconds."""
         try:
             ray.get([worker.__ray_ready__.remote() for worker in self._workers], timeout=timeout_s)
         except ray.exceptions.RayError as error:
@@ -126,7 +126,7 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start the processes of a reward model; returns its client, and the processes for the caller to end."""
+    """Begin to start the processes of a reward model; returns its client and the processes, which the caller ends."""
     options = {"num_cpus": 0, "num_gpus": config.gpus, "max_restarts": RESTARTS, "max_task_retries": 1}
     actor = ray.remote(**options)(RewardModel)
     workers = [actor.remote(path, config, number) for number in range(config.num_workers)]

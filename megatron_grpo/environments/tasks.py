@@ -24,7 +24,7 @@ class AdditionEnvironment(Environment):
 
 
 def _expression(pattern: str) -> str:
-    """The text itself; a ValueError when it is no regular expression."""
+    """Return the pattern; ValueError: it is no regular expression."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -37,9 +37,9 @@ class FormatEnvironment(Environment):
     """Reward 1 for a response that matches a regular expression, else 0."""
 
     pattern: Annotated[str, AfterValidator(_expression)]
-    """In Python's syntax; "(?s)" at its beginning lets "." match the end of a line too."""
+    """Regular expression in Python's syntax; with "(?s)" at its beginning, "." also matches line ends."""
     whole: bool = True
-    """Whether the whole response has to match, or some part of it."""
+    """Whether the whole response must match; else a part of it is enough."""
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         match = re.fullmatch if self.whole else re.search
@@ -69,28 +69,28 @@ class Board:
     """State of a game."""
 
     numbers: tuple[int, ...]
-    """Numbers that are left, in order."""
+    """Numbers that are left, in the order in which they are shown."""
     target: int
     won: bool = False
 
 
 @dataclass(eq=False)
 class CountdownEnvironment(Environment):
-    """Reward 1 when the model makes its row's `target` from its `numbers`, else 0.
+    """Reward 1 when the model makes the row's `target` from the row's `numbers`, else 0.
 
-    Every turn is one move, "a+b", "a-b", "a*b" or "a/b", with two of the numbers that are left; the result, a whole
-    number of at least 0, takes their place, and the environment says which numbers are left. An invalid move ends the
-    game, and so does a single number.
+    Every turn is one move, "a+b", "a-b", "a*b" or "a/b", with two of the remaining numbers. The result, a whole number
+    of at least 0, replaces them, and the environment lists the remaining numbers. The game ends with an invalid move or
+    when one number is left.
     """
 
     multi_turn = True
     board: str = "{result}. Left: {numbers}. Your move:"
-    """Text of the environment after a move; {result} and {numbers} are filled in."""
+    """The environment's text after a move; {result} and {numbers} are filled in."""
     separator: str = " "
     """Text between the numbers."""
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Board:
-        """The board that the row's columns `numbers` and `target` describe."""
+        """Return the board of the row's columns `numbers` and `target`."""
         return Board(tuple(int(one) for one in extra_env_info["numbers"]), int(extra_env_info["target"]))
 
     def step(self, state: Board, response: str) -> Turn:
@@ -109,7 +109,7 @@ class CountdownEnvironment(Environment):
 
 
 def played(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
-    """The numbers after a move, the result last, and the result; None: the move is invalid with these numbers."""
+    """Play a move: returns the remaining numbers, the result last, and the result; None: the move is invalid."""
     parts = _MOVE.fullmatch(move)
     if parts is None:
         return None

@@ -1,4 +1,4 @@
-"""Tools that the model calls turn by turn until it answers: exact arithmetic, a search in documents, and programs."""
+"""Tools that the model calls turn by turn until it answers: a calculator, a document search, a Python sandbox."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from megatron_grpo.environments.sandbox.sandbox import Sandbox
 _LONGEST = 400
 """Largest number of characters of an expression."""
 _LARGEST_BITS = 4096
-"""Bits of an intermediate result."""
+"""Most bits of the numerator or denominator of an intermediate result."""
 _DIGITS = 12
-"""Significant digits of a result that is no whole number."""
+"""Significant digits of a result that is not a whole number."""
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -43,10 +43,10 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / // % ** and brackets, as text: "7", "0.333333333333".
+    """Evaluate an expression of numbers, + - * / // % ** and brackets to a text: "7", "0.333333333333".
 
     Raises:
-        ValueError: it is no such expression, has no value, or its value is too large.
+        ValueError: the text is no such expression, or the expression has no value or too large a value.
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"an expression may have {_LONGEST} characters")
@@ -101,7 +101,7 @@ class Retriever:
     """Ranks documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15), with idf = ln(1 + (N - n + 0.5) / (n + 0.5)).
 
     Args:
-        documents: their texts.
+        documents: texts of the documents.
     """
 
     def __init__(self, documents: Sequence[str]) -> None:
@@ -117,10 +117,10 @@ class Retriever:
 
     @staticmethod
     def from_file(path: str | Path) -> Retriever:
-        """Documents of a JSONL file, each a text or an object with one under "text"; of another file, its paragraphs.
+        """Read documents: lines of a JSONL file (a text, or an object with "text"), or paragraphs of another file.
 
         Raises:
-            ValueError: a line is neither.
+            ValueError: a line is neither a text nor such an object.
         """
         text = Path(path).read_text(encoding="utf-8")
         if not str(path).endswith(".jsonl"):
@@ -136,12 +136,12 @@ class Retriever:
         return Retriever(documents)
 
     def search(self, query: str, count: int) -> list[str]:
-        """Up to `count` documents that share a word with a query, the best first; of equal ones, the earlier."""
+        """Up to `count` documents that share a word with a query, best first; among equals, the earlier first."""
         best = heapq.nlargest(count, self.scores(query).items(), key=lambda one: (one[1], -one[0]))
         return [self._documents[number] for number, _ in best]
 
     def scores(self, query: str) -> dict[int, float]:
-        """The score of every document that shares a word with a query, by number."""
+        """Scores of the documents that share a word with a query, by number of the document."""
         scores: defaultdict[int, float] = defaultdict(float)
         for word in set(_words(query)):
             postings = self._postings.get(word, [])
@@ -157,7 +157,7 @@ def _words(text: str) -> list[str]:
 
 
 def parser_names() -> frozenset[str]:
-    """Names of vLLM's tool parsers, from its source since importing it takes seconds; none where it is not found."""
+    """Names of vLLM's tool parsers, read from its source, since importing takes seconds; empty if it is not found."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         return frozenset()
@@ -171,28 +171,28 @@ def parser_names() -> frozenset[str]:
 
 
 _LONGEST_RESULT = 4000
-"""Characters of a tool's result that the model reads."""
+"""Most characters of a tool's result that are shown to the model."""
 
 Tool = Callable[[str], str]
-"""From the argument of a call to its result; raises ValueError with a message for the model."""
+"""Function from the argument of a call to its result; raises ValueError with a message for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """State of a rollout."""
+    """State of a rollout with tools."""
 
     last: str = ""
     """Text of the model's last turn."""
     calls: int = 0
-    """Calls of tools so far."""
+    """Number of tool calls so far."""
 
 
 @dataclass(eq=False)
 class ToolEnvironment(Environment):
-    """Reward 1 when the last turn, the one without a call, is the reference answer, else 0.
+    """Reward 1 when the last turn, which calls no tool, is the reference answer, else 0.
 
-    The tools and their argument: calculator (expression), python (code, run in the sandbox), retriever (query, over
-    local documents). A call that cannot be executed is answered with the reason.
+    Tools with their argument: calculator (expression), python (code, run in the sandbox), retriever (query, over local
+    documents). A call that cannot be executed is answered with the reason.
     """
 
     multi_turn = True
@@ -200,18 +200,18 @@ class ToolEnvironment(Environment):
     tools: list[Literal["calculator", "python", "retriever"]] | None = None
     """Tools that the model may call; None: the calculator."""
     parser: str = "hermes"
-    """vLLM's parser of the calls, as `vllm serve --tool-call-parser` names it."""
+    """vLLM's parser of tool calls, by its name in `vllm serve --tool-call-parser`."""
     documents: str | None = None
-    """File that the retriever searches: JSONL of texts, or a text whose paragraphs are documents."""
+    """File that the retriever searches: JSONL of texts, or a text file whose paragraphs are the documents."""
     found: Positive = 3
     """Documents that one search returns."""
     compare: Literal["math", "exact"] = "math"
-    """How the last turn is compared with the answer: math, by value, or exact, as text without blanks around."""
+    """Comparison of the last turn with the answer: math, by value, or exact, as text without surrounding blanks."""
     max_calls: Positive = 16
-    """Calls of one rollout that are executed."""
+    """Most tool calls of one rollout that are executed."""
 
     def __post_init__(self) -> None:
-        # Here: they take seconds to import, and only environments with tools need them.
+        # Imported here: vLLM takes seconds to import, and only this environment needs it.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
@@ -223,7 +223,7 @@ class ToolEnvironment(Environment):
 
     @classmethod
     def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
-        """A parser that vLLM lacks, and a retriever without documents."""
+        """Report a parser that vLLM lacks, and a retriever without documents."""
         problems = []
         parser, documents = options.get("parser"), options.get("documents")
         known = parser_names()
@@ -240,7 +240,7 @@ class ToolEnvironment(Environment):
         return Conversation()
 
     def step(self, state: Conversation, response: str) -> Turn:
-        """The results of the calls of a turn; a turn without one is the last."""
+        """Execute the tool calls of a turn and return their results; a turn without a call is the last one."""
         calls = [one.function for one in self._parser.extract_tool_calls(response, self._request).tool_calls]
         state = replace(state, last=response, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
@@ -261,7 +261,7 @@ class ToolEnvironment(Environment):
         return lambda query: "\n\n".join(retriever.search(query, self.found)) or "nothing found"
 
     def _result(self, call: Any) -> str:
-        """Text for the model after a call, which has a `name` and `arguments`, JSON text."""
+        """Execute a call, which has a `name` and `arguments` as JSON text; returns the text for the model."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there is {', '.join(self._tools)}"
@@ -283,7 +283,7 @@ def _same_texts(pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def _ran(sandbox: Sandbox, code: str) -> str:
-    """Output of a program, followed by the reason if it failed."""
+    """Run a program; returns its output, followed by the reason if it failed."""
     finished = sandbox.run_python(code)
     if finished.succeeded:
         return finished.stdout

@@ -1,4 +1,4 @@
-"""The Ray actor that runs one environment, and makes tokens of its texts."""
+"""The Ray actor that runs one environment and tokenizes its texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
 
 _RESPONSE = "<<said by the model>>"
-"""Placeholder of the model's turn, to find the text that the chat template puts after it."""
+"""Placeholder for the model's turn, to find the text that the chat template puts after it."""
 
 
 class Observations:
@@ -40,13 +40,13 @@ class Observations:
     def tokens(self, text: str, role: str, last_token: int) -> NDArray[np.int32]:
         """[tokens], int32: the tokens between a turn of the model and its next one.
 
-        Without a chat template these are the text's. With one they are all that the template puts between two turns of
-        the model: the end of its message, the message with the text, and the beginning of its next message. An end of
-        message that was sampled already, as the stop token, is not repeated.
+        Without a chat template these are the tokens of the text. With one they are everything that the template puts
+        between two turns of the model: the end of its message, the message with the text, and the beginning of its next
+        message. An end-of-message token that was already sampled as the stop token is not repeated.
 
         Args:
-            text: text of the environment.
-            role: whose message it is.
+            text: the environment's text.
+            role: role of the message with the text.
             last_token: the last token of the model's turn.
         """
         between = self._between(text, role) if self._settings.apply_chat_template else text
@@ -68,14 +68,14 @@ class Observations:
 Value = TypeVar("Value")
 
 STARTUP_S = 800.0
-"""Deadline for loading a reward model; shorter than the deadline of the environment's own start-up."""
+"""Deadline for loading a reward model, in seconds; shorter than the deadline of the environment's own start-up."""
 
 
 class EnvironmentWorker:
-    """Ray actor, synchronous: the environment runs on the main thread, where Python delivers signals.
+    """Ray actor that is synchronous, so that the environment runs on the main thread, where Python delivers signals.
 
     An exception of the environment is returned as a line of text, so that other requests of the same call keep their
-    results. States travel pickled: only processes of the environment need its classes.
+    results. States travel pickled, so that only environment processes need their classes.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class EnvironmentWorker:
         settings: EnvironmentSettings,
         rewards: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """The arguments are those of `EnvironmentPool`; clients of reward models are among the rewards."""
+        """Arguments are those of `EnvironmentPool`; `rewards` also has the clients of reward models."""
         begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
         self._observations = Observations(settings)
 
     def ready(self) -> dict[str, Any]:
-        """Make the environment; must be called first. Returns the place of this process and the kind of environment."""
+        """Make the environment; must be called first. Returns node and pid of the process, and flags of the environment."""
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(STARTUP_S)
@@ -106,24 +106,24 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
-        """Results of several calls of the methods below, each by name and arguments, as a list."""
+        """Call several methods of this actor, each given by name and arguments; returns the list of results."""
         return pickled([getattr(self, method)(*arguments) for method, arguments in jobs])
 
     def reset(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]
     ) -> tuple[bytes | None, str | None]:
-        """The first state of a rollout, pickled, or the message of an exception."""
+        """Return the first state of a rollout, pickled, or the message of an exception."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> tuple[Turn | None, str | None]:
-        """The turn after a response that ends in a token, with its observation, or the message of an exception."""
+        """Return the turn after a response, with its observation as tokens, or the message of an exception."""
         return self._attempt(lambda: self._turn(state, response, last_token))
 
     def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
         observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may give a list
-        # An empty text is a message too, such as the output of a program: without it the model would continue after
-        # the end of its own message.
+        # With a chat template an empty text (such as the output of a program) is a message too: without it the model
+        # would continue after the end of its own message.
         is_message = self._settings.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or is_message):
             observation = self._observations.tokens(turn.text, turn.role, last_token)
@@ -132,11 +132,11 @@ class EnvironmentWorker:
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
     ) -> tuple[bytes | None, str | None]:
-        """State of a rollout after the agent has made its turns, pickled, or the message of an exception."""
+        """Run the agent; returns the state of the rollout, pickled, or the message of an exception."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """A score or an error message for each sample. If scoring them together raises, each is scored alone."""
+        """Return a score or an error message for each sample. If scoring them together raises, each is scored alone."""
         requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in requests]
         together, _ = self._attempt(lambda: self._score(requests))
         if together is not None:
@@ -160,7 +160,7 @@ class EnvironmentWorker:
 
 
 def _plain(given: EnvironmentReturn) -> EnvironmentReturn:
-    """A score in Python's own numbers: numbers of numpy or torch would fail in metrics."""
+    """Convert a score to Python's own number types; numbers of NumPy or torch would fail in metrics."""
     reward = None if given.reward is None else float(given.reward)
     correct = None if given.correct is None else bool(given.correct)
     return replace(given, reward=reward, correct=correct)

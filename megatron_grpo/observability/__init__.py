@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `read_rollouts` only when it is asked for, since the other modules of this folder need no NumPy."""
+    """Import `read_rollouts` on first use, because other modules of this folder need no NumPy."""
     if name == "read_rollouts":
         from megatron_grpo.data.rollout_files import read_rollouts
 

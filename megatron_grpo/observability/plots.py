@@ -1,4 +1,4 @@
-"""The picture of a run: reward, accuracy and where the time of each step went."""
+"""Plot of a run: reward, accuracy and the time of each step by phase."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def plot_run(run_dir: str | Path) -> Path:
     Returns:
         Path of the PNG, curves.png in the run's folder.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: it is drawn at the end of a run only
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a plot is drawn only when a run ends
     from matplotlib.figure import Figure
 
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
-    # A figure of its own, not pyplot's: no global state, and no display is looked for.
+    # Not through pyplot, which has global state and looks for a display.
     figure = Figure(figsize=(13, 3.8), dpi=130, layout="constrained")
     reward, accuracy, time = figure.subplots(1, 3)
     _draw_reward(reward, steps)
@@ -77,7 +77,7 @@ def _draw_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:
     if x:
         colors = [PHASE_COLORS[i % len(PHASE_COLORS)] for i in range(len(names))]
         axes.stackplot(x, *shares, rest, labels=[*names, "rest"], colors=[*colors, "#dddddd"], linewidth=0)
-        # The first steps warm caches up and would flatten the others.
+        # Slow first steps, in which caches warm up, must not set the scale.
         totals = sorted(step["timing"]["total"] for step in steps)
         axes.set_ylim(0, 1.6 * totals[int(0.95 * (len(totals) - 1))])
         axes.legend(frameon=False, loc="upper right", ncols=2, fontsize=8)

@@ -1,4 +1,4 @@
-"""Files that are never half written, and lines of JSON."""
+"""Atomic writes of files, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def json_line(value: dict[str, Any]) -> str:
-    """One line of JSON; floats are written so that reading them gives back equal numbers.
+    """One line of JSON, from which floats are read back exactly.
 
-    JSON has no infinities and no NaN: they become null.
+    Infinities and NaN become null, because JSON has neither.
     """
     return json.dumps(finite(value)) + "\n"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; none when there is no such file.
+    """Read the objects of a file of JSON lines; empty when there is no such file.
 
     A last line without a line break was cut off by the end of its process and is left out.
 
     Raises:
-        ValueError: a line is no object; the text names file and line.
+        ValueError: a line is no JSON object; the message names file and line.
     """
     if not path.exists():
         return []
@@ -52,7 +52,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: Any, digits: int | None = None) -> Any:
-    """The value with null for floats that are not finite, and the others rounded to significant digits if given."""
+    """Replace non-finite floats in a value by None, and round the others to `digits` significant digits if given."""
     if isinstance(value, float):
         return (value if digits is None else float(f"{value:.{digits}g}")) if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -71,4 +71,4 @@ def append_lines(path: Path, last_step: int) -> TextIO:
     """Open a file of JSON lines to append to, after dropping the lines whose "step" is after `last_step`."""
     if path.exists():
         write_text(path, "".join(json_line(row) for row in read_lines(path) if row["step"] <= last_step))
-    return path.open("a", buffering=1)  # by lines: each is on its way to the disk before the next step begins
+    return path.open("a", buffering=1)  # line-buffered: the line of a step is written before the next step begins

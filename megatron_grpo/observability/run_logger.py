@@ -1,4 +1,4 @@
-"""Everything a run reports, behind one object: files, trackers, the progress line, the summary and the plot."""
+"""One object for all reports of a run: files, trackers, the progress line, the summary and the plot."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ WATCHED = (
     ("kl_penalty", "KL", "{:.4f}"),
     ("token_mult_prob_error", "prob error", "{:.6f}"),
 )
-"""Metric, label and format, in the order shown; a metric that a run does not have is left out."""
+"""Metric, label and format of the progress line, in its order; metrics that a run does not have are left out."""
 
 ETA_STEPS = 20
-"""Latest steps whose mean time the remaining time is estimated from."""
+"""Number of latest steps from whose mean time the remaining time is estimated."""
 
 
 class Progress:
-    """One live line on a terminal, one plain line a step elsewhere. Call `close` at the end."""
+    """Progress display: one live line on a terminal, one plain line per step elsewhere. Call `close` at the end."""
 
     def __init__(self, total_steps: int, *, live: bool, console: Console | None = None) -> None:
         """
@@ -117,19 +117,19 @@ def _phases(timing: Mapping[str, float]) -> str:
 
 
 SHOWN_CHARACTERS = 2000
-"""Characters of a prompt's end and of a response's beginning in tables, which trackers keep for ever."""
+"""Most characters of a prompt (its end) and of a response (its beginning) in tables that trackers keep."""
 
 
 def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
     """One sample as a line of a table.
 
     Args:
-        prompt: its text.
-        trajectory: fields of the response by name (`read_rollouts`); advantages if there are some.
+        prompt: text of the prompt.
+        trajectory: fields of the response by name (`read_rollouts`), with or without advantages.
 
     Returns:
-        prompt, response, reward, correct, advantage (mean over the sampled tokens; None: not known), tokens,
-        stop_reason.
+        Values of prompt, response, reward, correct, advantage (mean over the sampled tokens; None: not known), tokens
+        and stop_reason, by name.
     """
     return {
         "prompt": prompt[-SHOWN_CHARACTERS:],
@@ -143,7 +143,7 @@ def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompt_text(datum: DatumSpec) -> str:
-    """The prompt as its row gives it; of a conversation every turn, with its role."""
+    """Text of the prompt in its row; for a conversation, every turn with its role."""
     prompt = datum["prompt"]
     return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
@@ -161,9 +161,9 @@ def one_a_group(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, An
 logger = logging.getLogger(__name__)
 
 LOGGING = "logging"
-"""Phase of the time spent in `log_step`. A step reports that of the step before, since its own is not known yet."""
+"""Phase of the time spent in `log_step`. A step reports the previous step's time, since its own is not known yet."""
 TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
-"""Names that TRL gives to metrics; these are reported under both names."""
+"""TRL's names of our metrics; each of these metrics is reported under both names."""
 
 
 class RunLogger:
@@ -174,10 +174,10 @@ class RunLogger:
         Args:
             run_dir: folder of the run; made when it is missing.
             config: configuration of the run.
-            resume_step: step that the run continues from; later lines of the files are dropped. None: it starts.
+            resume_step: step from which the run continues; later lines of the files are dropped. None: a new run.
 
         Raises:
-            RunError: a tracker is enabled whose package is missing.
+            RunError: a tracker is enabled, but its package is missing or it does not start.
         """
         self.run_dir = Path(run_dir)
         self.config = config
@@ -209,12 +209,12 @@ class RunLogger:
     def started(
         self, *, startup_s: float, parts: Mapping[str, float] | None = None, changes: Sequence[str] = ()
     ) -> None:
-        """All processes are up and the first step can begin.
+        """Report that all processes are up and the first step can begin.
 
         Args:
-            startup_s: seconds that it took.
+            startup_s: seconds that the start-up took.
             parts: seconds of each part of the start-up, by name of the part; they may overlap.
-            changes: how the configuration differs from the one that a resumed run had before, a line each.
+            changes: differences from the configuration of the previous start of a resumed run, a line each.
         """
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
@@ -231,19 +231,19 @@ class RunLogger:
     def log_step(
         self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float], throughput: Mapping[str, float]
     ) -> None:
-        """One training step.
+        """Report one training step to the files, the trackers and the terminal.
 
         Args:
             step: number of the training step, from 1.
             metrics: value of each metric, by name.
-            timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
+            timing: seconds by phase, and of the whole step as "total" (`StepTimer.seconds`).
             throughput: samples and tokens per second, utilisation.
         """
         begin = time.perf_counter()
         metrics = {**metrics, **{name: metrics[same] for name, same in TRL_NAMES.items() if same in metrics}}
         timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
         self._logging_s = 0.0
-        apart = {"timing": timing, "throughput": dict(throughput)}  # differ between equal runs
+        apart = {"timing": timing, "throughput": dict(throughput)}  # these differ between equal runs
         self._metrics.write(json_line({"step": step, **metrics, **apart}))
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)
@@ -253,14 +253,14 @@ class RunLogger:
         self._logging_s += time.perf_counter() - begin
 
     def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One validation, after a number of training steps; metrics and timing are as in `log_step`."""
+        """Report a validation after `step` training steps; metrics and timing have the form of `log_step`."""
         self._validations.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
         self._progress.validation(step, metrics)
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
-        """Print one response to each of the first prompts; there may be more prompts."""
+        """Print one response to each of the first prompts; prompts without a trajectory are left out."""
         for prompt, trajectory in zip(prompts, trajectories, strict=False):
             answer = prompt["extra_env_info"].get(REFERENCE)
             mark = f"reward {trajectory.reward}"
@@ -279,8 +279,8 @@ class RunLogger:
 
         Args:
             step: number of the training step.
-            trajectories: fields of each by name, as `read_rollouts` returns them. What stands before the first sampled
-                token is the prompt; its text is empty when the model has no tokenizer.json.
+            trajectories: fields of each trajectory by name, as `read_rollouts` returns them. The prompt is the tokens
+                before the first sampled one; its text is empty when the model has no tokenizer.json.
         """
         if self._vocabulary is None:
             self._vocabulary = token_bytes_of(self.config.policy.model.path)
@@ -304,11 +304,11 @@ class RunLogger:
             self.note(text)
 
     def end_early(self, outcome: Literal["early_stop", "data_used_up"], reason: str) -> None:
-        """Training ends well, though not at its last step; `finish` writes the reason into summary.json."""
+        """Record that training ends well before its last step; `finish` writes the reason into summary.json."""
         self._end = RunEnd(outcome, reason)
 
     def write_summary(self, end: RunEnd) -> dict[str, Any]:
-        """Write summary.json of a run that ends like this; its contents."""
+        """Write summary.json for a run that ends in this way, and return its contents."""
         return write_summary(
             self.run_dir,
             samples_per_step=self.config.samples_per_step,
@@ -319,7 +319,7 @@ class RunLogger:
         )
 
     def finish(self) -> None:
-        """Training is over: write summary.json and the plot, and print the outcome."""
+        """Write summary.json and the plot at the end of training, and print the outcome."""
         summary = self.write_summary(self._end)
         plot = plot_run(self.run_dir)
         before, after = summary["accuracy_before"], summary["accuracy_after"]

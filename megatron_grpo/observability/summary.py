@@ -1,4 +1,4 @@
-"""The figures of a whole run, computed from its files, so that a resumed run counts from its beginning."""
+"""Summary of a run, computed from its files, so that the steps before a resume count too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE,
 
 SUMMARY_FILE = "summary.json"
 WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refit")
-"""Phases that are the work itself; the rest of a step is overhead."""
+"""Phases that count as work; the rest of a step is overhead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class RunEnd:
     """How a run ended."""
 
     outcome: Literal["completed", "early_stop", "data_used_up", "failed", "interrupted"]
-    """completed: every step was made; early_stop, data_used_up: the run ended well, before its last step."""
+    """completed: all steps were done; early_stop, data_used_up: the run ended well before its last step."""
     reason: str | None = None
-    """Why it ended before its last step, for people; None: it did not."""
+    """Message that says why the run ended before its last step; None: the run was completed."""
 
 
 COMPLETED = RunEnd("completed")
@@ -41,21 +41,21 @@ def write_summary(
     """Write summary.json and return its contents.
 
     Args:
-        run_dir: the run's folder, with metrics.jsonl and validation.jsonl if the run came so far.
-        samples_per_step: samples of one training step: prompts times generations of each.
+        run_dir: the run's folder, with metrics.jsonl and validation.jsonl if the run has written them.
+        samples_per_step: samples of one training step: prompts times samples per prompt.
         end: how the run ended.
-        startup_s: seconds until all processes were up; None: they never were.
-        train_s: seconds after that, validations and checkpoints included; None: not known.
+        startup_s: seconds until all processes were up; None: the start-up failed.
+        train_s: seconds after the start-up, including validations and checkpoints; None: not known.
         startup_parts_s: seconds of each part of the start-up, by name of the part.
 
     Returns:
-        - outcome, reason: how the run ended, and why (`ending`).
-        - accuracy_before, accuracy_after: those of the first and the last validation (None where it is not known);
+        - outcome, reason: how the run ended, and why (`RunEnd`).
+        - accuracy_before, accuracy_after: accuracy of the first and of the last validation (None: not known);
           accuracy_before_step, accuracy_after_step: steps before these validations.
-        - steps, samples: how many the whole run has trained on.
+        - steps, samples: numbers of steps and samples of the whole run.
         - startup_s, startup_parts_s, train_s; step_s: mean seconds of a step; phase_s: mean seconds of each phase.
         - samples_per_s: samples per second of step time.
-        - reward_first, reward_last: mean over the first and last ten steps.
+        - reward_first, reward_last: mean reward over the first and the last ten steps.
         - token_mult_prob_error_max: largest exp(|training - sampling log-probability|) of any token of the run;
           token_mult_prob_error_mean: mean over steps of the mean over tokens.
         - overhead_fraction: share of step time outside WORK_PHASES.
@@ -88,8 +88,8 @@ def write_summary(
 
 
 def _times(steps: list[dict[str, Any]], samples_per_step: int) -> dict[str, Any]:
-    """Times of the steps as summary.json has them, None where nothing is known."""
-    # Sums before ratios: a mean of the steps' ratios would weigh a short step like a long one.
+    """Mean times and rates of the steps for summary.json; None: not known."""
+    # Ratios of sums: a mean of the steps' ratios would give short steps the weight of long ones.
     totals = [step["timing"]["total"] for step in steps]
     phases = sorted({phase for step in steps for phase in step["timing"]} - {"total"})
     phase_s = {phase: sum(step["timing"].get(phase, 0.0) for step in steps) for phase in phases}
@@ -115,17 +115,17 @@ _REASON = "the driver was killed; if memory ran out, the kernel's log (dmesg) sa
 
 
 def killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) -> list[str]:
-    """The command line that writes summary.json, and report.html if wanted, of a run whose driver was killed."""
+    """Command line that writes summary.json, and report.html if `report`, for a run whose driver was killed."""
     return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step), *(["report"] if report else [])]
 
 
 def main(run_dir: Path, samples_per_step: int, *, report: bool) -> None:
-    """Write summary.json, and report.html if wanted, unless the run had written its summary before the kill."""
+    """Write summary.json, and report.html if `report`, unless the run had written its summary before the kill."""
     if (run_dir / SUMMARY_FILE).exists():
         return
     write_summary(run_dir, samples_per_step=samples_per_step, end=RunEnd("failed", _REASON))
     if report:
-        from megatron_grpo.observability.page.write import try_to_write_report  # not in every driver that starts
+        from megatron_grpo.observability.page.write import try_to_write_report  # here: only the report needs it
 
         try_to_write_report(run_dir)
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Times of a step's phases, and its throughput."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_grpo.weights.families import forward_flops
 from megatron_grpo.weights.shape import ModelShape
 
 TOTAL = "total"
-"""Name of the whole step's time among its phases."""
+"""Key of the whole step's time among the times of its phases."""
 
 
 class StepTimer:
@@ -23,7 +23,7 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the body's time as `name`, also when it raises; a phase entered again adds to what it has."""
+        """Add the body's time to phase `name`, also when the body raises."""
         assert self._current is None, f"phase {name} inside phase {self._current}"
         self._current = name
         start = time.perf_counter()
@@ -35,7 +35,7 @@ class StepTimer:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase so far, and of everything since the timer was made as "total"."""
+        """Seconds of each phase so far, and as "total" the seconds since the timer was made."""
         return {**self._phases, TOTAL: time.perf_counter() - self._started}
 
 
@@ -51,14 +51,14 @@ PEAK_TFLOPS_BF16 = {
     "L40S": 362.0,
     "A100": 312.0,
 }
-"""Dense bfloat16 peak by a part of the device's name, from NVIDIA's data sheets; the first part that fits counts."""
+"""Dense bfloat16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the first match counts."""
 
 BACKWARD_FACTOR = 3
-"""Forward and backward together, in forwards: each matrix product has two in the backward pass."""
+"""Cost of forward and backward pass in forward passes: a matrix product has two products in its backward pass."""
 
 
 def peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
-    """Peak of one device in TFLOP/s; None: not known."""
+    """Peak of one device in TFLOP/s: the configured one, or the data sheet's for bfloat16; None: not known."""
     if configured is not None or precision != "bfloat16":
         return configured
     return next((peak for part, peak in PEAK_TFLOPS_BF16.items() if part in device_name), None)
@@ -73,13 +73,13 @@ def throughput(
     devices: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """Figures of one step.
+    """Throughput and utilisation of one step.
 
     Args:
         shape: sizes of the model that was trained.
         lengths: tokens of each sequence that was trained on.
         timing: seconds by phase, "train" among them if there were passes, and "total".
-        passes: passes over the sequences with forward and backward; of part of them, a fraction.
+        passes: forward and backward passes over all the sequences; a fraction for a pass over part of them.
         devices: ranks of the policy.
         peak: peak of one device, TFLOP/s.
 
@@ -88,7 +88,7 @@ def throughput(
         phase, and model_flop_utilization, its share of the peak when that is known. Recomputed activations do not
         count, nor does padding.
     """
-    # Operations of the model, not of the machine: work wasted on padding must not look like utilisation.
+    # FLOPs that the model needs, not those of the machine: work wasted on padding must not look like utilisation.
     tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
     figures = processed(lengths, timing)
     figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0

@@ -17,26 +17,26 @@ from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import Config
 
 Row = Mapping[str, Any]
-"""A line of a table: a value by column."""
+"""A row of a table: values by name of the column."""
 
 
 class TensorBoardTracker:
-    """Events under run_dir/tensorboard."""
+    """Writes TensorBoard events under run_dir/tensorboard."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard itself hides events that an interrupted run wrote at later steps.
+        # With purge_step TensorBoard hides events that an interrupted run wrote at later steps.
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar for each value."""
+        """Write one scalar for each value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """A Markdown table under Text, whose cells show what a model wrote as plain text."""
+        """Write a Markdown table into the Text tab; its cells show responses as plain text."""
         head = list(rows[0])
         lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
         lines += ["| " + " | ".join(_cell(row[column]) for column in head) + " |" for row in rows]
@@ -51,7 +51,7 @@ class WandbTracker:
     """One W&B run for the run directory, continued when the directory's run is resumed."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """A RunError says that the wandb package is missing, or why it cannot start a run."""
+        """Start or continue the W&B run; RunError: the wandb package is missing, or W&B cannot start a run."""
         try:
             import wandb
         except ImportError:
@@ -73,11 +73,11 @@ class WandbTracker:
             raise RunError(f"logger.wandb.enabled=true, and W&B does not start: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """All values in one call."""
+        """Log all values in one call."""
         self._run.log(dict(values), step=step)
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """One table for each step."""
+        """Log one table for each step."""
         head = list(rows[0])
         data = [[_plain(row[column]) for column in head] for row in rows]
         self._run.log({name: self._wandb.Table(columns=[*head], data=data)}, step=step)
@@ -91,7 +91,7 @@ class MlflowTracker:
     """One MLflow run for the run directory, continued when the directory's run is resumed."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """A RunError says that the mlflow package is missing, or why its store cannot be used."""
+        """Start or continue the MLflow run; RunError: the mlflow package is missing, or its store cannot be used."""
         try:
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
@@ -102,7 +102,7 @@ class MlflowTracker:
         uri = settings.tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
         artifacts = None if settings.tracking_uri else (folder / "mlflow").as_uri()
         for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # else it tells of every table that it makes
+            logging.getLogger(name).setLevel(logging.WARNING)  # otherwise they log every table that they create
         try:
             self._client = MlflowClient(tracking_uri=uri)
             experiment = self._client.get_experiment_by_name(settings.experiment)
@@ -116,20 +116,20 @@ class MlflowTracker:
             run = mine[0] if mine else self._client.create_run(number, tags=tags, run_name=folder.name)
             self._id = run.info.run_id
             for key, value in leaves(dataclasses.asdict(config)):
-                if _named(key) not in run.data.params:  # a parameter cannot be changed; the report lists changes
+                if _named(key) not in run.data.params:  # MLflow cannot change a parameter; the report lists changes
                     self._client.log_param(self._id, _named(key), value)
         except MlflowException as error:
             raise RunError(f"logger.mlflow.enabled=true, and MLflow cannot use {uri}: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """All values in one call."""
+        """Log all values in one call."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._id, [Metric(_named(name), value, now, step) for name, value in values.items()])
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """An artifact of JSON for each step."""
+        """Log one JSON artifact for each step."""
         table = [{column: _plain(value) for column, value in row.items()} for row in rows]
         self._client.log_dict(self._id, {"rows": table}, f"{_named(name)}/step_{step}.json")
 
@@ -143,12 +143,12 @@ def _package_missing(name: str) -> RunError:
 
 
 def _identity(folder: Path) -> str:
-    """The same identifier for the same folder, so that a resumed run continues in its tracker."""
+    """Identifier of a run folder, by which a resumed run finds its run in the tracker."""
     return hashlib.sha256(str(folder).encode()).hexdigest()[:16]
 
 
 def _named(name: str) -> str:
-    """A name without the characters that MLflow refuses."""
+    """Replace the characters of a name that MLflow refuses."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
@@ -157,9 +157,9 @@ def _plain(value: Any) -> Any:
 
 
 def _cell(value: Any) -> str:
-    """A cell of a Markdown table: no character of HTML or Markdown counts."""
+    """Text of a Markdown table cell, with all HTML and Markdown characters escaped."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    # An apostrophe means nothing in a cell, and its entity has a # that would be escaped once more.
+    # Quotes are harmless in a cell, and the entity of an apostrophe has a # that would be escaped again.
     text = re.sub(r"\r\n?|\n", "⏎", html.escape(str(value), quote=False))
     return re.sub(r"([\\`*_{}\[\]()#+\-!|~])", lambda found: f"&#{ord(found[1])};", text)

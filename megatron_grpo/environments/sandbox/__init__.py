@@ -1,1 +1,1 @@
-"""Runs programs of a model without access to the network and to the files and processes of others."""
+"""Runs programs that a model wrote, without access to the network or to other files and processes."""

@@ -1,6 +1,6 @@
-"""System calls that Python's standard library lacks, and the processes of a program with their memory, from /proc.
+"""System calls that Python's standard library lacks, and a program's processes and memory from /proc.
 
-It imports little, like everything that `launcher.py` imports: a new process loads it for every program.
+This module and all others that `launcher.py` imports import little, because a new process loads them per program.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces for new ones; flags say which (unshare(2))."""
+    """Move this process into new namespaces, which the flags select (unshare(2))."""
     _checked(_LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
-    """Mount something (mount(2))."""
+    """Mount a file system, or a path at another one (mount(2))."""
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
     result = _LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
     _checked(result, f"mount of {source} on {target}")
@@ -54,7 +54,7 @@ def make_read_only(target: str) -> None:
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
-    """Make a mount the root of the file system; the root so far appears at old_root, below it (pivot_root(2))."""
+    """Make a mount the root of the file system; the previous root appears at old_root, below it (pivot_root(2))."""
     number = _SYS_PIVOT_ROOT[os.uname().machine]
     _checked(_LIBC.syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
 
@@ -65,22 +65,22 @@ def unmount(target: str) -> None:
 
 
 def die_with_parent(signal: int) -> None:
-    """Request a signal for when the thread that started this process ends. Changing the user resets it."""
+    """Request a signal when the thread that started this process ends. Changing the user resets this request."""
     _prctl(_PR_SET_PDEATHSIG, signal)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
+    """Let this process become the parent of descendants whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same user may inspect this one; needed to write its own user map."""
+    """Set whether processes of the same user may inspect this process; needed to write its own user map."""
     _prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def gain_no_rights() -> None:
-    """Keep programs executed from now on from gaining rights, such as by set-user-id files."""
+    """Prevent programs that are executed from now on from gaining rights, for example by set-user-id files."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -93,17 +93,17 @@ LIBRARY = "libseccomp.so.2"
 
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
-_AF_UNIX = 1  # importing socket for it takes longer than all else here
+_AF_UNIX = 1  # importing socket for it would take longer than all other imports here
 
 _REFUSED = (
-    # Memory that no limit of a process counts.
+    # Memory that the limits of a process do not count.
     *("memfd_create", "memfd_secret", "shmget", "shmat", "msgget", "semget", "mq_open"),
-    # Other processes.
+    # Access to other processes.
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "process_madvise"),
-    # Namespaces and mounts, through which a process gets rights in a kernel's rarely used parts.
+    # Namespaces and mounts, through which a process gains access to rarely tested parts of the kernel.
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "mount_setattr"),
     *("fsopen", "fsconfig", "fsmount", "fspick", "fanotify_init", "name_to_handle_at", "open_by_handle_at"),
-    # Large interfaces of the kernel that are seldom needed and often broken.
+    # Large kernel interfaces that are seldom needed and often vulnerable.
     *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
     *("add_key", "request_key", "keyctl", "personality", "modify_ldt", "syslog", "vhangup", "acct", "quotactl"),
     *("kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot", "swapon", "swapoff"),
@@ -127,17 +127,17 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
     # Only Unix sockets: network namespaces do not cover every family (vsock reaches the host).
     ("socket", errno.EPERM, (_Comparison(0, _NOT_EQUAL, _AF_UNIX, 0),)),
     ("clone", errno.EPERM, (_Comparison(0, _MASKED_EQUAL, CLONE_NEWUSER, CLONE_NEWUSER),)),
-    # The flags of clone3 are in memory, where no filter sees them; C libraries then use clone.
+    # A filter cannot see the flags of clone3, which are in memory; on ENOSYS, C libraries fall back to clone.
     ("clone3", errno.ENOSYS, ()),
 )
-"""System calls that the filter refuses, each with the error, and conditions on its arguments."""
+"""System calls that the filter refuses: name, error, and conditions on the arguments."""
 
 
 def filter_system_calls() -> None:
-    """Filter the system calls of this process and of its descendants, for ever; needs `gain_no_rights`.
+    """Install a permanent filter for system calls of this process and its descendants; needs `gain_no_rights` first.
 
     Raises:
-        OSError: libseccomp is not installed, or the kernel does not filter.
+        OSError: libseccomp is not installed, or the kernel does not accept the filter.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
@@ -161,7 +161,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants(pid: int) -> list[int]:
-    """All living processes below a process, nearest first; zombies count until they are reaped."""
+    """All descendants of a process, nearest first; zombies are included until they are reaped."""
     found: list[int] = []
     below = _children(pid)
     while below:
@@ -171,17 +171,17 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory(pids: list[int], limit: int) -> int:
-    """Bytes of memory of some processes together.
+    """Total memory of processes, in bytes.
 
-    Up to the limit it is the sum of resident sizes, which are quick to read and count shared pages several times. A sum
-    above the limit is computed again from proportional sizes, which divide shared pages among their processes.
+    Up to the limit it is the sum of resident sizes, which are quick to read but count shared pages several times. A sum
+    above the limit is recomputed from proportional sizes, which divide shared pages among their processes.
     """
     resident = sum(_resident(pid) for pid in pids)
     return resident if resident <= limit else sum(_proportional(pid) for pid in pids)
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads of a process."""
+    """Child processes of all threads of a process."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -202,7 +202,7 @@ def _proportional(pid: int) -> int:
 
 
 def _read(path: str) -> bytes:
-    """A file of /proc; empty when its process has ended or may not be inspected."""
+    """Read a file of /proc; empty when its process has ended or may not be inspected."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -1,6 +1,6 @@
 """The supervisor of one program: a process that drops its rights, starts the program and waits for its end.
 
-It is started in bare Python for every program, and kills all processes of the program before it ends itself.
+It starts in bare Python for every program, and kills all processes of the program before it ends.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 NOBODY = 65534
-"""User and group of programs that root runs."""
+"""User and group id of programs that root runs."""
 PROGRAM = 1000
-"""User and group that a program of an ordinary user sees itself as."""
+"""User and group id that a program of an ordinary user sees as its own."""
 NOT_FOUND = 127
 """Exit code of a program that cannot be run, as in a shell."""
 
 
 def main(spec_fd: int, status_fd: int) -> None:
-    """Run the program described in one file descriptor, and write its status to the other.
+    """Run the program that is described in one file descriptor, and write its status to another.
 
     The description is a dict in the marshal format, which needs no import. The status is a line: "exited" and the exit
     code as in a shell (128 plus the signal's number if a signal ended it), or "refused" and the reason why the program
@@ -58,13 +58,13 @@ def _limited(spec: dict[str, Any]) -> int:
     os.chdir(spec["folder"])
     child = os.fork()
     if child == 0:
-        kernel.die_with_parent(signal.SIGKILL)  # else it could kill this process and continue
+        kernel.die_with_parent(signal.SIGKILL)  # otherwise the program could kill this process and continue
         _become(spec)
     return _end_of_all(child)
 
 
 def _by_bubblewrap(spec: dict[str, Any]) -> int:
-    """Run the program below bubblewrap, which makes the namespaces."""
+    """Run the program under bubblewrap, which makes the namespaces."""
     kernel.adopt_orphans()
     ready_read, ready_write = os.pipe()
     child = os.fork()
@@ -86,7 +86,7 @@ def _by_bubblewrap(spec: dict[str, Any]) -> int:
 
 
 def inside(spec_fd: int, ready_fd: int) -> None:
-    """Become the program described in spec_fd, in bubblewrap's namespaces, after writing to ready_fd."""
+    """Execute the program described in spec_fd, inside bubblewrap's namespaces, after writing to ready_fd."""
     with open(spec_fd, "rb") as file:
         spec: dict[str, Any] = marshal.load(file)
     for name, text in spec["files"].items():
@@ -133,7 +133,7 @@ def _apart(spec: dict[str, Any], status_fd: int) -> int:
 
 
 def _unshare() -> bool:
-    """Enter new namespaces; whether a user namespace is among them, which every user but root needs."""
+    """Enter new namespaces; returns whether they include a user namespace, which every user except root needs."""
     try:
         kernel.unshare(kernel.NAMESPACES)
     except PermissionError:
@@ -145,13 +145,13 @@ def _unshare() -> bool:
 
 
 def _map_user(inside: int, user: int, group: int) -> None:
-    """Map this process's user and group to the number `inside`, in a new user namespace."""
+    """Map this process's user and group to the id `inside` in a new user namespace."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
         write(f"/proc/self/{name}", text)
 
 
 def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
-    """Process 1 of the namespaces: makes the file system, starts the program and waits for it."""
+    """Run process 1 of the namespaces: make the file system, start the program and wait for it."""
     kernel.die_with_parent(signal.SIGKILL)
     user = PROGRAM if mapped else NOBODY
     enter_root(spec["readable"], spec["folder_bytes"], user)
@@ -170,7 +170,7 @@ def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
     child = os.fork()
     if child == 0:
         _become(spec)
-    os.closerange(0, 256)  # output ends when the program closes it
+    os.closerange(0, 256)  # so that output ends when the program closes it
     os._exit(_wait(child))
 
 
@@ -191,7 +191,7 @@ def _become(spec: dict[str, Any]) -> NoReturn:
 
 
 def _limit(spec: dict[str, Any]) -> None:
-    _write_if_allowed("/proc/self/oom_score_adj", "1000")  # the first to be killed when memory runs out
+    _write_if_allowed("/proc/self/oom_score_adj", "1000")  # the program is killed first when memory runs out
     seconds, memory = spec["cpu_time_s"], spec["memory_bytes"]
     limits = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
@@ -200,10 +200,10 @@ def _limit(spec: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: (256, 256),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
-        resource.RLIMIT_NPROC: (spec["processes"] + 1,) * 2,  # and process 1
+        resource.RLIMIT_NPROC: (spec["processes"] + 1,) * 2,  # the program and process 1
     }
     if spec["level"] == "limits":
-        del limits[resource.RLIMIT_NPROC]  # it would count all processes of this user
+        del limits[resource.RLIMIT_NPROC]  # this limit would count all processes of the user
     for limit, values in limits.items():
         resource.setrlimit(limit, values)
 
@@ -221,7 +221,7 @@ def _end_on_request(child: int) -> None:
 
 
 def _wait(child: int) -> int:
-    """Reap children until this one ends; returns its exit code as in a shell."""
+    """Reap children until `child` ends; returns its exit code as in a shell."""
     while True:
         pid, status = os.wait()
         if pid == child:

@@ -25,24 +25,24 @@ LINKS = {
     "/dev/fd": "/proc/self/fd",
     "/dev/shm": FOLDER,
 }
-"""Links with their targets."""
+"""Symbolic links with their targets."""
 _FILES = 10_000
 """Largest number of files in the program's folder."""
 
 
 def enter_root(readable: Sequence[str], folder_bytes: int, user: int) -> None:
-    """Make this file system the root of this process, in a new mount namespace, and enter the program's folder.
+    """Make the sandbox's file system the root of this process (in a new mount namespace); enter the program's folder.
 
-    An OSError says what the kernel does not allow.
+    OSError: the kernel does not allow a mount; the message names it.
 
     Args:
-        readable: further folders that are shown, read-only, under their paths.
+        readable: further folders that the program sees, read-only, under their own paths.
         folder_bytes: size of the program's folder, which is in memory.
-        user: number of the user and group that own that folder.
+        user: id of the user and group that own the folder.
     """
     mounts, links = _view(readable)
     os.umask(0o022)
-    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # the mounts below stay in this namespace
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # later mounts stay in this namespace
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
     kernel.pivot_root("/tmp", "/tmp/old")
@@ -68,7 +68,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int) -> None:
 
 
 def _view(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Paths of this machine that the program sees, and links with their targets. Missing paths are left out."""
+    """Paths of this machine that the program sees, and symbolic links with their targets; without missing paths."""
     mounts: list[str] = []
     links = dict(LINKS)
     for path in (*SYSTEM, *SYSTEM_FILES, *readable):
@@ -87,7 +87,7 @@ def _view(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def _show(path: str) -> None:
     """Mount a file or folder of the old root at its path, read-only."""
     source = f"/old{path}"
-    if not os.path.lexists(source):  # below a link to an absolute path, which leads nowhere here
+    if not os.path.lexists(source):  # below a link to an absolute path, which does not resolve here
         return
     if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)
@@ -98,7 +98,7 @@ def _show(path: str) -> None:
 
 
 def _make_proc() -> None:
-    """Mount /proc of this namespace; an empty folder where the kernel refuses it (in some containers)."""
+    """Mount /proc of this namespace; it stays an empty folder where the kernel refuses (in some containers)."""
     os.mkdir("/proc")
     try:
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -107,22 +107,22 @@ def _make_proc() -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a text to a file, whose folder is made when it is missing."""
+    """Write a text to a file; its folder is made if it is missing."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
 _PACKAGES = "/sandbox"
-"""Folder in the sandbox with its modules, which the first process there imports."""
+"""Folder in the sandbox with the sandbox's own modules, which its first process imports."""
 
 _MODULES = "megatron_grpo/environments/sandbox"
 
 
 def start_of(function: str, python: str, packages: str, *descriptors: int) -> list[str]:
-    """The command that calls a function of `launcher` with file descriptors in a bare Python.
+    """Command that calls a function of `launcher` with file descriptors, in bare Python.
 
-    `packages` is the folder in which this package is.
+    `packages`: the folder that contains the package megatron_grpo.
     """
     code = (
         "import sys; sys.path.append(sys.argv.pop(1)); "
@@ -132,13 +132,13 @@ def start_of(function: str, python: str, packages: str, *descriptors: int) -> li
 
 
 def command(spec: dict[str, Any], python: str, spec_fd: int, ready_fd: int, user: int) -> list[str]:
-    """The command that starts bubblewrap, which runs `launcher.inside` in the file system that it makes.
+    """Command that starts bubblewrap, which makes the file system and runs `launcher.inside` in it.
 
     Args:
-        spec: description of the program, as `launcher.main` gets it.
+        spec: description of the program, the one that `launcher.main` reads.
         python: interpreter in a folder that the program may read.
         spec_fd: first argument of `launcher.inside`.
-        ready_fd: its second argument.
+        ready_fd: second argument of `launcher.inside`.
         user: user and group of the program in its namespace.
     """
     mounts, links = _view(spec["readable"])
@@ -146,7 +146,7 @@ def command(spec: dict[str, Any], python: str, spec_fd: int, ready_fd: int, user
         spec["bubblewrap"],
         *("--die-with-parent", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
         *("--unshare-cgroup-try", "--uid", str(user), "--gid", str(user)),
-        # Takes a second user namespace; a filter of system calls does without.
+        # This option takes a second user namespace; the filter of system calls makes it unnecessary.
         *(("--disable-userns",) if spec["level"] == "namespaces" else ()),
         *(option for path in mounts for option in ("--ro-bind", path, path)),
         *("--ro-bind", os.path.dirname(os.path.abspath(__file__)), f"{_PACKAGES}/{_MODULES}"),
@@ -162,7 +162,7 @@ def command(spec: dict[str, Any], python: str, spec_fd: int, ready_fd: int, user
 
 
 def _text(text: str) -> int:
-    """A file descriptor with a text of one line, which child processes inherit."""
+    """Return a file descriptor from which child processes read a text of one line."""
     reading, writing = os.pipe()
     os.write(writing, text.encode())
     os.close(writing)

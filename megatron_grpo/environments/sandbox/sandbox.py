@@ -1,4 +1,4 @@
-"""Runs programs in the sandbox, and kills each with all its processes when it ends or exceeds a limit."""
+"""Runs programs in the sandbox, and kills all processes of a program when it ends or exceeds a limit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, memo
 from megatron_grpo.environments.sandbox.root import FOLDER, start_of
 
 WATCH_S = 0.02
-"""Seconds between two measurements of a program."""
+"""Seconds between two checks of a program's limits."""
 
 ENDING_S = 10.0
-"""Seconds that the launcher has to kill a program; then it is killed, and the program with it."""
+"""Seconds that the launcher has to kill a program; after that the launcher itself is killed, and the program too."""
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _MARSHAL = 4
-"""Version of the format that every Python in use reads."""
+"""Version of the marshal format that all Python versions in use can read."""
 _MIB, _KIB = 2**20, 2**10
 _PACKAGES = str(Path(megatron_grpo.__file__).parents[1])
 
@@ -43,18 +43,18 @@ class Finished:
     """Result of a program."""
 
     ending: Ending
-    """"exited": it ended by itself, also with an error; else the limit that it exceeded."""
+    """"exited": the program ended by itself, also with an error; else the limit that it exceeded."""
     exit_code: int
     """Exit code as in a shell: 128 plus the signal's number if a signal ended it."""
     stdout: str
     stderr: str
-    """Its output there, up to the limit of output."""
+    """Standard error, like `stdout` up to the limit of output."""
     seconds: float
-    """From the start to the end of everything that it started."""
+    """Seconds from the start until all processes of the program have ended."""
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself and without an error."""
+        """Whether the program ended by itself and without an error."""
         return self.ending == "exited" and self.exit_code == 0
 
 
@@ -63,7 +63,7 @@ class SandboxUnavailableError(RunError):
 
 
 class Sandbox:
-    """Runs programs at one level of isolation. Safe to use from several threads, which run as many programs."""
+    """Runs programs at one level of isolation. Thread-safe: each thread may run a program at the same time."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Sandbox:
         Args:
             config: limits, and the folders that programs may read.
             level: level of isolation; None: the required one.
-            python: interpreter of Python programs; None: this one, without its virtual environment's packages.
-            bubblewrap: the program that makes the namespaces; None: they are made without one.
+            python: interpreter of Python programs; None: the current one, without its virtual environment's packages.
+            bubblewrap: path of bubblewrap, which then makes the namespaces; None: the launcher makes them.
         """
         self.level: Level = level or config.required
         self.bubblewrap = bubblewrap
@@ -87,8 +87,8 @@ class Sandbox:
         self._readable = [*prefix, *(os.path.abspath(folder) for folder in config.readable)]
 
     def run_python(self, source: str, stdin: str = "") -> Finished:
-        """`run` for a Python program, without the packages of any user, and with its own folder as the current one."""
-        # -I: no variables, no packages of a user; -B: bytecode would fill the folder.
+        """Run a Python program in its own folder, without packages of a user."""
+        # -I: ignore PYTHON* variables and user packages; -B: write no bytecode, which would fill the folder.
         return self.run([self.python, "-I", "-B", "main.py"], {"main.py": source}, stdin)
 
     def run(self, argv: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "") -> Finished:
@@ -96,8 +96,8 @@ class Sandbox:
 
         Args:
             argv: program and arguments.
-            files: texts of files that it finds in its folder, by relative name.
-            stdin: text of its standard input.
+            files: texts of files in the program's folder, by relative name.
+            stdin: text of the standard input.
 
         Raises:
             SandboxUnavailableError: the program was not started, because the machine does not allow this level.
@@ -149,16 +149,16 @@ class Sandbox:
 
 
 class _Watch:
-    """One running program."""
+    """Watches one running program."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], config: SandboxConfig, started: float, helpers: int) -> None:
-        """`started`: monotonic time; `helpers`: the most processes below the launcher that are not the program's."""
+        """`started`: monotonic time; `helpers`: most processes below the launcher that do not belong to the program."""
         self._launcher, self._config, self._started, self._helpers = launcher, config, started, helpers
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._status = bytearray()
 
     def until_end(self, status: Any) -> Finished:
-        """Wait for the end of the program; kill it when it exceeds a limit."""
+        """Wait for the end of the program; kill it if it exceeds a limit. `status`: the launcher's status pipe."""
         passed: Ending | None = None
         with selectors.DefaultSelector() as selector:
             pipes: dict[str, Any] = {"stdout": self._launcher.stdout, "stderr": self._launcher.stderr, "status": status}
@@ -176,19 +176,19 @@ class _Watch:
                         self._launcher.send_signal(signal.SIGTERM)
                     elif reason == "wall time":
                         self._launcher.kill()
-                        break  # processes left behind may keep the pipes open for ever
+                        break  # remaining processes may keep the pipes open for ever
                 self._read(selector, WATCH_S)
         self._launcher.wait()
         return self._finished(passed)
 
     def _passed(self, now: float, ends: float) -> Ending | None:
-        """The limit that the program exceeds; None: none."""
+        """The limit that the program exceeds, or None."""
         if now >= ends:
             return "wall time"
         if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
             return "output"
         living = descendants(self._launcher.pid)
-        if len(living) > self._config.processes + self._helpers + 1:  # one may be ending
+        if len(living) > self._config.processes + self._helpers + 1:  # one process may be ending
             return "processes"
         limit = self._config.memory_mb * _MIB
         return "memory" if memory(living, limit) > limit else None
@@ -229,14 +229,14 @@ def _sealed(data: bytes) -> int:
 
 
 def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
-    """A sandbox of the strongest level that a trial program runs at.
+    """Open a sandbox at the strongest level at which a trial program runs.
 
     Args:
         config: limits, and the least level that is accepted.
-        python: interpreter of Python programs; None: this one's.
+        python: interpreter of Python programs; None: the current one.
 
     Raises:
-        SandboxUnavailableError: nothing as strong as `sandbox.required` works here; says why, and what would help.
+        SandboxUnavailableError: `sandbox.required` is not possible here; the message says why, and what would help.
     """
     reason = ""
     for sandbox in _possible(config, python):
@@ -252,7 +252,7 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
 
 
 def _advice(required: Level, reason: str) -> str:
-    """Advice for a user whose machine does not run programs at the required level for this reason."""
+    """Advice for a user whose machine cannot run programs at the required level for this reason."""
     if required == "limits":
         return "it needs Linux with /proc"
     if LIBRARY in reason:
@@ -264,7 +264,7 @@ def _advice(required: Level, reason: str) -> str:
 
 
 def _possible(config: SandboxConfig, python: str | None) -> Iterator[Sandbox]:
-    """Sandboxes of the required level or above, strongest first, each without bubblewrap before with it."""
+    """Sandboxes at the required level or above, strongest first; at each level first without bubblewrap."""
     bubblewrap = None if os.geteuid() == 0 else shutil.which("bwrap", path=_PATH)
     for level in reversed(LEVELS[LEVELS.index(config.required) :]):
         yield Sandbox(config, level, python)
@@ -273,7 +273,7 @@ def _possible(config: SandboxConfig, python: str | None) -> Iterator[Sandbox]:
 
 
 def _why_not(sandbox: Sandbox) -> str | None:
-    """The reason why a trial program does not run as it should; None: it does."""
+    """Reason why a trial program does not run in the sandbox; None: it runs."""
     if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
         return "the kernel does not list the children of processes, so their memory cannot be watched"
     try:

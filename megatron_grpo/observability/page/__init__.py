@@ -1,1 +1,1 @@
-"""A run, or two, as one HTML page that needs nothing else: curves, configuration and trajectories."""
+"""Report of one or two runs as one self-contained HTML page: curves, configuration and trajectories."""

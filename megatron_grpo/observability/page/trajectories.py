@@ -1,4 +1,4 @@
-"""Tables of the trajectories of each step for the page, and as many of them in full, token by token, as fit."""
+"""Tables of each step's trajectories for the report page; some trajectories are included in full, token by token."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from megatron_grpo.weights.source import local_folder
 TOKENIZER_FILE = "tokenizer.json"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
-"""How tokenizers of the SentencePiece kind write a space."""
+"""Character that SentencePiece tokenizers write for a space."""
 
 
 class TokenBytes:
     """The bytes of each token of a model, read from its tokenizer.json alone."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the tokenizer of a model's folder; a ValueError when its tokenizer.json is missing or damaged."""
+        """Read the tokenizer of a model's folder; ValueError: tokenizer.json is missing or damaged."""
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        except Exception as error:  # noqa: BLE001  # the package raises Exception itself, whatever is wrong
+        except Exception as error:  # noqa: BLE001  # tokenizers raises bare Exception
             raise ValueError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         self._added = {number: one.content for number, one in self._tokenizer.get_added_tokens_decoder().items()}
-        # A decoder made of several has their names in its own.
+        # The repr of a composed decoder contains the names of its parts.
         self._alphabet = byte_alphabet() if "ByteLevel(" in repr(self._tokenizer.decoder) else None
 
     def of(self, token_id: int) -> bytes:
-        """What the token stands for; of an id that the tokenizer does not have, its number in brackets."""
+        """Bytes of a token; for an id that the tokenizer does not have, the number in angle brackets."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
@@ -47,23 +47,23 @@ class TokenBytes:
         return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """The text of tokens without control tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text of tokens, without added (control) tokens; bytes that are not UTF-8 become U+FFFD."""
         shown = (self.of(one) for one in token_ids if one not in self._added)
         return b"".join(shown).decode(errors="replace")
 
 
 def token_bytes_of(model: str) -> TokenBytes | None:
-    """The tokens of a model by its path or hub name; None: it has no tokenizer.json on this machine.
+    """Token bytes of a model, given its path or hub name; None: it has no tokenizer.json on this machine.
 
     Raises:
-        ValueError: the file is there and cannot be read.
+        ValueError: tokenizer.json exists but cannot be read.
     """
     folder = local_folder(model)
     return TokenBytes(folder) if folder is not None and (folder / TOKENIZER_FILE).exists() else None
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level tokenizers stands for, as GPT-2 (Radford et al. 2019) chose them.
+    """The byte for each character of a byte-level tokenizer, in the alphabet of GPT-2 (Radford et al. 2019).
 
     Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in their order.
     """
@@ -73,26 +73,26 @@ def byte_alphabet() -> dict[str, int]:
 
 
 ROWS = 160_000
-"""Most rows of all tables of a run; the steps share them equally."""
+"""Most rows in all tables of a run, divided equally over its steps."""
 READ_TOKENS = 100_000_000
-"""Tokens after which no more rollouts are read; the steps share them equally. They take about ten seconds."""
+"""Most tokens of the rollouts that are read, which takes about ten seconds; divided equally over the steps."""
 TOKENS = 2_000_000
-"""Tokens of the trajectories in full; the steps share them equally. One takes about eight bytes of the page."""
+"""Most tokens of full trajectories, about eight bytes of the page each; divided equally over the steps."""
 HEAD = 160
-"""Characters of a prompt, and of a response that is not in the page in full."""
+"""Most characters of a prompt, and of a response that is not shown in full."""
 LONGEST = 1_200_000
-"""Characters of a response that is in the page in full; longer ones are cut, and the page says so."""
+"""Most characters of a response that is shown in full; longer responses are cut, and the page says so."""
 
 
 def step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Each step of a run, its number of rollouts, and a table of them in columns, with those in full by row.
+    """Yield for each step of a run its number, its count of rollouts, and their table by columns (`_table`).
 
     Args:
         folder: the run's folder.
-        vocabulary: the tokens of the run's model; None: they are not known.
+        vocabulary: token bytes of the run's model; None: not known.
 
     Raises:
-        ValueError: a file of rollouts cannot be read; the text names it.
+        ValueError: a file of rollouts cannot be read; the message names it.
     """
     files = rollout_files(folder)
     for step, file in files:
@@ -105,7 +105,7 @@ def step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[i
 
 
 def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[str, Any]]:
-    """The first rollouts of a file up to a number of rows or tokens, at least one; prompts come in no order."""
+    """The first rollouts of a file, up to `rows` rows or `tokens` tokens; at least one."""
     found: list[dict[str, Any]] = []
     for row in rows_of_file(step, file):
         found.append(row)
@@ -116,7 +116,7 @@ def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[s
 
 
 def token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict[str, Any]:
-    """The text of each token by id, and in base 64 the bytes of those that are no whole characters."""
+    """Text of each token by id; for a token that is not whole characters, a list with its bytes in base 64."""
     table: dict[str, Any] = {}
     if vocabulary is None:
         return table
@@ -130,7 +130,7 @@ def token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict[str,
 
 
 def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int) -> dict[str, Any]:
-    """Columns of a step's trajectories; `full` has all data of some of them, by number of the row."""
+    """Table of a step's trajectories by columns; its entry `full` has all data of some of them, by row number."""
     chosen = _chosen(rows, tokens)
     prompts: dict[str, str] = {}
     for row in rows:
@@ -139,7 +139,7 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
         elif str(row["group"]) not in prompts:
             length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
             text = vocabulary.text(row["token_ids"][:length])
-            prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # prompts often begin alike
+            prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # the end, because prompts often begin alike
     advantages = (mean_advantage(row["advantages"]) for row in rows)
     lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
     return {
@@ -162,7 +162,7 @@ def mean_advantage(advantages: Any) -> float | None:
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int]:
-    """Rows to hold in full: whole groups, whose samples are to be compared, from all over the step."""
+    """Numbers of the rows to show in full: whole groups, so that samples can be compared, spread over the step."""
     groups: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
         groups.setdefault(row["group"], []).append(place)
@@ -177,13 +177,13 @@ def _chosen(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int]:
 
 
 def _far_apart(groups: list[list[int]]) -> list[list[int]]:
-    """Groups in an order of which every beginning is spread over all of them (van der Corput's sequence)."""
+    """Reorder groups so that every prefix is spread evenly over all of them (van der Corput sequence)."""
     bits = max(len(groups) - 1, 1).bit_length()
     return [groups[place] for place in sorted(range(len(groups)), key=lambda place: f"{place:0{bits}b}"[::-1])]
 
 
 def _in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str, Any]:
-    """Tokens and the figures of each, rounded to the digits that people read."""
+    """All data of a trajectory: its tokens and their values, rounded for display."""
     full: dict[str, Any] = {"spans": row["spans"], "parts": row["reward_parts"]}
     if vocabulary is None:
         return full

@@ -1,4 +1,4 @@
-"""Writing the page of a run, or of two side by side: report.html in the first one's folder."""
+"""Writes the report page of one run, or of two side by side: report.html in the first run's folder."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ from megatron_grpo.observability.run_files import (
 from megatron_grpo.observability.summary import SUMMARY_FILE
 
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
-"""Characters of HTML, as JSON may write them in a string; json.dumps escapes all that is not ASCII itself."""
+"""JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters."""
 _DIGITS = 7
 """Significant digits of a number in the page."""
 
 
 def json_element(name: str, value: Any) -> str:
-    """A script element that no browser runs, with a value as JSON that has no character of HTML in it."""
+    """A script element that browsers do not run, which holds a value as JSON without HTML characters."""
     return f'<script type="application/json" id="{name}">{escaped_json(value)}</script>\n'
 
 
 def packed_element(name: str, value: Any) -> str:
-    """A script element with a value as JSON in gzip and base 64, for data that is read later or never."""
+    """A script element that holds a value as gzipped JSON in base 64, for data that may never be read."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # a number that is not finite: rare, and looking for them takes longer than everything else
+    except ValueError:  # non-finite numbers are rare, and searching for them takes longest
         text = json.dumps(finite(value, _DIGITS), separators=(",", ":"))
     packed = gzip.compress(text.encode(), compresslevel=6, mtime=0)
     return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>\n'
 
 
 def escaped_json(value: Any) -> str:
-    """ASCII JSON without `<`, `>` and `&`; numbers that are not finite are null."""
+    """ASCII JSON without `<`, `>` and `&`; non-finite numbers become null."""
     text = json.dumps(finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)
 
 
 def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
-    """A whole page, which may load nothing, send nothing, and run this one script.
+    """The whole page; its security policy forbids loading, sending, and running anything but this script.
 
     Args:
         style: CSS.
-        script: JavaScript; runs when everything is there.
-        body: HTML of this package's own, without anything of a run.
-        data: elements of `json_element` and `packed_element`.
+        script: JavaScript, run when the page is loaded.
+        body: HTML of this package, without data of a run.
+        data: elements made by `json_element` and `packed_element`.
     """
     for kind, text in (("style", style), ("script", script)):
         assert f"</{kind}" not in text.lower(), f"the {kind} would end its own element"
@@ -81,20 +81,20 @@ def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a Content-Security-Policy names an element of exactly this content."""
+    """Source expression by which a Content-Security-Policy allows an element with exactly this content."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 CONFIG_FILE = "config.yaml"
 _APART = ("timing", "throughput")
-"""Groups of figures beside the metrics of a line: both in metrics.jsonl, the first in validation.jsonl."""
+"""Entries of a line that are no metrics; metrics.jsonl has both, validation.jsonl only the first."""
 
 
 def run_data(folder: Path) -> dict[str, Any]:
-    """Everything but the trajectories, in types that JSON has.
+    """All data of a run for the page except its trajectories, in types of JSON.
 
     Raises:
-        ValueError: the folder is not that of a run, or a line in it is damaged; the text names it.
+        ValueError: the folder is no run's folder, or a line of a file is damaged; the message names it.
     """
     if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
@@ -111,10 +111,10 @@ def run_data(folder: Path) -> dict[str, Any]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file of figures, each with its step.
+    """Read the lines of a metrics file, and check that each has a step.
 
     Raises:
-        ValueError: a line is none of figures; the text names file and line.
+        ValueError: a line has a wrong form; the message names file and line.
     """
     rows = read_lines(file)
     for number, row in enumerate(rows, start=1):
@@ -127,7 +127,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The mapping that a file holds; empty where there is none that can be read."""
+    """Read the mapping that a file holds; empty if that fails."""
     try:
         values = parse(file.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -136,12 +136,12 @@ def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The settings of a run by their keys; empty where there is no configuration that can be read."""
+    """Settings of a run by key; empty if its configuration cannot be read."""
     return dict(leaves(_mapping(folder / CONFIG_FILE, yaml.safe_load)))
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows of numbers as a list for each name that any of them has; None where a row does not."""
+    """Turn rows of numbers into columns: a list for each name, with None where a row lacks it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -151,7 +151,7 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(folder: Path) -> list[tuple[str, str, str | None]]:
-    """Key, value and, where it is another, the default of every setting, as texts."""
+    """Key, value and, where it differs, default of every setting, as texts."""
     defaults = dict(leaves(asdict(Config())))
     return [
         (key, _text(value), _text(defaults[key]) if key in defaults and defaults[key] != value else None)
@@ -171,21 +171,21 @@ SCRIPTS = tuple(
     f"{name}.js"
     for name in ("elements", "data", "chart", "curves", "tokens", "table", "trajectories", "configuration", "report")
 )
-"""In the order in which they are read: the last one begins."""
+"""Scripts in the order in which the page runs them; the last one starts the page."""
 
 
 def write_report(folders: Sequence[Path]) -> Path:
     """Write the page of one run, or of two that are shown side by side.
 
     Args:
-        folders: folders of the runs; the page appears in the first one, never half written.
+        folders: folders of the runs; the page is written atomically into the first one.
 
     Returns:
         Path of the page.
 
     Raises:
-        ValueError: a folder is not that of a run.
-        OSError: something cannot be read or written.
+        ValueError: a folder is not the folder of a run.
+        OSError: a file cannot be read or written.
     """
     runs, data = [], []
     for number, folder in enumerate(folders):
@@ -211,7 +211,7 @@ def write_report(folders: Sequence[Path]) -> Path:
 
 
 def try_to_write_report(folder: Path) -> Path | None:
-    """Write the page of a run that has ended, whatever is in its folder; None: that failed, and the log says why."""
+    """Write the page of a run that has ended; None: this failed, and the log says why."""
     try:
         return write_report([folder])
     except Exception as error:  # noqa: BLE001  # a failed report must not change the outcome of the run
@@ -220,7 +220,7 @@ def try_to_write_report(folder: Path) -> Path | None:
 
 
 def _vocabulary(folder: Path) -> tuple[TokenBytes | None, str | None]:
-    """The tokens of a run's model; or None, and a remark that they are not known on this machine."""
+    """Token bytes of a run's model; or None, and a remark for the page that says why they are not known."""
     path = config_of(folder).get("policy.model.path")
     reason = f"the tokenizer of {path} is not on this machine"
     try:
