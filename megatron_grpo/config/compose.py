@@ -37,7 +37,7 @@ from megatron_grpo.config.typed import missing, typed
 
 
 def misplaced(key: str, algorithm: str) -> str:
-    """The message about a key that only the algorithm reads that does not run."""
+    """The message about a key that only the other algorithm reads."""
     advice = "; the value model is PPO's baseline" if algorithm == "ppo" else ""
     advice = f"; give {COUNTERPART[key]}" if key in COUNTERPART else advice
     return f"is for algorithm={other_than(algorithm)}, and this run has algorithm={algorithm}{advice}"
@@ -47,8 +47,8 @@ def misplaced(key: str, algorithm: str) -> str:
 def schema_defaults() -> dict[str, Any]:
     """The schema's defaults as Hydra composes over them.
 
-    The keys that GRPO and PPO share are left out, so that one in the composed values was given by somebody; and so are
-    environments, which conf/env has, so that choosing one does not keep the default one.
+    They lack the keys that GRPO and PPO share, so that such a key in the composed values has been given explicitly, and
+    the environment, so that an environment chosen from conf/env replaces the default one.
     """
     tree = dataclasses.asdict(Config())
     return tree | {loop: _part(tree[loop], shared=False) for loop in LOOPS} | {"env": {}}
@@ -64,18 +64,18 @@ def unite(
 
     Args:
         composed: values that Hydra composed over `schema_defaults`.
-        algorithm: the one that runs.
+        algorithm: the algorithm that runs.
         on_command_line: keys of the command line.
-        files: returns the composed files of conf/, the last read last; takes a tenth of a second.
+        files: returns the composed files of conf/ in the order in which Hydra reads them; takes a tenth of a second.
 
     Returns:
-        The name that each shared key was given under, where that is the other algorithm's, and the contradictions.
+        The given name of each shared key that was given under the other algorithm's name, and the contradictions.
     """
     other = other_than(algorithm)
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     if not all(isinstance(tree[loop], dict) for loop in LOOPS):
-        return {}, []  # a recipe that has a value in the place of a section is refused with the types
+        return {}, []  # a recipe with a value in place of a section is refused when types are checked
     shared = {loop: _part(tree[loop], shared=True) for loop in LOOPS}
     given = {loop: dict(leaves(shared[loop])) for loop in LOOPS}
     defaults = _part(dataclasses.asdict(getattr(Config(), algorithm)), shared=True)
@@ -144,7 +144,7 @@ class Composed:
 
 
 def compose_typed(overrides: Sequence[str]) -> Composed:
-    """The configuration of a command line, with names, types and ranges checked but not yet how its parts fit."""
+    """The configuration of a command line: names, types and ranges are checked, combinations of settings are not."""
     with search_path(overrides) as (others, unfit):
         jobs = [argument for argument in others if argument.lstrip("+").startswith("job=")]
         read = read_overrides([argument for argument in others if argument not in jobs])
@@ -156,7 +156,7 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
         composed.problems += [problem for problem in overruled if problem.key not in composed.already]
         if composed.config is not None:
             given = read.given | {key: shown(value) for key, value in composed.job.settings.items()}
-            if not composed.already & config_groups().keys():  # a recipe that was not found would have given it
+            if not composed.already & config_groups().keys():  # an unknown recipe may have been meant to give them
                 composed.problems += missing(composed.values, composed.already)
             composed.problems += [
                 Problem(f"{key}={value}", misplaced(key, algorithm))
@@ -196,9 +196,9 @@ def _compose(into: Composed, read: Overrides) -> tuple[str, list[Problem]]:
             if not plain["env"] or plain["data"]["task_name"] == name:
                 plain["env"].setdefault(name, {"type": environment.type})
     if any(name.startswith("data.train_sets") for name in read.given) and "data.train_path" not in read.given:
-        plain["data"]["train_path"] = MISSING  # several sets are given in place of the recipe's single one
+        plain["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
     other = other_than(algorithm)
-    if isinstance(plain[other], dict):  # no reader of the printed configuration shall find a shared key twice
+    if isinstance(plain[other], dict):  # the printed configuration shows a shared key once
         plain[other] = _part(plain[other], shared=False)
     return algorithm, overruled
 
@@ -213,7 +213,7 @@ def _files(accepted: Sequence[str]) -> list[str]:
 
 
 def _overruled(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
-    """Settings of the job that an option on the command line sets to another value: half of a preset is no preset."""
+    """Settings of the job that contradict an option on the command line, of which a part alone would be misleading."""
     chosen = [one for one in accepted if one.partition("=")[0] in config_groups().keys() - {RECIPES, "env"}]
     chosen.sort(key=lambda one: one.startswith(f"{VARIANTS}="))  # Hydra reads the variant last
     said_by: dict[str, str] = {}
@@ -254,5 +254,5 @@ def _interpolations(node: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Hydra's and OmegaConf's messages put the essence first and add where they were raised below."""
+    """The first line of a message of Hydra or OmegaConf; the others say where it was raised."""
     return str(error).strip().splitlines()[0].strip()

@@ -24,11 +24,11 @@ class PromptConfig(Section):
     """How the rows of a task become prompts. In data.tasks.NAME, null takes the value that data has for all tasks."""
 
     processor: str | None = None
-    """What makes prompts of rows: gsm8k, math, dapo_math, openmathinstruct2, tldr, countdown, or a function of your own
-    by import path (docs/data.md); null: rows have a prompt and an answer already."""
+    """Function that turns rows into prompts: gsm8k, math, dapo_math, openmathinstruct2, tldr, countdown, or one of your
+    own by import path (docs/data.md); null: rows already have a prompt and an answer."""
 
     prompt_file: PathText | None = None
-    """Text file with the words around every prompt, which stands where the file has {} (and {NAME} is a column)."""
+    """Text file with a template for every prompt: {} stands for the prompt, {NAME} for a column of the row."""
 
     system_prompt: str | None = None
     """System message put before every prompt; needs apply_chat_template."""
@@ -43,12 +43,12 @@ class PromptConfig(Section):
     """Further variables of the chat template, such as enable_thinking."""
 
     tools: PathText | None = None
-    """JSON file with a list of tool definitions, which the chat template is given."""
+    """JSON file with a list of tool definitions for the chat template."""
 
 
 @dataclass(kw_only=True)
 class TaskConfig(PromptConfig):
-    """A task with prompts of its own form; null takes the value that data has for all tasks."""
+    """Prompt settings of one task; null takes the value that data has for all tasks."""
 
     prompt_key: str | None = None
     """Column with the prompt."""
@@ -78,24 +78,24 @@ class DatasetConfig(Section):
     """Environment of rows without a task_name column; null: data.task_name."""
 
     weight: PositiveFloat = 1.0
-    """Visits of each row in an epoch of training: 2 shows the set twice, 0.5 a half of it, and the other half in the
-    next epoch. Of validation sets not used."""
+    """Visits of each row in an epoch of training: 2 shows the set twice, 0.5 half of it, and the other half in the
+    next epoch. Not used for validation sets."""
 
     def visits(self, rows: int) -> int:
-        """Visits of an epoch to a set of so many rows."""
+        """Visits to the rows of this set in one epoch, if it has this many rows."""
         return int(self.weight) * rows + round(self.weight % 1 * rows)
 
 
 @dataclass(kw_only=True)
 class DataConfig(PromptConfig):
-    """Prompts."""
+    """Data sets, and how their rows become prompts."""
 
     train_path: PathText = MISSING
     """JSONL file of training rows; or a .parquet, .arrow or .csv file, a folder that `datasets` saved, or a hub name.
     Not needed beside train_sets."""
 
     val_path: PathText | None = None
-    """Validation rows, as train_path; null: no validation, unless there are val_sets."""
+    """Validation rows: a file, folder or hub name, as for train_path; null: no validation, unless val_sets has sets."""
 
     subset: str | None = None
     """Configuration of a hub set in train_path and val_path; null: its only one."""
@@ -113,7 +113,7 @@ class DataConfig(PromptConfig):
     """Validation sets by name, beside val_path; each has metrics of its own, val_set_accuracy/NAME and so on."""
 
     streaming: bool = False
-    """Read train_path, a hub name, from the hub as it is needed: nothing is stored, and rows are shuffled within
+    """Read the rows of train_path, a hub name, from the hub on demand, without storing them; they are shuffled within
     shuffle_buffer. Needs max_num_epochs or max_num_steps to end."""
 
     shuffle_buffer: Positive = 10000
@@ -123,19 +123,19 @@ class DataConfig(PromptConfig):
     """Column with the prompt: a text, or a list of {role, content} messages."""
 
     answer_key: str | None = "answer"
-    """Column with the reference answer that the environment gets; null: there is none, for reward functions."""
+    """Column with the reference answer for the environment; null: rows have none, for example with reward functions."""
 
     task_name: str = "math"
     """Environment of rows that have no task_name column."""
 
     tasks: dict[str, TaskConfig] = field(default_factory=dict)
-    """Tasks by name whose prompts are made in a way of their own."""
+    """Prompt settings of single tasks, by the name of the task."""
 
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template (true) or use the text as it is (false)."""
 
     max_input_seq_length: Positive = 1024
-    """Most tokens of a prompt; long_prompts says what becomes of longer ones."""
+    """Most tokens of a prompt; long_prompts says what happens to longer prompts."""
 
     long_prompts: Literal["filter", "cut_left", "error"] = "filter"
     """Rows whose prompt is too long: filter leaves them out, and the run says how many; cut_left drops tokens at the
@@ -146,8 +146,8 @@ class DataConfig(PromptConfig):
     leaves them out."""
 
     rows_rendered_at_start: Positive = 50000
-    """Most rows of each set that are rendered and tokenized before training, to find those that are too long or that
-    the chat template refuses; of the others that is found when their turn comes. All rows are read and checked."""
+    """Most rows of each set that are rendered and tokenized before training, to find prompts that are too long or that
+    the chat template refuses; other rows are rendered when they are used. All rows are read and checked at start."""
 
     shuffle: bool = True
     """Visit training rows in an order drawn anew each epoch."""
@@ -205,7 +205,7 @@ class EnvironmentConfig(Section):
 
     type: str = "math"
     """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer; code:
-    programs that pass tests in the sandbox; format: a regular expression; judge: another model says; tools: the model
+    programs that pass tests in the sandbox; format: a regular expression; judge: another model scores; tools: the model
     calls tools before it answers; countdown: a game of several turns; reward_functions: the functions in
     reward_funcs; package.module:Class: an environment of your own."""
 
@@ -213,15 +213,15 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the environment's class."""
 
     reward_funcs: list[str] = field(default_factory=list)
-    """What gives rewards: functions or objects by import path (package.module.name), called with prompts, completions
+    """Reward functions: functions or objects by import path (package.module.name), called with prompts, completions
     and the data's columns; and reward models by their folder, which has a / in it (docs/rewards.md)."""
 
     on_reward_error: Literal["fail", "none"] = "fail"
-    """When a reward function raises or is late: fail, so that the response is a failed rollout; or none, as if the
-    function had given None, and count it in reward_errors."""
+    """When a reward function raises or exceeds its deadline: fail makes the response a failed rollout; none takes the
+    reward as None and counts it in reward_errors."""
 
     reward_timeout_s: Seconds | None = None
-    """Deadline of one call of a reward function; null: none but timeout_s, which ends the process."""
+    """Deadline of one call of a reward function; null: only timeout_s, past which the process is replaced."""
 
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
@@ -230,20 +230,20 @@ class EnvironmentConfig(Section):
 
     correct_func: str | None = None
     """Name of the function in reward_funcs whose reward above 0 makes a response correct (accuracy, imitation); null:
-    the only function there is. With several and null, nothing says what is correct, and there is no accuracy."""
+    the only function. With several functions and null, correctness is unknown, and there is no accuracy."""
 
     agent_func: str | None = None
-    """With type=reward_functions, a function by import path that makes the turns of a rollout: it is called with the
-    prompt, the row's columns and where the model answers (an OpenAI-compatible address), and asks the model itself.
+    """With type=reward_functions, the import path of a function that drives the turns of a rollout: it is called with
+    the prompt, the row's columns and the address of an OpenAI-compatible endpoint, through which it asks the model.
     null: a rollout is one response. Needs generation.endpoint.enabled."""
 
     num_workers: Positive = 1
-    """Processes that score in parallel; at least one for each rollout worker. With an agent, as many as rollouts are to
-    go on side by side."""
+    """Processes that score in parallel; at least one for each rollout worker. With an agent, the number of rollouts
+    that run at the same time."""
 
     timeout_s: Seconds = 600.0
-    """Deadline of one call of a process, which scores what has gathered while it was busy; past it the process is
-    replaced, and the responses are scored once more, one by one."""
+    """Deadline of one call of a process, which scores all responses that arrived while it was busy; past it the process
+    is replaced, and the responses are scored once more, one by one."""
 
     @property
     def reward_model_folders(self) -> list[str]:
@@ -288,9 +288,9 @@ class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 
     required: Level = "filtered"
-    """The least that is accepted; a machine that allows less is refused. limits: time, memory, output, but the network
-    and all files of this user are open; namespaces: also no network, no other process, no files but the system's;
-    filtered: also a filter of system calls (libseccomp), without which kernel memory has no limit."""
+    """Weakest accepted isolation; a machine that allows less is refused. limits: of time, memory and output, but the
+    network and all files of this user are open; namespaces: also no network, no other process, no files but the
+    system's; filtered: also a filter of system calls (libseccomp), without which kernel memory has no limit."""
 
     wall_time_s: Seconds = 10.0
     """Longest time of a program; then it is killed."""
@@ -302,7 +302,7 @@ class SandboxConfig(Section):
     """Memory of all processes of a program together, in MiB."""
 
     folder_mb: Positive = 64
-    """Size of a program's own folder, in MiB; it lies in memory, and is gone with the program."""
+    """Size of a program's own folder, in MiB; the folder is in memory and is deleted when the program ends."""
 
     processes: Positive = 16
     """Processes and threads of a program."""

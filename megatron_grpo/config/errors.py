@@ -23,7 +23,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in one message."""
+    """All problems of a configuration, in one message."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a configuration error without a problem"
@@ -56,9 +56,9 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message, as it is written in YAML where that differs from Python; a long one is cut."""
+    """A value as text for a message: null for None, long values cut."""
     try:
         text = "null" if value is None else str(value)
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python does not convert integers of more than 4300 digits to text
         return "(a number of thousands of digits)"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""The keys of sampling with vLLM, and of how it gets the weights."""
+"""The keys of sampling with vLLM, rollouts and refits."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class GenerationParallelConfig(Section):
     """Ranks that split the layers of an engine."""
 
     expert: Positive = 1
-    """Ranks that share the experts of a mixture-of-experts model, each with whole experts (EP): 1, which splits the
-    matrices of every expert as `tensor` does the others, or as many as `tensor`, the only other choice in vLLM."""
+    """Ranks that share the experts of a mixture-of-experts model (EP). 1: the matrices of every expert are split over
+    the `tensor` ranks; equal to `tensor`: each rank has whole experts. vLLM supports no other values."""
 
     data: Positive = 1
     """Independent engines; prompts are shared out over them."""
@@ -56,7 +56,7 @@ class GenerationParallelConfig(Section):
 @dataclass(kw_only=True)
 class SpeculativeConfig(Section):
     """Speculative decoding by n-grams: where the last tokens occurred before, the tokens that followed them are
-    proposed, and those that the model accepts are kept. The distribution stays the same, a seed's tokens do not."""
+    proposed, and those that the model accepts are kept. This keeps the distribution, but not a seed's tokens."""
 
     num_speculative_tokens: NonNegative = 0
     """Tokens proposed at a time, on GPUs; 0: no speculative decoding."""
@@ -95,10 +95,10 @@ class EngineConfig(Section):
 
     max_num_batched_tokens: Positive | None = None
     """Most tokens of one forward pass, prompts and responses together; null: 4096 on a CPU, and at least the longest
-    sequence; on GPUs as vLLM has it."""
+    sequence; on GPUs vLLM's default."""
 
     batch_invariant: bool = False
-    """Use only kernels of vLLM by which a response does not depend on those it is sampled beside; slower, GPUs only."""
+    """Use only vLLM kernels with which a response does not depend on the others in its batch; slower, GPUs only."""
 
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
@@ -123,11 +123,11 @@ class ServerConfig(Section):
     laid out. The environment variable MEGATRON_GRPO_TOKEN holds their token, if they require one."""
 
     urls: list[str] = field(default_factory=list)
-    """Where they are, as http://HOST:PORT, each started with `python -m megatron_grpo.serve`; none: the run starts
-    engines of its own."""
+    """URLs of the servers, as http://HOST:PORT, each started with `python -m megatron_grpo.serve`; empty: the run
+    starts engines of its own."""
 
     timeout_s: Seconds = 300.0
-    """Seconds that a server may take until it answers, at the start of the run and after it went away."""
+    """Seconds that a server may take to answer, at the start of the run and after it became unreachable."""
 
 
 @dataclass(kw_only=True)
@@ -135,14 +135,14 @@ class EndpointConfig(Section):
     """An OpenAI-compatible endpoint in front of the engines, through which agents make the turns of rollouts."""
 
     enabled: bool = False
-    """Whether there is one."""
+    """Whether the endpoint is started."""
 
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines reach needs a token, in the environment variable
     MEGATRON_GRPO_TOKEN."""
 
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """Port to listen on; every further rollout worker takes the next one. 0: any that are free."""
+    """Port to listen on; every further rollout worker takes the next one. 0: any free ports."""
 
 
 @dataclass(kw_only=True)
@@ -156,7 +156,7 @@ class GenerationConfig(Section):
 
     placement: Placement = "separate"
     """separate: engines have GPUs of their own. colocated: they share those of the policy, in turn. Engines sleep while
-    models train, and what is trained is in host memory while engines sample; one GPU is enough for a run."""
+    models train, and the models are in host memory while engines sample; one GPU is enough for a run."""
 
     max_new_tokens: Positive = 1024
     """Longest response in tokens."""
@@ -173,21 +173,21 @@ class GenerationConfig(Section):
     """Sample from this many likeliest tokens; null is no filter."""
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from the tokens with at least this share of the likeliest one's probability; 0 is no filter. As with all
-    that changes the distribution, training looks at the whole one, and `token_mult_prob_error` is above 1."""
+    """Sample from the tokens with at least this share of the likeliest one's probability; 0 is no filter. Training
+    looks at the whole distribution, so that with a filter `token_mult_prob_error` is above 1."""
 
     repetition_penalty: PositiveFloat = 1.0
-    """Logits of tokens that the prompt or the response has already are divided by this where they are positive, and
-    else multiplied; 1 is no penalty."""
+    """Logits of tokens that the prompt or the response has already are divided by this if they are positive, and
+    multiplied otherwise; 1 is no penalty."""
 
     presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens that the response has already."""
 
     frequency_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens, as many times as the response has them already."""
+    """Subtracted from the logits of tokens, once for each time that the response has them already."""
 
     bad_words: list[str] = field(default_factory=list)
-    """Texts that are never sampled: the last token of one is left out when those before it stand there."""
+    """Texts that are never sampled: the last token of a text is excluded when the response ends in its other tokens."""
 
     structured: StructuredConfig = field(default_factory=StructuredConfig)
 
@@ -205,9 +205,9 @@ class GenerationConfig(Section):
     """Deadline of one generation phase."""
 
     engine_restarts: NonNegative = 2
-    """How often each engine is replaced in a run when one of its processes has died, or hangs past a deadline, while it
-    samples or is given weights: a new one is started, gets the current weights, and what the old one was sampling is
-    sampled again. After that, with 0, or with `placement: colocated`, the steps so far are saved and the run ends."""
+    """How often each engine is replaced in a run when one of its processes dies, or hangs past a deadline, while it
+    samples or receives weights: a new engine starts, gets the current weights, and the lost responses are sampled
+    again. After that, with 0, or with `placement: colocated`, the steps so far are saved and the run ends."""
 
     engine_args: VllmArguments = field(default_factory=dict)
     """Further arguments of vLLM's engine, for whatever has no key of its own here."""
@@ -230,39 +230,39 @@ class RefitConfig(Section):
     """Moving the policy's weights into generation after every step."""
 
     mode: RefitMode = "reshard"
-    """reshard: every rank of an engine gets the slices that it keeps, from the ranks of the policy that have them.
+    """reshard: every rank of an engine gets the slices that it needs, from the ranks of the policy that have them.
     broadcast: every rank of an engine gets whole tensors, and cuts out its share with vLLM's own loaders.
     files: each pipeline stage writes the tensors that have changed into a folder, and every rank reads them there; for
     engines that share no network with the policy."""
 
     directory: PathText | None = None
-    """With mode=files, the folder that policy and engines share, under the same path; runs may have it in common. null:
-    `refit` in run_dir."""
+    """With mode=files, the folder that policy and engines share, under the same path; several runs may share it too.
+    null: `refit` in run_dir."""
 
     bucket_mib: Annotated[float, Field(gt=0)] = 64.0
-    """Size of the buffers that weights are packed into before they are sent, of which a rank has two. At 50 GB/s one of
-    64 MiB is 1.3 ms, many times what a message costs beside its bytes; larger ones take memory and overlap less."""
+    """Size of each of a rank's two buffers, into which weights are packed before they are sent. At 50 GB/s, 64 MiB take
+    1.3 ms, many times the fixed cost of a message; larger buffers take more memory and overlap less."""
 
     fp8_blocks: bool = False
     """With reshard, for engines with `generation.engine_args.quantization=fp8_per_block`: the policy's ranks round the
-    layers' matrices to FP8 with a scale for every 128 x 128 numbers, half the bytes of bfloat16. false: they come as
-    they are, and each engine rounds them."""
+    layers' matrices to FP8 with a scale for every 128 x 128 numbers, half the bytes of bfloat16. false: matrices are
+    sent unrounded, and each engine rounds them."""
 
     shared_memory: bool = True
-    """With reshard, on CPUs: processes of one machine hand messages over in memory that they share, where the system
-    lets them; false: they send them as between machines."""
+    """With reshard, on CPUs: processes of one machine exchange messages through shared memory, where the system allows
+    it; false: they send them as between machines."""
 
     timeout_s: Seconds = 600.0
     """Deadline of one attempt of a refit; past it the error names the ranks that are missing."""
 
     retries: Annotated[int, Field(ge=0)] = 1
-    """How often a refit that failed is tried again, over links that are made anew. Generation serves nothing meanwhile;
-    when the last attempt fails too, the step is saved and the run ends."""
+    """How often a failed refit is tried again, over new links. Generation serves nothing meanwhile; when the last
+    attempt fails too, the step is saved and the run ends."""
 
 
 @dataclass(kw_only=True)
 class RolloutsConfig(Section):
-    """A prompt's samples on their way through generation and environments."""
+    """Rollouts: generation, turns and scoring of the samples of a prompt."""
 
     num_workers: Positive | None = None
     """Processes that run rollouts; null: one for every 8 engines, at least one."""

@@ -1,4 +1,4 @@
-"""Jobs: `job=FILE` on the command line, a flat YAML file with the fields of GrpoParameters, each of them a key here."""
+"""Jobs: `job=FILE` on the command line names a flat YAML file whose fields (of GrpoParameters) each set a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_grpo.config.loop_schema import LOOPS, VALIDATION_PREFIX, named_for
 from megatron_grpo.config.overrides import DEEPEST
 
 MOST_BYTES = 2**20
-"""Largest job file."""
+"""Size limit of a job file, in bytes."""
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
@@ -40,7 +40,7 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     try:
         content = yaml.load(text, Loader=_JobLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise ValueError(f"is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
@@ -89,7 +89,7 @@ class Job:
 
     file: str = ""
     environment: str | None = None
-    """Task name; None: as the recipe says."""
+    """Task name; None: the recipe's environments."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Values by key; shared loop keys have GRPO's name."""
     fields: dict[str, str] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
 
     Args:
         arguments: those of the form job=FILE.
-        given: keys of the other arguments, which are left out of the job's settings, whichever of its names a key has.
+        given: values of the other arguments by key, under either algorithm's name; the job's settings lack these keys.
     """
     job = Job(overruled={named_for("grpo", key) for key in given})
     if not arguments:

@@ -33,16 +33,16 @@ class Key:
     """One leaf of the configuration."""
 
     name: str
-    """Dotted; a part in angle brackets stands for a name that the user chooses. A key that GRPO and PPO share has
+    """Dotted name; a part in angle brackets stands for a name that the user chooses. A key that GRPO and PPO share has
     GRPO's name."""
     type: str
-    """Type in words for people: "int > 0", "one of linear, cosine", "text or null"."""
+    """Type in words: "int > 0", "one of linear, cosine", "text or null"."""
     default: Any
     doc: str
 
     @property
     def default_text(self) -> str:
-        """The default as it is written in YAML, and PPO's where it is another; "required" when there is none."""
+        """The default as it is written in YAML, and PPO's default if it differs; "required" for a key without one."""
         if self.default == MISSING:
             return "required"
         text = _written(self.default)
@@ -57,16 +57,16 @@ class Group:
     """One section of the configuration."""
 
     name: str
-    """Dotted; empty for the top level. A section that GRPO and PPO share has GRPO's name."""
+    """Dotted name; empty for the top level. A section that GRPO and PPO share has GRPO's name."""
     doc: str
     keys: tuple[Key, ...]
     """Keys of the section itself, without those of the sections below it."""
     shared: bool = False
-    """Whether GRPO and PPO share it."""
+    """Whether GRPO and PPO share the section."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name under each algorithm, if they share it, else the only one."""
+        """The names of the section: one for each algorithm if they share it, else one."""
         section = self.name.partition(".")[0]
         return tuple(loop + self.name.removeprefix(section) for loop in LOOPS) if self.shared else (self.name,)
 
@@ -108,7 +108,7 @@ def members(section: str) -> list[str]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted name is what the schema writes as `pattern`: "env.math" is "env.<name>"."""
+    """Whether a dotted name matches a name of the schema: "env.math" matches "env.<name>"."""
     expected, parts = pattern.split("."), name.split(".")
     return len(expected) == len(parts) and all(
         e == p or e.startswith("<") for e, p in zip(expected, parts, strict=True)
@@ -116,9 +116,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
-    """The groups of a section whose keys begin with `prefix`; `doc` is in place of its class's docstring, unless empty.
+    """The groups of a section, whose keys begin with `prefix`; `doc`, unless empty, replaces its class's docstring.
 
-    What both algorithms share is listed once, before what GRPO alone has.
+    Keys that both algorithms share are listed once, before the keys that only GRPO has.
     """
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
@@ -159,7 +159,7 @@ def _field_docs(section: type) -> dict[str, str]:
 
 
 def in_words(hint: Any) -> str:
-    """A type for people: "int > 0", "true or false", "one of fp32, fp64 or null", "list of text"."""
+    """A type in words: "int > 0", "true or false", "one of fp32, fp64 or null", "list of text"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         written = next((one for one in args[1:] if isinstance(one, str)), None)

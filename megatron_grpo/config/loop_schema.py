@@ -51,24 +51,24 @@ class EarlyStopConfig(Section):
 
 @dataclass(kw_only=True)
 class AsyncGRPOConfig(Section):
-    """Sample the prompts of coming steps while this one trains, from the weights that there are; docs/async.md."""
+    """Sample the prompts of later steps while a step trains, with the weights that engines have; docs/async.md."""
 
     enabled: bool = False
     """Whether sampling goes on while the step trains, and while the weights change. The loss has to correct for
     samples of earlier weights: loss_fn.use_importance_sampling_correction."""
 
     max_trajectory_age_steps: NonNegative = 1
-    """Most steps between the weights that drew a token and those that learn from it, and with it how many steps are
-    sampled ahead: nothing is ever sampled that would become older. 0 samples only when a step asks."""
+    """Most steps between the weights that sampled a token and the weights that train on it. It limits how many steps
+    are sampled ahead, so that no sample becomes older. 0: sample only when a step needs the samples."""
 
     oversampling_factor: Annotated[float, Field(gt=1)] | None = None
-    """Prompts under way when a step takes its own = num_prompts_per_step * this, rounded down; below
-    max_trajectory_age_steps + 1. The step learns from the first ones that are complete. The others go on under the new
-    weights, and later steps take them. Null: a step waits for the next prompts of the data, however long they take."""
+    """Prompts in flight while a step waits for its own = num_prompts_per_step * this, rounded down; must be below
+    max_trajectory_age_steps + 1. The step trains on the first prompts that are complete; the others go on under the new
+    weights, for later steps. null: a step waits for the next prompts of the data, however long they take."""
 
     recompute_kv_cache_after_weight_updates: bool = True
-    """Whether responses that are under way when the weights change go on from a cache of the new weights: each later
-    token is then drawn as the new weights alone would. False keeps the old cache, which costs nothing."""
+    """Whether the KV cache of responses in flight is computed again when the weights change: each later token is then
+    sampled as by the new weights alone. false keeps the old cache, which costs nothing."""
 
     @property
     def samples_ahead(self) -> bool:
@@ -96,11 +96,11 @@ class LoopConfig(Section):
 
     max_rollout_turns: Positive = 1
     """Most turns of the model in one rollout, with an environment that answers it. A rollout also ends when its
-    environment says so, when a turn is cut off by generation.max_new_tokens, and when its tokens are used up."""
+    environment says so, when generation.max_new_tokens cuts off a turn, and at policy.max_total_sequence_length."""
 
     overlong_filtering: bool = False
-    """Leave truncated responses out of the loss; they still count in the baseline of their group. With PPO also out of
-    the value model's loss, and of what advantages are normalised over."""
+    """Leave truncated responses out of the loss; they still count in the baseline of their group. With PPO they are
+    also left out of the value model's loss and of the normalisation of advantages."""
 
     advantage_clip_low: Annotated[float, Field(le=0)] | None = None
     """Advantages below this are raised to it; null is no bound."""
@@ -132,7 +132,7 @@ class LoopConfig(Section):
     """Share of the policy in the mixture: reference = alpha * policy + (1 - alpha) * reference."""
 
     ref_model_sync_steps: Positive = 512
-    """Steps between two such moves."""
+    """Steps between two moves of the reference policy."""
 
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
 
@@ -160,7 +160,7 @@ class LoopConfig(Section):
     has_value_model: ClassVar[bool] = False
     """Whether the algorithm trains a value model beside the policy."""
     passes_name: ClassVar[str]
-    """Key of the algorithm's section that says how often the optimizer passes over the samples of a step."""
+    """Key, in the algorithm's section, of the number of passes over the samples of a step."""
 
 
 Lambda = Annotated[float, Field(ge=0, le=1)]
@@ -171,7 +171,7 @@ class PPOAdvantageConfig(Section):
     """How rewards and values become advantages and returns."""
 
     name: Literal["gae", "raw_reward"] = "gae"
-    """gae: generalised advantage estimation; raw_reward: the reward itself, whatever the value model says."""
+    """gae: generalised advantage estimation; raw_reward: the reward itself, without the value model's estimates."""
 
     gae_gamma: Fraction = 1.0
     """Discount of the next token."""
@@ -232,14 +232,15 @@ class MseValueLossConfig(Section):
     """MseValueLossFn; docs/algorithms.md has the formula."""
 
     value_clip: NonNegativeFloat | None = 0.2
-    """A value that moved further than this from where the step found it gains nothing by it; null and 0 are off."""
+    """PPO's value clipping: moving a value further than this from its value before the step lowers the loss no more;
+    null and 0 are off."""
 
     scale: PositiveFloat = 1.0
-    """Factor of the loss, and so of its gradient; what is reported is the loss without it."""
+    """Factor of the loss, and so of its gradient; the reported loss is without it."""
 
 
 LOOPS = ("grpo", "ppo")
-"""The algorithms, and the sections of their names."""
+"""The algorithms; each has a section of its name."""
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
 """Shared keys and sections of such keys: `grpo.NAME` and `ppo.NAME` are aliases for each of these names."""
 COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
@@ -260,7 +261,7 @@ def named_for(algorithm: str, name: str) -> str:
 
 
 def other_than(algorithm: str) -> str:
-    """The algorithm that does not run."""
+    """The other one of the two algorithms."""
     return "grpo" if algorithm == "ppo" else "ppo"
 
 

@@ -57,11 +57,11 @@ class LossConfig(Section):
     """Estimator of the KL: k1 log ratio, k2 half its square, k3 never negative and unbiased."""
 
     use_on_policy_kl_approximation: bool = False
-    """Weight the KL estimate by the importance ratio, so that it is taken under the current policy."""
+    """Weight the KL estimate by the importance ratio, so that it is an expectation under the current policy."""
 
     kl_score_function_gradient: bool = False
-    """Give the KL penalty of the loss the gradient of the divergence itself, also by way of the tokens that follow
-    (arXiv 2506.09477). Not with use_on_policy_kl_approximation, nor over context-parallel ranks."""
+    """Give the KL penalty of the loss the gradient of the divergence itself, including its effect through later tokens
+    (arXiv 2506.09477). Not with use_on_policy_kl_approximation, nor with context parallelism."""
 
     use_kl_in_reward: bool = False
     """Subtract the KL penalty from the reward instead of adding it to the loss."""
@@ -76,8 +76,8 @@ class LossConfig(Section):
     """Weight the loss by training probability / sampling probability, to correct for different engines."""
 
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    """What happens to large correction weights: tis lowers them to the limit; icepop sets those outside the limits to
-    0; seq-mask-tis leaves out responses whose geometric mean is outside."""
+    """Treatment of extreme correction weights: tis lowers them to the upper limit; icepop sets weights outside the
+    limits to 0; seq-mask-tis leaves out responses whose geometric mean of the weights is outside."""
 
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper limit of the correction weight."""
@@ -93,7 +93,7 @@ class LossConfig(Section):
 
     @property
     def clip_max(self) -> float:
-        """How far above 1 ratios are clipped."""
+        """Distance from 1 to the upper bound of clipped ratios."""
         return self.ratio_clip_min if self.ratio_clip_max is None else self.ratio_clip_max
 
     @property

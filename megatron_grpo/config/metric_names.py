@@ -15,11 +15,11 @@ _ALWAYS = """
 """
 
 TASK_METRICS = ("reward", "accuracy", "response_length")
-"""Metrics of single environments, when there are several: task_NAME/TASK."""
+"""Metrics that each of several environments has by itself, under the name task_NAME/TASK."""
 
 
 def _sometimes(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """Whether a run has metrics, their names, and what they need in words."""
+    """Rows of metrics that not every run has: whether this run does, their names, and what they need, in words."""
     loop, loss = config.loop, config.loss_fn
     needs = "it needs engines, and debug.rollouts_from starts none"
     yield config.generates, "refit_bytes refit_retries engine_restarts", needs

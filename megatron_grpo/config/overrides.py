@@ -35,7 +35,7 @@ RECIPES = "exp"
 VARIANTS = "variant"
 """The group whose options are published variants of an algorithm; Hydra reads it after all others."""
 DEEPEST = 20
-"""Most brackets within brackets; Hydra's parser takes seconds for thousands."""
+"""Deepest nesting of brackets; Hydra's parser takes seconds for thousands."""
 _FILE = "file://"
 _TEXT = ("text", "text or null")
 """Types of keys whose values are taken literally, whatever characters they contain."""
@@ -50,7 +50,7 @@ def _folders() -> list[Traversable]:
 
 @contextlib.contextmanager
 def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Problem]]]:
-    """Within this context options are looked for in the folders too that a command line adds.
+    """Within this context, options are also looked up in the folders that a command line adds.
 
     Yields:
         The other arguments, and problems of the folders.
@@ -122,7 +122,7 @@ class Overrides:
     problems: list[Problem] = field(default_factory=list)
     """Mistakes in the other overrides."""
     given: dict[str, str] = field(default_factory=dict)
-    """Values, as text, by key, wrong ones included; of a section given as {...} those of each of its keys too."""
+    """Values as text by key, wrong ones included; for a section given as {...} also the values of each of its keys."""
 
 
 def config_groups() -> dict[str, list[str]]:
@@ -137,7 +137,7 @@ def config_groups() -> dict[str, list[str]]:
 
 
 def settings_of(path: str) -> dict[str, Any]:
-    """Keys and values that a file of conf/ ("variant/dapo") sets itself, without those of its defaults list."""
+    """Keys and values that a file of conf/ ("variant/dapo") sets itself, without the files in its defaults list."""
     file = next(file for folder in _folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())
     text = file.read_text(encoding="utf-8")
     prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
@@ -237,7 +237,7 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
     if kind not in (None, FREE_TYPE) and isinstance(given, dict):
         return Problem(f"{name}={shown(value)}", f"must be {kind}")
     if kind in _TEXT and isinstance(given, bool | int | float):
-        return None  # run_dir=2026_01 is no number
+        return None  # run_dir=2026_01 is a text, although Python reads 2026_01 as a number
     return override
 
 

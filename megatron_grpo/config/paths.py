@@ -1,6 +1,6 @@
-"""Names of things outside the configuration (files, Python objects, hub models, servers) and what is wrong with them.
+"""Checks of names that refer to things outside the configuration: files, Python objects, hub models, servers.
 
-Files and folders are checked by opening them: permissions alone do not tell whether that works.
+Files and folders are checked by opening them, because permission bits alone do not tell whether that works.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_grpo.config.errors import Problem, shown
 
 
 def unreadable(path: str | Path) -> str | None:
-    """Why a file cannot be read; None: it can."""
+    """The reason why a file cannot be read, or None."""
     return _reason(path, "file")
 
 
 def unlistable(path: str | Path) -> str | None:
-    """Why a folder cannot be listed; None: it can."""
+    """The reason why a folder cannot be listed, or None."""
     return _reason(path, "folder")
 
 
@@ -41,13 +41,13 @@ def _reason(path: str | Path, kind: Literal["file", "folder"]) -> str | None:
         return "is a folder, not a file"
     except PermissionError:
         return "no permission to read it"
-    except (OSError, ValueError) as error:  # ValueError: a NUL character, which no name has
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
     return None
 
 
 def unwritable(key: str, given: str) -> Iterator[Problem]:
-    """Why a folder, which may not exist yet, cannot be written to; leaves nothing behind."""
+    """The reason why a folder, which may not exist yet, cannot be written to; the check leaves nothing behind."""
     subject = f"{key}={shown(given)}"
     if "\0" in given:
         yield Problem(subject, "has a NUL character, which no name has")
@@ -79,8 +79,8 @@ def imported(module: str, name: str) -> Any:
     """Import a module and return its object of this name.
 
     Raises:
-        ValueError: there is no such module or name, or the module fails; the text is the end of a message that begins
-            with the setting.
+        ValueError: there is no such module or name, or its import fails; the text continues a message that begins with
+            the setting.
     """
     try:
         return getattr(importlib.import_module(module), name)
@@ -116,7 +116,7 @@ def is_loopback(host: str) -> bool:
 
 
 def url_problem(url: str) -> str | None:
-    """What is wrong with the URL of a server; None: nothing."""
+    """The problem with the URL of a server, or None."""
     text = "give http://HOST:PORT or https://HOST:PORT"
     try:
         parts = urlsplit(url)

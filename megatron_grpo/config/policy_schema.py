@@ -34,16 +34,16 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear warm-up from 0 to lr."""
 
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The warm-up as a share of the schedule's optimizer steps, rounded up, in place of warmup_steps; null: those."""
+    """Share of the schedule's optimizer steps that is warm-up, rounded up, in place of warmup_steps; null: not used."""
 
     decay_steps: Positive | None = None
-    """Optimizer steps until min_lr is reached, warm-up included; null: those of max_num_steps steps."""
+    """Optimizer steps until min_lr is reached, warm-up included; null: all optimizer steps of max_num_steps steps."""
 
     decay_style: Literal[
         "constant", "linear", "cosine", "inverse_sqrt", "constant_with_warmup", "cosine_with_min_lr"
     ] = "constant"
-    """Shape of the decay after the warm-up; constant_with_warmup and cosine_with_min_lr are the names that transformers
-    has for constant and cosine."""
+    """Shape of the decay after the warm-up; constant_with_warmup and cosine_with_min_lr are transformers' names of
+    constant and cosine."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay, applied to matrices only (not to biases and norms)."""
@@ -90,14 +90,14 @@ class ParallelConfig(Section):
     """Ranks that split the layers (PP)."""
 
     virtual_pipeline: Positive = 1
-    """Parts of the model on each pipeline rank, which microbatches pass in turn (interleaved pipeline, VPP): the
-    pipeline fills and empties sooner, and ranks send more often. Needs pipeline > 1."""
+    """Model chunks on each pipeline rank, which microbatches pass in turn (interleaved pipeline, VPP): the pipeline
+    bubble is smaller, but ranks send more messages. Needs pipeline > 1."""
 
     first_stage_layers: Positive | None = None
-    """Layers of the first pipeline rank, when it is not to have as many as the others: it has the embedding too."""
+    """Layers of the first pipeline rank, which also has the embedding; null: as many as the other ranks have."""
 
     last_stage_layers: Positive | None = None
-    """Layers of the last pipeline rank, when it is not to have as many as the others: it has the head too."""
+    """Layers of the last pipeline rank, which also has the head; null: as many as the other ranks have."""
 
     count_embedding: bool = False
     """Count the embedding as a layer when layers are split over the pipeline: the first rank gets one less."""
@@ -128,12 +128,12 @@ class ParallelConfig(Section):
 
     @property
     def chunk_multiple(self) -> int:
-        """Divisor of the tokens of a packed sequence: context parallelism splits it into two chunks per rank."""
+        """Number that divides the length of a packed sequence: context parallelism splits it into two chunks a rank."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of the width of a padded microbatch: sequence parallelism also splits each rank's share."""
+        """Number that divides the width of a padded microbatch: sequence parallelism also splits each rank's share."""
         return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
@@ -150,20 +150,20 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class MoeConfig(Section):
-    """How the experts of a mixture-of-experts model are chosen and kept in use; off, as reinforcement learning mostly
-    has it."""
+    """Routing of mixture-of-experts models: balancing losses, expert bias, replay; all off by default, as is usual in
+    reinforcement learning."""
 
     aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the load-balancing loss: of every layer, the level of experts over each sequence (1 when all are chosen
-    equally often), averaged over the sequences of an optimizer step."""
+    """Weight of the load-balancing loss: for each layer, the imbalance of experts within each sequence (1 when all are
+    chosen equally often), averaged over the sequences of an optimizer step."""
 
     z_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the squared log-sum of the router's exponentials (ST-MoE), averaged over the tokens of each sequence,
-    then over sequences; summed over layers."""
+    """Weight of the z-loss (ST-MoE): the squared log-sum-exp of the router's logits, averaged over the tokens of each
+    sequence, then over sequences; summed over layers."""
 
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """How far an optimizer step moves the bias with which experts are chosen, towards those that were chosen too
-    rarely. Of models with such a bias (DeepSeek-V3) only."""
+    """Change of the router's expert bias per optimizer step, in favour of experts that were chosen too rarely. Only
+    for models with such a bias (DeepSeek-V3)."""
 
     replay_routing: bool = False
     """Send each token through the experts that the engine chose while it sampled (R3, arXiv 2510.11370), in
@@ -182,7 +182,7 @@ class LoraConfig(Section):
     """Rows of each adapter's A, and columns of its B; 0: no adapters, all weights are trained."""
 
     alpha: PositiveFloat = 32.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scale of an adapter: its output is multiplied by alpha / rank."""
 
     target_modules: list[AdapterTarget] = field(
         default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -199,12 +199,12 @@ class Fp8Config(Section):
     """hybrid: operands in E4M3, gradients in E5M2; e4m3: all in E4M3; off: no FP8."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """What shares a scale: a tensor, by its largest value (tensorwise) or by those of earlier steps (delayed), both on
-    GPUs from compute capability 8.9 on; 128 values, of weights 128 x 128 (blockwise, from 9.0); 32 values (mxfp8, from
-    10.0)."""
+    """Values that share a scale. tensorwise: a tensor, by its largest value; delayed: a tensor, by largest values of
+    earlier steps (both from compute capability 8.9 on); blockwise: 128 values, of weights 128 x 128 (from 9.0); mxfp8:
+    32 values (from 10.0)."""
 
     parameters: bool = False
-    """Keep the layers' matrices in FP8 alone, beside the optimizer's float32. Needs optimizer.distributed; not with
+    """Keep the layers' matrices only in FP8, and in float32 in the optimizer. Needs optimizer.distributed; not with
     mxfp8."""
 
     first_layers_bf16: NonNegative = 0
@@ -214,10 +214,10 @@ class Fp8Config(Section):
     """Layers at the end of the model that stay in bfloat16; not with delayed."""
 
     amax_history: Positive = 1024
-    """Steps that delayed looks back over."""
+    """Number of earlier steps whose largest values the recipe delayed keeps."""
 
     amax_algorithm: Literal["max", "most_recent"] = "max"
-    """Which of these steps' largest values delayed takes."""
+    """Choice of the recipe delayed among the largest values of earlier steps."""
 
     simulate: bool = False
     """Round the operands of the layers' products to E4M3 in torch, at the recipe's scales, and multiply as usual: FP8's
@@ -235,17 +235,17 @@ class Fp8Config(Section):
 
     @property
     def least_capability(self) -> tuple[int, int]:
-        """Compute capability from which on GPUs have the recipe (Transformer Engine's own conditions)."""
+        """Least compute capability of GPUs that support the recipe (Transformer Engine's own conditions)."""
         return {"blockwise": (9, 0), "mxfp8": (10, 0)}.get(self.recipe, (8, 9))
 
     @property
     def block(self) -> int:
-        """Divisor of the sizes of a rank's matrices: whole blocks of the recipe, or 16 as FP8 products need."""
+        """Number that divides the sizes of a rank's matrices: whole blocks of the recipe, or 16 for FP8 products."""
         return {"blockwise": 128, "mxfp8": 32}.get(self.recipe, 16)
 
     @property
     def token_multiple(self) -> int:
-        """Divisor of the tokens of a rank's microbatch, which are a dimension of the products for weight gradients."""
+        """Number that divides the tokens of a rank's microbatch, a dimension of the products for weight gradients."""
         return self.block if self.on_device else 1
 
 
@@ -282,15 +282,15 @@ class PolicyConfig(Section):
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
 
     train_global_batch_samples: Positive | None = None
-    """Samples of one optimizer step; null: all samples of the step. Must divide them."""
+    """Samples of one optimizer step; must divide the samples of the step. null: all of them."""
 
     logprob_microbatch_tokens: Positive | None = None
     """Most tokens of a microbatch, padding included, in passes that only compute log-probabilities; null:
     microbatch_tokens."""
 
     logprob_kernel: Literal["fused", "chunked", "auto"] = "auto"
-    """How hidden states become log-probabilities: fused in Triton, in chunks of tokens in torch; auto: fused on GPUs
-    where Triton is installed."""
+    """Kernel that turns hidden states into log-probabilities. fused: in Triton; chunked: by chunks of tokens, in torch;
+    auto: fused on GPUs where Triton is installed."""
 
     logprob_chunk_size: Positive | None = None
     """Tokens whose logits the chunked kernel holds at once; smaller needs less memory, null: as many as make 256 MiB of
@@ -313,12 +313,12 @@ class PolicyConfig(Section):
     """Reduce gradients over data-parallel ranks while the backward pass goes on; null: on GPUs."""
 
     overlap_param_gather: bool | None = None
-    """Gather the weights that data-parallel ranks have updated while the next forward pass of training goes on; null:
-    where overlap_grad_reduce is and optimizer.distributed, which it needs."""
+    """Gather the weights that data-parallel ranks have updated while the next forward pass of training goes on. Needs
+    overlap_grad_reduce and optimizer.distributed; null: on if both are."""
 
     gradient_accumulation_fusion: bool | None = None
-    """Add the gradients of matrices to their sums within the multiplication that makes them; needs GPUs and apex's
-    extension fused_weight_gradient_mlp_cuda. null: where they are there."""
+    """Accumulate the gradients of matrices within the multiplication that computes them; needs GPUs and apex's
+    extension fused_weight_gradient_mlp_cuda. null: on if both are available."""
 
     megatron: MegatronFields = field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, for whatever has no key of its own here; the value model has
@@ -363,7 +363,7 @@ class ValueConfig(Section):
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank; null: as in the policy."""
 
     train_global_batch_samples: Positive | None = None
-    """Samples of one optimizer step; null: all samples of the step, whatever the policy has. Must divide them."""
+    """Samples of one optimizer step; must divide the samples of the step. null: all of them (not the policy's value)."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""

@@ -18,7 +18,7 @@ class ClusterConfig(Section):
     """Number of machines."""
 
     gpus_per_node: NonNegative | None = None
-    """GPUs of each machine; 0: run on CPU; null: as many as the machine has on which the run is started."""
+    """GPUs of each machine; 0: run on CPU; null: as many as the machine that starts the run has."""
 
     ray_address: str | None = None
     """Address of a running Ray cluster; null starts one on this machine that ends with the run."""
@@ -31,7 +31,7 @@ class ClusterConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of each machine; 0 also where they were left open and nobody has found any."""
+        """GPUs of each machine; 0 also while gpus_per_node is null."""
         return self.gpus_per_node or 0
 
 
@@ -46,8 +46,8 @@ class CheckpointingConfig(Section):
     """Steps between checkpoints; the last step is always saved."""
 
     async_save: bool = False
-    """Write while the run goes on: a save waits until what is trained is copied in memory, and for the save before it.
-    Takes that much more host memory."""
+    """Write in the background: a save waits only for the previous save and for a copy of the models and optimizers in
+    host memory, which needs that much more of it."""
 
     keep_top_k: Positive | None = None
     """Checkpoints kept, best by metric_name first; the newest is always kept. null keeps all."""
@@ -59,9 +59,9 @@ class CheckpointingConfig(Section):
     """Whether a higher metric_name makes a better checkpoint; false: a lower one does."""
 
     resume: PathText = "auto"
-    """auto: the newest intact checkpoint of run_dir, if any; none: the beginning, in a run_dir without checkpoints;
-    else the path of a checkpoint, from which a run_dir begins that has none of its own yet. A job that may be queued
-    again needs auto or such a path."""
+    """auto: start from the newest intact checkpoint of run_dir, if any; none: start from step 1, in a run_dir without
+    checkpoints; or the path of a checkpoint to start from while run_dir has none of its own. A job that may be queued
+    again needs auto or a path."""
 
 
 @dataclass(kw_only=True)
@@ -97,10 +97,10 @@ class MlflowConfig(Section):
 
 @dataclass(kw_only=True)
 class LoggerConfig(Section):
-    """What is reported where; metrics.jsonl, summary.json and the plot are always written."""
+    """Reports and trackers; metrics.jsonl, summary.json and the plot are always written."""
 
     report: bool = True
-    """Write run_dir/report.html when the run ends, however: curves, configuration, trajectories (docs/report.md)."""
+    """Write run_dir/report.html when the run ends or fails: curves, configuration, trajectories (docs/report.md)."""
 
     tensorboard: bool = True
     """Write TensorBoard events to run_dir/tensorboard."""
@@ -109,17 +109,17 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
     log_completions: bool = False
-    """Print some responses of every step, with their prompts and rewards, and send them to the trackers as tables;
-    those of validations too. Needs the rollouts to be written."""
+    """Print some responses of every step and validation, with their prompts and rewards, and send them to the trackers
+    as tables. Needs logger.rollouts=all or sample."""
 
     num_completions_to_print: Positive = 5
-    """Responses of a step with log_completions, each to another prompt."""
+    """Responses printed per step with log_completions, each to a different prompt."""
 
     profile_steps: list[Positive] = field(default_factory=list)
     """Steps whose time and memory are profiled on every rank, into run_dir/profiles/step_N."""
 
     num_val_samples_to_print: NonNegative = 5
-    """Validation responses printed each time."""
+    """Responses printed per validation."""
 
     progress: bool = True
     """Show the live progress line."""
@@ -140,8 +140,8 @@ class PrepareConfig(Section):
 
     name: Literal["addition", "addition_moe", "calculator", "two_tasks"] | None = None
     """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; addition_moe: a tiny
-    Qwen3-MoE, and the same problems; calculator: a tiny Qwen3 that calls a calculator, seldom rightly; two_tasks: one
-    that adds and plays a game of several turns; null: nothing."""
+    Qwen3-MoE, and the same problems; calculator: a tiny Qwen3 that calls a calculator, rarely correctly; two_tasks: a
+    tiny Qwen3 that adds numbers and plays a game of several turns; null: nothing is made."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Where the model and its data are made, once; later runs reuse them."""
@@ -153,10 +153,10 @@ class DebugConfig(Section):
     every step, for the other half to train on."""
 
     rollouts_from: PathText | None = None
-    """Folder of a run that recorded its rollouts, or its folder rollouts: train on these, step by step, instead of
-    sampling. No engine, no environment and no refit is started, and no prompt is read. The run ends with the recording
-    if that has fewer steps. null: sample."""
+    """Folder of a run that recorded its rollouts, or the folder `rollouts` in it: train on these, step by step, instead
+    of sampling. No engine, environment or refit is started, and no prompt is read. A recording with fewer steps ends
+    the run earlier. null: sample."""
 
     train: bool = True
     """False: sample and score with the weights of the model folder, and train nothing: no rank is started, no refit and
-    no checkpoint is made. Rollouts, rewards, metrics and validations are written as ever."""
+    no checkpoint is made. Rollouts, rewards, metrics and validations are written as usual."""

@@ -66,7 +66,7 @@ class GRPOConfig(LoopConfig):
     """Divide advantages by the standard deviation of rewards."""
 
     normalize_rewards_over: Literal["group", "batch"] = "group"
-    """Rewards whose standard deviation that is: of the sample's group, or of all samples of the step."""
+    """Rewards whose standard deviation normalize_rewards takes: the sample's group, or all samples of the step."""
 
     use_leave_one_out_baseline: bool = True
     """Baseline of a sample: mean reward of the *other* samples of its group (true) or of the whole group (false)."""
@@ -81,7 +81,7 @@ class GRPOConfig(LoopConfig):
 
 @dataclass(kw_only=True)
 class Config(Section):
-    """One run."""
+    """The configuration of one run."""
 
     algorithm: Literal["grpo", "ppo"] = "grpo"
     """Algorithm that trains the policy: grpo compares the samples of a prompt, ppo uses a value model. Each reads the
@@ -91,7 +91,7 @@ class Config(Section):
     """Name of the recipe; the first folder under outputs/."""
 
     run_dir: PathText = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Folder of everything the run writes. One that already holds this run resumes it."""
+    """Folder for everything that the run writes. A folder that already holds this run resumes it."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
@@ -133,16 +133,16 @@ class Config(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference policy is loaded at all: for a penalty, or for PPO to report the distance to it."""
+        """Whether a reference policy is loaded: for a KL penalty, or for PPO to report the distance to it."""
         observed = self.loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
         return observed or self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
     def needs_prev_logprobs(self) -> bool:
-        """Whether log-probabilities at the start of a step are computed before it.
+        """Whether a pass of its own computes the policy's log-probabilities before the first optimizer step.
 
-        With a single optimizer step on the samples they are those of that step itself, without gradient, unless
-        something asks for them before it.
+        With a single optimizer step on the samples, the log-probabilities of that step itself, without gradient, are
+        used instead, unless an option needs them earlier.
         """
         asked_before = self.loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
         return self.optimizer_steps_per_step > 1 or asked_before
@@ -185,7 +185,7 @@ class Config(Section):
 
     @property
     def passes_key(self) -> str:
-        """The key of passes_per_step, for messages."""
+        """The key of the number of passes over the samples of a step, for messages."""
         return f"{self.algorithm}.{self.loop.passes_name}"
 
     @property

@@ -32,7 +32,7 @@ MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
 TemplateArguments = Annotated[dict[str, Any], "the chat template"]
-"""Pass-through fields and their owner, against whose installed version they are checked."""
+"""Types of pass-through fields, each with the library or class whose installed version checks them."""
 
 
 class Section:

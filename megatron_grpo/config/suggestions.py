@@ -1,4 +1,4 @@
-"""What a user most likely meant by a key that the schema does not have."""
+"""Suggestions for keys that the schema does not have."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_grpo.config.keys import data_file, keys
 from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, named_for, other_than
 
 foreign_names = functools.cache(functools.partial(data_file, "foreign_names.yaml"))
-"""Names of settings in TRL, NeMo RL and verl with our keys, by framework; "none": those without a counterpart."""
+"""Names of settings in TRL, NeMo RL and verl with our keys, by framework; "none" has names without a counterpart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A setting of another framework, in the names of this one."""
+    """A setting of another framework and its counterparts here."""
 
     framework: str
     name: str
-    """What the setting is called in the other framework."""
+    """Name of the setting in the other framework."""
     keys: tuple[str, ...]
-    """Keys of this configuration that say what the setting says."""
+    """Keys of this configuration with the same meaning."""
 
 
 def translated(name: str) -> Translation | None:
@@ -40,9 +40,9 @@ def _first(fits: Callable[[str], bool]) -> Translation | None:
 
 
 _MISSPELT, _ALIKE, _ALIKE_IN_SECTION, _ALIKE_SECTIONS = 0.9, 0.8, 0.7, 0.55
-"""Likeness (difflib's ratio) from which a key is suggested: of whole names, alone; of whole names; of whole names in
-the section that the user named; and of sections whose keys end in the same word. Below, nothing is suggested: a
-far-fetched name sends the user the wrong way."""
+"""Least similarity (difflib's ratio) of a suggested key: by its whole name, as the only suggestion; by its whole name;
+by its whole name, in the section that the user named; and by its section, if it ends in the same word. Less similar
+keys are not suggested, because a far-fetched name misleads."""
 _MOST_SUGGESTED = 2
 
 
@@ -51,7 +51,7 @@ def unknown_key(name: str, algorithm: str) -> Problem:
 
     Args:
         name: dotted name of the unknown key.
-        algorithm: the one that runs, whose names are suggested.
+        algorithm: the algorithm that runs; suggestions use its names.
     """
     if name.split(".")[0] == "hydra":
         return Problem(name, "Hydra's own settings have no effect here; run_dir chooses where a run writes")
@@ -98,8 +98,8 @@ def nearest(name: str, algorithm: str) -> list[str]:
 def _names_in(algorithm: str, name: str) -> list[str]:
     """The keys that may be suggested for a name.
 
-    A key of an environment carries the name of the environment that the user wrote. The value model's keys, which are
-    called as the policy's are, count only where the user's name begins with `value` too.
+    A key of an environment carries the name of the environment that the user wrote. The value model's keys, whose names
+    are the policy's too, are suggested only for a name that begins with `value`.
     """
     section, _, rest = name.partition(".")
     environment = rest.partition(".")[0] if section == "env" else ""
@@ -110,7 +110,7 @@ def _names_in(algorithm: str, name: str) -> list[str]:
 
 
 def _here(foreign: Translation, algorithm: str) -> str:
-    """Our keys of a foreign setting in a run of an algorithm; a key that only the other algorithm reads says so."""
+    """Our keys for a foreign setting, in words; a key that only the other algorithm reads is marked as such."""
     return " and ".join(
         COUNTERPART.get(key) or f"{key} (with algorithm={other_than(algorithm)})"
         if is_foreign_to(algorithm, key)

@@ -22,11 +22,11 @@ _OF_LISTS = {
 
 
 def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
-    """The values as a Config, or None where even the defaults do not help, and what was wrong.
+    """The values as a Config (None if defaults do not make them valid), and their problems.
 
     Args:
-        values: wrong ones are removed in place, so that their keys take their defaults.
-        algorithm: the one that runs, whose names are suggested for unknown keys.
+        values: values by key; wrong ones are removed in place, so that their keys take their defaults.
+        algorithm: the algorithm that runs; suggestions for unknown keys use its names.
     """
     problems = _booleans(values)
     for _ in range(2):

@@ -56,7 +56,7 @@ def _optimizer_steps(config: Config) -> Iterator[Rule]:
 
 
 def _ranking(config: Config) -> Iterator[Rule]:
-    """The metric that ranks checkpoints."""
+    """Checks of the metric that ranks checkpoints."""
     subject, name, loop = "checkpointing.metric_name=", config.checkpointing.metric_name, config.loop
     if not name.startswith(VALIDATION_PREFIX):
         yield from _step_metric(config, subject, name)
@@ -69,7 +69,7 @@ def _ranking(config: Config) -> Iterator[Rule]:
 
 
 def _validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    """A metric that validation does not produce."""
+    """The name of a metric that validation does not produce."""
     names = [f"{VALIDATION_PREFIX}{one}" for one in VALIDATION_METRICS]
     names += [f"{VALIDATION_PREFIX}set_{one}/{of}" for of in config.data.val_sets for one in VALIDATION_METRICS]
     if name not in names:
@@ -79,7 +79,7 @@ def _validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule
 
 
 def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    """A metric that no step of this run has."""
+    """The name of a metric that no step of this run has."""
     known = step_metrics(config)
     if name in known:
         return

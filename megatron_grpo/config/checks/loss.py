@@ -17,7 +17,7 @@ def loss_rules(config: Config) -> Iterator[Rule]:
 
 
 def _surrogates(config: Config) -> Iterator[Rule]:
-    """The surrogate, its ratios, and what the loss is averaged over."""
+    """Rules of the surrogate, its ratios and the average of the loss."""
     loss = config.loss_fn
     chosen = [f"loss_fn.{name}" for name in ("use_cispo", "use_sapo", "disable_ppo_ratio") if getattr(loss, name)]
     first = chosen[0] if chosen else ""
@@ -40,7 +40,7 @@ def _surrogates(config: Config) -> Iterator[Rule]:
 
 
 def _kl(config: Config) -> Iterator[Rule]:
-    """The penalty for the distance to the reference policy."""
+    """Rules of the KL penalty against the reference policy."""
     loss = config.loss_fn
     corrected = loss.use_on_policy_kl_approximation or loss.kl_score_function_gradient
     text = (
@@ -66,7 +66,7 @@ def _kl(config: Config) -> Iterator[Rule]:
 
 
 def _correction(loss: LossConfig) -> Iterator[Rule]:
-    """The importance correction and its limits."""
+    """Rules of the importance correction and its limits."""
     kind, low = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio_min
     high, key = loss.truncated_importance_sampling_ratio, "loss_fn.truncated_importance_sampling"
     if kind is None:
@@ -89,7 +89,7 @@ def _correction(loss: LossConfig) -> Iterator[Rule]:
 
 
 def async_rules(config: Config) -> Iterator[Rule]:
-    """Settings that exclude training on samples of earlier weights, or oversampling."""
+    """Settings that cannot be combined with training on samples of earlier weights, or with oversampling."""
     options = config.loop.async_grpo
     text = (
         "trains on samples of earlier weights, and nothing weighs them; give "

@@ -1,7 +1,7 @@
 """Fields that users pass on to Megatron-Core and vLLM: those that the run sets itself, and checks of names and types.
 
-Names and types are checked against the installed library's own dataclasses (`library_problems`). Their import takes
-seconds and brings torch, so the callers are where the libraries are used, in a process that is started for it.
+Names and types are checked against the installed library's own dataclasses (`library_problems`). Importing the library
+takes seconds and loads torch, so its callers are in trainer/ and sampler/, and run in a process of their own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def library_problems(
 
 
 def _mismatch(annotation: Any, value: Any) -> str | None:
-    """Why a value is not of a library's type; None: it is, or the library alone can tell."""
+    """The reason why a value is not of a library's type; None if it is, or if only the library can tell."""
     kind = _plain(annotation)
     if kind in (_Unwritable, type(None)):
         name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
@@ -93,7 +93,7 @@ def _suggestion(name: str, known: set[str], prefix: str) -> str:
 
 
 class _Unwritable:
-    """Stands in a type for what no YAML value is: a class of the library, a function."""
+    """Placeholder for a type that no YAML value has: a class of the library, a function."""
 
 
 _DtypeName = Literal["float32", "bfloat16", "float16"]

@@ -1,7 +1,7 @@
 """Remarks on a configuration before its run starts: settings that may not be intended, or that change nothing.
 
-A setting that differs from its default and changes nothing, because a switch it belongs to is off, is no mistake: a
-recipe's values stay while its switch is turned off. But nobody should compare a variant that changes nothing.
+A changed setting without effect, because its switch is off, is no mistake: a recipe's values may stay while its switch
+is turned off. It is reported so that nobody compares a variant that changes nothing.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ NEEDS = {
     "logger.wandb.enabled=true": "logger.wandb.",
     "logger.mlflow.enabled=true": "logger.mlflow.",
 }
-"""By the switch that they need, KEY=VALUE: keys, and sections with a point at the end."""
+"""Keys by the switch (KEY=VALUE) that they need; a name that ends in a point is a section."""
 
 _Unused = tuple[object, str, str]
-"""Whether settings are unused; their keys, and sections with a point at the end; what they need, or why they change
-nothing. LOOP and PASSES stand for keys of the algorithm, as in rules."""
+"""A row: whether settings are unused, their keys (a name that ends in a point is a section), and what they need or why
+they change nothing. LOOP and PASSES stand for keys of the algorithm, as in `Rule`."""
 
 
 def _unused_by_the_loss(config: Config) -> Iterator[_Unused]:
@@ -246,5 +246,5 @@ def _switched_off(config: Config) -> Iterator[_Unused]:
 
 
 def _covers(name: str, key: str) -> bool:
-    """Whether a key is the one of this name, or lies in the section of this name, which ends in a point."""
+    """Whether a key has this name, or is in the section of this name if the name ends in a point."""
     return key.startswith(name) if name.endswith(".") else key == name

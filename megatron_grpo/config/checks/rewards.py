@@ -19,9 +19,9 @@ from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 
 _OF_EVERY_TYPE = ("type", "options", "num_workers", "timeout_s")
-"""Keys of an environment that are not for type reward_functions alone."""
+"""Keys that environments of every type have; the others are for type reward_functions."""
 MIN_TEMPERATURE = 0.01
-"""vLLM silently uses this for any temperature between it and 0, and training would divide by the configured one."""
+"""Lowest temperature above 0; vLLM silently raises lower ones to it, while training would divide by them."""
 
 
 def reward_rules(config: Config) -> Iterator[Rule]:
@@ -66,7 +66,7 @@ def environment_rules(config: Config) -> Iterator[Rule]:
 
 
 def _estimator(config: Config) -> Iterator[Rule]:
-    """How GRPO makes advantages of rewards."""
+    """Rules of GRPO's advantage estimators."""
     grpo, name, in_reward = config.grpo, config.grpo.adv_estimator.name, config.loss_fn.use_kl_in_reward
     minus_baseline, is_plain = grpo.adv_estimator.minus_baseline, name == "reinforce_plus_plus"
     text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {name} has a baseline anyway"
@@ -90,7 +90,7 @@ def _estimator(config: Config) -> Iterator[Rule]:
 
 
 def _gdpo(config: Config) -> Iterator[Rule]:
-    """GDPO takes each reward function by itself."""
+    """Rules of GDPO, which takes each reward function by itself."""
     others = [task for task, environment in config.env.items() if environment.type != REWARD_FUNCTIONS]
     text = (
         f"needs the parts of the reward, which env.{next(iter(others), '')} does not give; use type {REWARD_FUNCTIONS}"
@@ -124,7 +124,7 @@ def _shaping(config: Config) -> Iterator[Rule]:
 
 
 def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
-    """An environment of reward functions."""
+    """Rules of an environment of reward functions."""
     functions, weights = environment.reward_funcs, environment.reward_weights
     option = next(iter(environment.options), "")
     text = f"is for the class of an environment, and {section}.type={REWARD_FUNCTIONS} has none; leave it out"
@@ -168,9 +168,9 @@ def prompt_rules(config: Config) -> Iterator[Rule]:
 
 
 def system_prompt_rules(config: Config) -> Iterator[Rule]:
-    """A configuration without an environment, and system messages of prompts that are plain text.
+    """Rules of system messages, which need a chat template; and the rule that there is an environment.
 
-    A prompt takes the message of its task, or the one of data.
+    A prompt takes the system message of its task, else the one of data.
     """
     text = "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
     yield not config.env, "env", text

@@ -9,10 +9,10 @@ from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.schema import Config
 
 Rule = tuple[object, str, str]
-"""Whether the rule is broken, by the truth of the first element; the subject and the text of the problem.
+"""A rule: whether it is broken (any value that is true), the subject and the text of its problem.
 
-The value of a key is added to a subject that is KEY=. In subject and text, LOOP stands for the section of the algorithm
-that runs, and PASSES for the key of its passes over the samples of a step.
+A subject that ends in = (KEY=) gets the value of that key. In subject and text, LOOP stands for the section of the
+algorithm that runs, and PASSES for the key of its passes over the samples of a step.
 """
 
 

@@ -43,7 +43,7 @@ def request_rules(generation: GenerationConfig) -> Iterator[Rule]:
 
 
 def filter_cautions(config: Config) -> Iterator[Rule]:
-    """Penalties beside an option that drops tokens whose probabilities differ between engine and trainer."""
+    """Penalties together with an option that drops tokens whose probabilities differ between engine and trainer."""
     drops = _drops(config)
     text = (
         "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
@@ -54,7 +54,7 @@ def filter_cautions(config: Config) -> Iterator[Rule]:
 
 
 def filter_rules(config: Config) -> Iterator[Rule]:
-    """Filters and structure beside an option that compares the probabilities of engine and trainer."""
+    """Filters or structured output together with an option that compares the probabilities of engine and trainer."""
     drops = _drops(config)
     text = (
         "leaves out what the model itself would have sampled with another probability, and the form gives many tokens "
@@ -73,13 +73,13 @@ def filter_rules(config: Config) -> Iterator[Rule]:
 
 
 def _changed(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
-    """The keys that differ from their defaults, each with its value."""
+    """KEY=VALUE of each setting that differs from its default, by its name."""
     values, defaults = vars(generation), vars(GenerationConfig())
     return {name: f"generation.{name}={shown(values[name])}" for name in names if values[name] != defaults[name]}
 
 
 def _drops(config: Config) -> str | None:
-    """The option that drops tokens on which engine and trainer disagree; None: there is none."""
+    """The option, as KEY=VALUE, that drops tokens on which engine and trainer disagree, or None."""
     kind = config.loss_fn.truncated_importance_sampling_type
     if kind in ("icepop", "seq-mask-tis"):
         return f"loss_fn.truncated_importance_sampling_type={kind}"
