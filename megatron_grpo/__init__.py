@@ -1,4 +1,4 @@
-"""GRPO and PPO post-training native to Megatron-Core: `train` runs what the command line does, for scripts."""
+"""GRPO and PPO post-training on Megatron-Core; `train` starts a run from a script, as the command line does."""
 
 from __future__ import annotations
 

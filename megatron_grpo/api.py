@@ -21,27 +21,27 @@ from megatron_grpo.controller.user_objects import Callback, UserObjects
 from megatron_grpo.preflight.load import Checked, check_config, check_overrides
 
 DATA_FOLDER = "data"
-"""Folder of the run in which the datasets of a script are kept."""
+"""Subfolder of the run's folder for the datasets of a script."""
 GIVEN = "given"
-"""Name in place of a module for reward functions that cannot be imported."""
+"""Name that replaces the module in the path of a reward function that cannot be imported."""
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """The folder of a finished run, and what was logged there."""
+    """The folder of a finished run, and the metrics in it."""
 
     run_dir: Path
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A mapping for each step, as metrics.jsonl has it."""
+        """Metrics of each step, from metrics.jsonl."""
         return _lines(self.run_dir / "metrics.jsonl")
 
     @property
     def validation(self) -> list[dict[str, Any]]:
-        """A mapping for each validation."""
+        """Metrics of each validation, from validation.jsonl."""
         return _lines(self.run_dir / "validation.jsonl")
 
 
@@ -58,23 +58,23 @@ def train(
     """Train as the command line does, from start (or resume) to end.
 
     Args:
-        config: what would stand on the command line (["+exp=quickstart", "grpo.max_num_steps=3"]), or the same as a
-            mapping ({"+exp": "quickstart", "grpo.max_num_steps": 3}) or, of one override, as a text; or a Config.
+        config: overrides as on the command line (["+exp=quickstart", "grpo.max_num_steps=3"]), as a mapping
+            ({"+exp": "quickstart", "grpo.max_num_steps": 3}), or a single one as a text; or a Config.
         train_dataset: training rows: a list of dicts, a `datasets.Dataset`, or a path or hub name; kept in the folder
             of the run, so that it can be resumed. None: as the configuration says.
         val_dataset: validation rows of the same kinds, or a mapping of several such sets by name.
         rewards: reward functions, import paths of such, and folders of reward models, or one of these, in place of the
             environment that data.task_name names.
-        environments: by task name, classes of environments (`megatron_grpo.environments.interface.Environment`) that
-            can be imported, or their types.
-        tokenizer: tokenizer of the prompts; None: that of the model.
-        callbacks: one or several, told of steps, validations, checkpoints and the end.
+        environments: environments by task name: classes that can be imported
+            (`megatron_grpo.environments.interface.Environment`), or values of env.NAME.type.
+        tokenizer: tokenizer of the prompts; None: the model's tokenizer.
+        callbacks: one or several callbacks, called at steps, validations, checkpoints and the end of the run.
 
     Returns:
-        The folder of the run and what was logged there.
+        The folder of the run, with its metrics.
 
     Raises:
-        ConfigError: something is wrong with the configuration or with what is given.
+        ConfigError: the configuration or another argument has problems.
         RunError: the run failed.
     """
     functions: dict[str, Callable[..., Any]] = {}
@@ -110,9 +110,9 @@ def _checked(
     environments: Mapping[str, str | type],
     functions: dict[str, Callable[..., Any]],
 ) -> Checked:
-    """Check overrides together with the objects given beside them; rows are written into the run's folder.
+    """Check overrides together with the objects of the script; datasets are written into the run's folder.
 
-    Reward functions that cannot be imported are added to `functions`. After an error the folder is as it was before.
+    Reward functions that cannot be imported are added to `functions`. An error leaves the folder as it was before.
     """
     overrides = written(config)
     composed = compose_typed(overrides)
@@ -221,7 +221,7 @@ def _data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool
 
 
 def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
-    """Write a dataset that is an object to `path`; returns its path and the columns, which are unknown for a file."""
+    """Write a dataset that is an object to `path`; returns its path and its columns (of a file, none are known)."""
     if isinstance(dataset, str | Path):
         return str(dataset), set()
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
@@ -285,7 +285,7 @@ def _value(value: Any, key: str) -> str:
 def _reward_overrides(
     task: str, rewards: Sequence[str | Callable[..., Any]], functions: dict[str, Callable[..., Any]]
 ) -> list[str]:
-    """The environment of reward functions; those that cannot be imported are added to `functions`."""
+    """Overrides for an environment of reward functions; functions without an import path are added to `functions`."""
     if not rewards:
         return []
     entries = []
@@ -309,7 +309,7 @@ def _reward_overrides(
 
 
 def _import_path(function: Callable[..., Any]) -> str | None:
-    """The import path of a function; None for one of a script or notebook, or inside another function."""
+    """The import path of a function; None if it is defined in a script, in a notebook or in another function."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or not name.isidentifier():
         return None
@@ -318,10 +318,10 @@ def _import_path(function: Callable[..., Any]) -> str | None:
 
 
 def environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
-    """The types of the environments by task name.
+    """The overrides env.NAME.type of environments by task name.
 
     Raises:
-        ConfigError: a name cannot stand in a key.
+        ConfigError: a name cannot be part of a key.
     """
     found = []
     for task, kind in environments.items():

@@ -67,14 +67,13 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
 
 
 def _check_start(config: Config) -> Path | None:
-    """Make the checks of a start beyond the configuration; returns the checkpoint that the run would begin with.
+    """Make the further checks of a start, beyond the configuration; returns the checkpoint that the run starts from.
 
     Raises:
-        ConfigError: an environment cannot be made, another run holds the folder, or the checkpoint to begin with is
-            damaged.
+        ConfigError: an environment cannot be created, another run uses the folder, or the checkpoint is damaged.
     """
     if config.generates:
-        from megatron_grpo.environments.checks import check_scoring  # NumPy takes long to import
+        from megatron_grpo.environments.checks import check_scoring  # imported here, because NumPy takes long to import
 
         check_scoring(config)
     if in_use(config.run_dir):

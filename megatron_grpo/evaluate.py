@@ -47,7 +47,7 @@ def _evaluate(arguments: Sequence[str]) -> int:
 
 
 def _print(results: Mapping[str, Any]) -> None:
-    """One line a figure: the mean, and its interval."""
+    """Print a line for each figure, with its mean and interval."""
     for name, figures in results["sets"].items():
         print(f"{name}: {figures['prompts']} prompts, {results['samples']} response(s) each")
         for figure, value in figures.items():

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    """Check command line, checkpoint and model before anything large is imported, and write the model."""
+    """Check command line, checkpoint and model before torch is imported, then write the model."""
     given = _read_arguments(arguments)
     checkpoint, output = (Path(os.path.expanduser(given[name])) for name in _PATHS)
     weights, form = checkpoint / POLICY_FOLDER, given.get("format", "hf")
@@ -74,7 +74,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _trained_policy(config_file: Path) -> PolicyConfig:
-    """Model, precision, adapters and quantisation of a run; other keys may be those of another version."""
+    """Model, precision, adapters and quantisation of a run; other keys are ignored, which may be another version's."""
     try:
         policy = read_config_file(config_file).get("policy")
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def _trained_policy(config_file: Path) -> PolicyConfig:
 
 
 def _require_writable(output: Path) -> None:
-    """ValueError where the folder cannot be made, or is there and not empty."""
+    """Raise ValueError if the folder cannot be made, or exists and is not empty."""
     absolute = output.absolute()
     incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")  # the name under which it is written
     for problem in unwritable("output", str(incomplete)):

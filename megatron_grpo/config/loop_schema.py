@@ -232,8 +232,7 @@ class MseValueLossConfig(Section):
     """MseValueLossFn; docs/algorithms.md has the formula."""
 
     value_clip: NonNegativeFloat | None = 0.2
-    """PPO's value clipping: moving a value further than this from its value before the step lowers the loss no more;
-    null and 0 are off."""
+    """PPO's value clipping: values gain nothing by moving further than this within a step; null and 0 are off."""
 
     scale: PositiveFloat = 1.0
     """Factor of the loss, and so of its gradient; the reported loss is without it."""

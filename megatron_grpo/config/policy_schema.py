@@ -363,7 +363,7 @@ class ValueConfig(Section):
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank; null: as in the policy."""
 
     train_global_batch_samples: Positive | None = None
-    """Samples of one optimizer step; must divide the samples of the step. null: all of them (not the policy's value)."""
+    """Samples of one optimizer step; must divide the samples of the step. null: all of them, unlike the policy."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""

@@ -1,4 +1,4 @@
-"""The batch of a rank: per-token entries of sequences laid end to end, made of the arrays of its shards."""
+"""The batch of a rank: fields with an entry for each token, of sequences laid end to end, from arrays of its shards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_grpo.data.step_batch import StepBatch
 
 @dataclass(slots=True, kw_only=True)
 class TokenFields:
-    """Entries of tokens, in the ranks of a model; an entry that a stage does not need, or that is not computed yet, is
-    None.
+    """Tensors with an entry for each token, on the ranks of a model; a field that a stage does not need, or that is not
+    computed yet, is None.
 
-    All tensors begin with one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length],
-    padded with zeros on the right; only `routed_experts` has a dimension more. An entry describes the token at its own
-    index: `prev_logprobs[t]` is the log-probability of `token_ids[t]` given what precedes it in its sequence, and 0 at
-    the first token, which nothing predicts.
+    All tensors share one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length], padded
+    with zeros on the right; only `routed_experts` has one more dimension. An entry describes the token at its own
+    index: `prev_logprobs[t]` is the log-probability of `token_ids[t]` given the tokens before it in its sequence, and 0
+    at the first token, which nothing predicts.
     """
 
     token_ids: Tensor | None = None
@@ -52,13 +52,13 @@ class TokenFields:
     layer by layer; -1 where they are not known, as for a sequence's last token, which the engine never runs."""
 
     def present(self) -> dict[str, Tensor]:
-        """The entries that are not None by name, each [tokens] or [sequences, length]."""
+        """The fields that are not None, by name, each [tokens] or [sequences, length]."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
 
 def given(entry: Tensor | None) -> Tensor:
-    """Unwrap an optional entry of TokenFields, [tokens] or [sequences, length]."""
+    """Unwrap an optional field of TokenFields, [tokens] or [sequences, length]."""
     assert entry is not None, "an entry that was not computed or not fetched"
     return entry
 
@@ -73,8 +73,8 @@ STORED_DTYPES: dict[str, type[np.generic]] = {
     "values": np.float32,
     "returns": np.float32,
 }
-"""Entries that live in the object store, one array a shard, with their types; so does `routed_experts`, in the type
-that its model has (`RoutedForm`). The others follow on the rank."""
+"""Types of fields in the object store, which has one array for each shard. `routed_experts` is stored too, in the type
+of its model (`RoutedForm`); the other fields are computed on the rank."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class TokenBatch:
     lengths: list[int]
     """Tokens of each sequence."""
     fields: TokenFields
-    """Entries of [sum(lengths)] tokens, the sequences laid end to end."""
+    """Fields of [sum(lengths)] tokens, the sequences laid end to end."""
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
@@ -104,15 +104,15 @@ class TokenBatch:
 
     @staticmethod
     def of_replica(batch: StepBatch, stored: Mapping[str, Sequence[NDArray[Any]]]) -> TokenBatch:
-        """The sequences of a replica, with the entries that were fetched and those that follow from its numbers.
+        """The sequences of a replica, with the fetched fields and the fields computed from numbers of each sequence.
 
         Args:
             batch: the replica's part of the step (`StepBatch.of_shards`).
-            stored: for each fetched entry its arrays, one a shard: [tokens of the shard], in the types of
-                `STORED_DTYPES`, and for routed_experts [tokens of the shard, numbers of a token].
+            stored: arrays of each fetched field, one for each shard: [tokens of the shard], in the types of
+                `STORED_DTYPES`, and for routed_experts [tokens of the shard, `RoutedForm.columns`].
         """
         made = TokenFields(**{name: torch.from_numpy(np.concatenate(parts)) for name, parts in stored.items()})
-        # A number that all tokens of a response share travels once, and is repeated for its tokens only here.
+        # A number that all tokens of a response share is sent once, and repeated for its tokens only here.
         if made.sampled is not None:
             made.loss_mask = _spread(batch.in_loss, batch.lengths, made.sampled)
             if batch.positive is not None:

@@ -1,4 +1,4 @@
-"""The dataset of prompts, each made of its row when it is needed, and the check of a user's own processor."""
+"""The dataset of prompts, each made from its row on demand, and the check of what a user's own processor returns."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def in_our_form(
         idx: number of the row, the identity of the prompt.
 
     Returns:
-        The prompt. Without a `prompt` it has the row's, or the text of the messages; without a reference answer it has
-        NeMo RL's extra_env_info.ground_truth, or the row's.
+        The prompt. A missing `prompt` is replaced by the row's, or by the text of the messages; a missing reference
+        answer by NeMo RL's extra_env_info.ground_truth, or by the row's.
 
     Raises:
-        ValueError: a key is missing or holds something else; the reason begins with what the processor did.
+        ValueError: a key is missing or has a wrong value; the text continues a message that begins with the processor.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"returned {type(given).__name__}, not a DatumSpec")
@@ -64,7 +64,7 @@ def _multiplier(given: Any) -> float:
     """A loss_multiplier: 0 or 1."""
     try:
         multiplier = float(given)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
         multiplier = -1.0
     if multiplier not in (0.0, 1.0):
         raise ValueError(f"returned loss_multiplier={given!r}: a prompt is left out (0) or counts like others (1)")
@@ -72,7 +72,7 @@ def _multiplier(given: Any) -> float:
 
 
 def _messages(log: Any) -> list[Message]:
-    """The messages, their tokens as lists."""
+    """The messages of a log, with tokens as lists."""
     if not isinstance(log, list | tuple):
         raise ValueError(f"returned {type(log).__name__} as message_log, not a list of messages")
     messages: list[Message] = []
@@ -159,7 +159,7 @@ class AllTaskProcessedDataset:
         Args:
             dataset: the rows.
             tokenizer: a Hugging Face tokenizer.
-            default_task_data_spec: its task_name is used for rows without one.
+            default_task_data_spec: specification whose task_name is used for rows without one.
             task_data_processors: specification and processor by task name.
             max_seq_length: prompts of more tokens are flagged with loss_multiplier 0.
             skip_refused: whether a row that its processor refuses is flagged with loss_multiplier 0, too.

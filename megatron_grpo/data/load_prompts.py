@@ -25,11 +25,11 @@ BATCH_ROWS = 1000
 
 
 def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
-    """How many of the first rows get a loss_multiplier of 0.
+    """Number of rows, among the first ones, that get a loss_multiplier of 0.
 
     Args:
         dataset: the prompts.
-        rows: how many of them are looked at.
+        rows: number of first rows to look at.
 
     Raises:
         ValueError: a row makes no prompt and is not to be left out; the message is the dataset's.
@@ -44,8 +44,8 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
 
 
 def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
-    """How many rows of a part are left out for their length, their prompts tokenised together; None: some row may make
-    no prompt, or is refused."""
+    """Number of rows of a part that are left out as too long, by tokenising their prompts together; None: the rows have
+    to be processed one by one, because a user's own processor makes prompts of some, or some may be refused."""
     by_task: dict[str, list[str]] = defaultdict(list)
     for idx in part:
         row = dataset.dataset[idx]
@@ -76,7 +76,7 @@ def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class PromptData:
-    """What a run reads from its files of prompts."""
+    """Prompts of a run: the loader of training prompts, and the validation prompts."""
 
     loader: Batches
     """Batches of training prompts, resumable."""
@@ -85,7 +85,7 @@ class PromptData:
     notes: list[str]
     """Remarks about the files for the user."""
     columns: dict[str, set[str]] = field(default_factory=dict)
-    """Names of the columns of each task's rows; empty while streaming, where not all rows are known."""
+    """Names of the columns of each task's rows; empty while streaming, because not all rows are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,12 @@ class HeldOutPrompts:
 
 
 def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
-    """Read, render and tokenize all rows of one set as those of validation.
+    """Read, render and tokenize all rows of one set, as for validation.
 
     Args:
         config: how rows become prompts.
         model: folder with the tokenizer.
-        key: the key of its path, for messages.
+        key: key of the configuration that names the set's path, for messages.
         one: the set.
 
     Raises:
@@ -138,7 +138,7 @@ def _load_tokenizer(model: Path) -> Any:
 
 
 class _Reader:
-    """Reads the sets of a run with one tokenizer, and gathers notes for the user and the columns of each task."""
+    """Reads the sets of a run with one tokenizer, and collects notes for the user and the columns of each task."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -206,7 +206,7 @@ class _Reader:
         return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
 
     def _read(self, key: str, one: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
-        """The prompts of a set, and how many of them are not known to be too long; notes those that are."""
+        """The prompts of a set, and the number of them that are not known to be left out; adds notes on the others."""
         data, subject = self.config.data, f"{key}={one.path}"
         looked = examined(one, data, self._environments)
         if looked.problems:

@@ -55,11 +55,11 @@ class Visits(Sampler[int]):
         return iter(order if visits == [*range(len(visits))] else [visits[place] for place in order])
 
     def _part(self, number: int) -> int:
-        """Rows of a set that are visited once more than others."""
+        """Number of rows of a set that are visited once more than the others."""
         return round((self.weights[number] % 1) * self.sizes[number])
 
     def _part_of_epoch(self, number: int) -> list[int]:
-        """Which rows of a set, numbered from 0, are visited once more than others in this epoch."""
+        """Rows of a set, numbered from 0, that are visited once more than the others in this epoch."""
         part, size = self._part(number), self.sizes[number]
         if part == 0:
             return []
@@ -89,17 +89,17 @@ class PromptLoader:
     an epoch follows from (seed, epoch) alone, so the position is a number of rows in that order, which the stateful
     loader of torchdata keeps. It is exact only because rows are loaded one by one: were they loaded in batches, a row
     that is left out would be replaced from the next batch, and the position would lie within a batch. Prompts may
-    also be drawn ahead of training: rows whose samples were not trained on at the checkpoint are kept in the position
-    as `waiting` and come first (`waiting_batches`; a rest that fills no batch, with the next `iter()`).
+    also be drawn ahead of training: rows whose samples were not trained on before a checkpoint are kept in the position
+    as `waiting` and come first (`waiting_batches`; a remainder that fills no batch comes with the next `iter()`).
     """
 
     def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: Visits) -> None:
         """
         Args:
             dataset: the prompts.
-            prompts_per_batch: prompts that are not left out in each batch; those at the end of an epoch that do not
-                fill one are dropped.
-            order: numbers of the prompts that an epoch visits; the loader sets its epoch.
+            prompts_per_batch: prompts of each batch, without left-out ones; prompts at the end of an epoch that do not
+                fill a batch are dropped.
+            order: numbers of the prompts that an epoch visits; the loader sets its `epoch`.
         """
         self.prompts_per_batch = prompts_per_batch
         self.epoch = 0
@@ -213,7 +213,7 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     try:
         stream: Iterable[dict[str, Any]] = load_dataset(config.path, config.subset, split=config.split, streaming=True)
         next(iter(stream), None)
-    except Exception as error:  # of the hub, of its HTTP library, of whichever builder reads the files
+    except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
         raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error
     return stream
 
@@ -239,12 +239,12 @@ class StreamLoader:
     ) -> None:
         """
         Args:
-            rows: the stream; iterating it again begins again.
-            config: which set it is, for messages.
+            rows: the stream; each iteration starts at its beginning.
+            config: the set, for messages.
             data: shuffling, and whether bad rows fail or are left out.
             environments: type of each environment, by task name.
-            process: makes prompts of rows.
-            prompts_per_batch: prompts of each batch; those at the end of an epoch that do not fill one are dropped.
+            process: dataset whose processors turn rows into prompts.
+            prompts_per_batch: prompts of each batch; prompts at the end of an epoch that do not fill one are dropped.
             seed: decides which row is drawn from the buffer.
         """
         self.epoch = 0
@@ -353,7 +353,7 @@ class Batches(Protocol):
 
 
 def prompt_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
-    """Batches of prompts from where the loader stands to the end of the last epoch."""
+    """Batches of prompts from the loader's position to the end of the last epoch."""
     yield from loader.waiting_batches()
     while loader.epoch < max_num_epochs:
         yield from loader

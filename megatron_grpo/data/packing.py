@@ -18,7 +18,7 @@ MORE = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a sequence costs to compute, in any unit."""
+    """Cost of computing a sequence, in any unit."""
 
     per_token: float
     per_pair: float
@@ -29,7 +29,7 @@ class Cost:
     """Cost of a pair in the layers with a sliding window."""
 
     def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[sequences], int64, of lengths to [sequences], float64."""
+        """Costs of sequences, [sequences], float64, from their lengths, [sequences], int64."""
         cost = self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) / 2)
         if self.window is None:
             return cost
@@ -58,7 +58,7 @@ class Bins:
     microbatch_tokens: int
     """Most tokens of a microbatch, padding included; a sequence that is longer alone gets one of its own."""
     multiple: int
-    """What the tokens of a sequence are padded to a multiple of."""
+    """Number of tokens of which every padded sequence has a multiple."""
     cost: Cost
 
     def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
@@ -83,7 +83,7 @@ class Bins:
         return [[index for place in share for index in bins[order[place]]] for share in shares]
 
     def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
-        """Microbatches of replicas whose sequences are settled; as many on each, as far as sequences go.
+        """Microbatches of replicas whose sequences are fixed; equally many on each that has enough sequences.
 
         Args:
             of_replicas: for each replica [sequences], int64: tokens of each sequence.
@@ -103,7 +103,7 @@ class Bins:
             most = max(most + 1, int(most * MORE))
 
     def _fewest(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
-        """The sequences, [sequences], int64, in the fewest bins found to hold them; a multiple of `replicas`."""
+        """Sequences of these lengths in the fewest bins found to hold them, a multiple of `replicas`."""
         widths = self._widths(lengths)
         count = -(-int(np.minimum(widths, self.microbatch_tokens).sum()) // self.microbatch_tokens)
         while True:
@@ -111,7 +111,7 @@ class Bins:
             bins = self._filled(lengths, count)
             if bins is not None:
                 return bins
-            if count >= len(lengths) // replicas * replicas:  # a bin each, and some left over
+            if count >= len(lengths) // replicas * replicas:  # a bin for each sequence, and some sequences have none
                 raise ValueError(
                     f"{len(lengths)} sequences need more microbatches of {self.microbatch_tokens} tokens than can be "
                     f"shared out evenly over {replicas} data-parallel ranks; use a multiple of {replicas} sequences"
@@ -119,7 +119,7 @@ class Bins:
             count = max(count + 1, int(count * MORE))
 
     def _filled(self, lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
-        """The sequences, [sequences], int64, in `count` bins, none empty; None: no such distribution was found."""
+        """Sequences of these lengths in `count` bins, none empty; None: no such distribution was found."""
         widths = self._widths(lengths).tolist()
         costs = self.cost.of(lengths).tolist()
         bins: list[list[int]] = [[] for _ in range(count)]
@@ -143,22 +143,22 @@ class Bins:
         return bins if all(bins) else None
 
     def _widths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[sequences], int64, of lengths to those of the padded sequences."""
+        """Padded lengths of sequences, [sequences], int64."""
         return -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
 
     def _costliest_first(self, lengths: NDArray[np.int64], bins: list[list[int]]) -> list[list[int]]:
-        """Bins of sequences, [sequences], int64, the costliest first; the sequences of each in their order."""
+        """The bins, costliest first; the sequences of each are in ascending order."""
         costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
         return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangles:
-    """Sequences of like length share a microbatch, and are padded to the longest of them."""
+    """Plans microbatches of sequences of similar length, which are padded to the longest of them."""
 
     microbatch_tokens: int
     multiple: int
-    """What the widths of rectangles are a multiple of."""
+    """Number of columns of which the width of every rectangle is a multiple."""
 
     def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
         """For each replica indices into `lengths`, as `Bins.share` gives them."""
@@ -181,8 +181,8 @@ def planner(config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = No
     """The planner of a model: assigns sequences to replicas and microbatches.
 
     Args:
-        config: how its microbatches are made.
-        cost: what a sequence costs to compute.
+        config: the model's section of the configuration.
+        cost: cost of computing a sequence.
         microbatch_tokens: most tokens of a microbatch, padding included; None: policy.microbatch_tokens.
     """
     tokens = microbatch_tokens or config.microbatch_tokens

@@ -1,4 +1,4 @@
-"""Splitting a batch of sequences over data-parallel ranks and microbatches."""
+"""The plan of a padded batch: sequences split over data-parallel ranks and rectangular microbatches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def plan_microbatches(
     microbatch_tokens: int,
     pad_to_multiple: int = 1,
 ) -> list[list[list[int]]]:
-    """Put sequences of like length into the same microbatch, and microbatches of like size onto each rank.
+    """Put sequences of similar length into the same microbatch, and equally much work onto each rank.
 
     A microbatch becomes a rectangle as wide as its longest sequence, rounded up to `pad_to_multiple`. The plan takes
     the fewest microbatches that fit and can be shared out evenly, cuts the sequences in order of length so that the
-    largest rectangle is as small as can be, and gives the rectangles, largest first, to the rank with the least to do.
+    largest rectangle is as small as possible, and gives each rectangle, largest first, to the rank with the least work.
 
     Takes O(n log n) time for n sequences: a few microseconds for each.
 
@@ -29,7 +29,7 @@ def plan_microbatches(
         lengths: [sequences], integers: tokens of each sequence.
         data_parallel: data-parallel ranks, each of which gets as many microbatches as every other.
         microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: columns that widths of rectangles are multiples of.
+        pad_to_multiple: number of columns of which the width of every rectangle is a multiple.
 
     Returns:
         For each rank its microbatches, each a list of indices into `lengths`. Every sequence is in exactly one; ranks
@@ -82,13 +82,13 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
 def plan_replica(
     lengths: Sequence[int] | NDArray[np.integer], *, microbatches: int, microbatch_tokens: int, pad_to_multiple: int = 1
 ) -> list[list[int]]:
-    """The microbatches of one replica whose sequences are settled, as `plan_microbatches` makes them, largest first.
+    """The microbatches of one replica whose sequences are fixed, as `plan_microbatches` makes them, largest first.
 
     Args:
         lengths: [sequences], integers: tokens of each sequence; at least one sequence.
-        microbatches: how many there are to be; a replica with fewer sequences makes one of each.
+        microbatches: number of microbatches; a replica with fewer sequences gets one for each sequence.
         microbatch_tokens: most tokens of a rectangle.
-        pad_to_multiple: columns that widths of rectangles are multiples of.
+        pad_to_multiple: number of columns of which the width of every rectangle is a multiple.
     """
     order, widths = _by_length(lengths, pad_to_multiple)
     rectangles = _rectangles(widths, min(microbatches, len(widths)), microbatch_tokens)
@@ -103,7 +103,7 @@ def fewest_microbatches(
 
 
 def _by_length(lengths: Sequence[int] | NDArray[np.integer], pad_to_multiple: int) -> tuple[list[int], list[int]]:
-    """[sequences], integers, to the indices of the sequences, longest first, and the padded width of each.
+    """Indices of the sequences, longest first, and the padded width of each.
 
     Sequences of equal length stay in their order.
     """
@@ -116,7 +116,7 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
     """Cut sequences, in order of length, into rectangles of at most `area`; a sequence that is wider gets its own.
 
     Returns:
-        For each rectangle the place of its first sequence, which is its widest, and the number of its sequences.
+        For each rectangle the index of its first sequence, which is its widest, and the number of its sequences.
     """
     cut: list[tuple[int, int]] = []
     start = 0
@@ -128,14 +128,14 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
 
 
 def _rectangles(widths: list[int], microbatches: int, largest: int) -> list[tuple[int, int]]:
-    """Cut sequences into `microbatches` rectangles as small as can be; as `_cut` gives them, the largest first.
+    """Cut sequences into `microbatches` rectangles, as small as possible; the result is as of `_cut`, largest first.
 
-    An area of `largest` must suffice for that number.
+    Rectangles of the area `largest` must suffice.
     """
     # Bisection: a larger area never needs more rectangles, because each then reaches at least as far.
     areas = range(1, largest)
     smallest = 1 + bisect_left(areas, True, key=lambda area: len(_cut(widths, area)) <= microbatches)
-    # Too few? The largest rectangle of more than one sequence, of equals the first, is halved.
+    # While there are too few, the largest rectangle of several sequences (of equal ones, the first) is halved.
     singles: list[tuple[int, int]] = []
     heap: list[tuple[int, int, int]] = []
     for start, count in _cut(widths, smallest):

@@ -1,4 +1,4 @@
-"""Prompts in token ids, and the processor that makes them of rows."""
+"""Prompts as token ids, and the default processor, which makes them from rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TaskDataSpec:
     prompt: str | None = None
     """Text around every prompt: {} is replaced by the prompt, {NAME} by a column."""
     chat_template: str | None = None
-    """Jinja; None: the tokenizer's own."""
+    """Chat template in Jinja; None: the tokenizer's own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
     """Definitions of tools, for the chat template."""
@@ -61,7 +61,7 @@ class TaskDataSpec:
 
 
 DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpec]
-"""(row, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec."""
+"""A function (row, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec."""
 
 
 def task_of(row: Mapping[str, Any], default: str) -> Any:
@@ -73,10 +73,10 @@ def task_of(row: Mapping[str, Any], default: str) -> Any:
 def math_data_processor(
     datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
 ) -> DatumSpec:
-    """A row with a prompt and a reference answer.
+    """The prompt of a row that has a prompt and a reference answer.
 
-    The message log holds one entry, the whole rendered prompt: chat templates may treat a message differently by what
-    follows it, so only the conversation as a whole has well-defined tokens. A chat template writes the special tokens
+    The message log holds one entry, the whole rendered prompt: chat templates may render a message differently if
+    others follow, so only the whole conversation has well-defined tokens. A chat template writes the special tokens
     itself; a plain prompt gets those that the tokenizer adds to any text (for many tokenizers none). A conversation
     that ends with a message of the assistant is left open there, so that the response goes on from it.
 
@@ -84,13 +84,13 @@ def math_data_processor(
         datum_dict: the row; its prompt is a text, or a list of {role, content} messages for a chat template.
         task_data_spec: names of the columns and how the prompt is rendered.
         tokenizer: a Hugging Face tokenizer.
-        max_seq_length: prompts of more tokens get loss_multiplier 0 and keep their tokens, or lose those at their
-            beginning, or are refused, as the specification says.
+        max_seq_length: most tokens of a prompt; a longer one gets loss_multiplier 0 and keeps its tokens, is cut at its
+            beginning, or is refused, as task_data_spec.long_prompts says.
         idx: number of the row in the data, the identity of the prompt.
 
     Returns:
         The prompt; extra_env_info holds the row's other columns unchanged and, if there is a reference answer, the
-        answer as text under REFERENCE, and unchanged under "answer" unless a column has that name.
+        answer as text under REFERENCE, and unchanged under "answer" unless another column has that name.
 
     Raises:
         ValueError: the prompt has no tokens or too many, the text of data.prompt_file does not fit it, or the tokenizer

@@ -1,4 +1,4 @@
-"""What is asked of generation and what comes back: how to draw, one request, one response."""
+"""Requests to the engines and their responses: sampling settings, one request, one response, counts of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_grpo.data.trajectory import Span, StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are drawn. Log-probabilities are reported as they were drawn: after penalties, temperature, filter."""
+    """Settings of sampling. Reported log-probabilities are taken after penalties, temperature and filters."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -28,7 +28,7 @@ class SamplingSettings:
     frequency_penalty: float = 0.0
     bad_words: tuple[str, ...] = ()
     structured: StructuredConfig = field(default_factory=StructuredConfig)
-    """The form of responses; without a field that is set they may have any."""
+    """Form of the responses; any form if none of its fields is set."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
@@ -44,14 +44,14 @@ _SAME = (
     "frequency_penalty",
     "structured",
 )
-"""Settings that are keys of the configuration as they stand."""
+"""Settings that have the name and the value of a key of the configuration."""
 
 
 def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) -> SamplingSettings:
-    """How a configuration says that tokens are drawn.
+    """The sampling settings of a configuration.
 
     Args:
-        generation: the section of the configuration.
+        generation: the section `generation` of the configuration.
         eos_token_id: token that ends a response beside generation.stop_token_ids; None: the tokenizer has none.
     """
     stops = {*generation.stop_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
@@ -68,11 +68,11 @@ class GenerationRequest:
     """One response to sample."""
 
     prompt_ids: NDArray[np.int32]
-    """[prompt tokens], int32: everything that the response follows."""
+    """[prompt tokens], int32: all tokens before the response."""
     seed: int
-    """Seed of the one request, so that what is drawn does not depend on what else is in flight."""
+    """Seed of this request alone, so that its tokens do not depend on other requests in flight."""
     max_new_tokens: int
-    """Most tokens of the response, which has no more than the settings' max_new_tokens either."""
+    """Most tokens of this response; the settings' max_new_tokens limits it too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,15 +86,15 @@ class GenerationOutput:
     text: str
     stop_reason: StopReason
     spans: list[Span]
-    """Tokens by the committed weight version that sampled them; positions count from the first response token."""
+    """Spans of tokens, each sampled by one committed weight version; positions count from the first response token."""
     routed: NDArray[Any] | None = None
-    """[prompt and response tokens but the last, numbers of a token], in the form of `RoutedForm`: the experts that each
-    token went through; None: not recorded."""
+    """[prompt and response tokens but the last, `RoutedForm.columns`]: the experts that each token went through; None:
+    not recorded."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounts:
-    """Of one engine."""
+    """Counts of one engine since the previous step."""
 
     running: int = 0
     """Most responses that were decoded together."""
@@ -105,11 +105,11 @@ class EngineCounts:
     prefix_tokens: int = 0
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Those of them that were there."""
+    """Prompt tokens that were found in the prefix cache."""
     drafted: int = 0
     """Tokens that speculative decoding proposed."""
     accepted: int = 0
-    """Those of them that were kept."""
+    """Proposed tokens that the model accepted."""
     tokens: int = 0
     """Tokens of the responses that were completed."""
     busy_s: float = 0.0
@@ -117,15 +117,15 @@ class EngineCounts:
 
 
 def engine_figures(counts: Sequence[EngineCounts]) -> dict[str, float]:
-    """The figures of a step.
+    """Metrics of the engines over a step.
 
     Args:
-        counts: of every engine, since the step before.
+        counts: counts of every engine since the previous step.
 
     Returns:
         engine_running, engine_waiting and engine_kv_cache_usage: the largest of the engines; engine_tokens_per_s: mean
         over engines that completed something; engine_prefix_hit_rate and, with speculative decoding,
-        engine_draft_acceptance_rate: over the tokens of all. Without a lookup or a proposal there is no rate.
+        engine_draft_acceptance_rate: over the tokens of all. A rate without lookups or proposals is left out.
     """
     looked_up, drafted = sum(one.prefix_tokens for one in counts), sum(one.drafted for one in counts)
     speeds = [one.tokens / one.busy_s for one in counts if one.busy_s > 0]

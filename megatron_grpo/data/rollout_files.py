@@ -28,10 +28,10 @@ ROW_GROUP_TOKENS = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """Values of a rollout's sampled tokens in the step that learns from it, in the order of the spans."""
+    """Values of a rollout's sampled tokens from the step that trains on it, in the order of the spans."""
 
     advantages: NDArray[np.float32] | None
-    """[sampled tokens], float32: advantage of each; None: the step failed before computing them."""
+    """[sampled tokens], float32: advantage of each token; None: the step failed before computing them."""
     prev_logprobs: NDArray[np.float32] | None = None
     """[sampled tokens], float32: log-probability under the policy at the start of the step, as the training framework
     computes it; None: the step did not need them, or failed before."""
@@ -53,13 +53,13 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rollouts that a run wrote, one dict with the fields of `Trajectory` and of `Learnt`, and the step, for each.
+    """The rollouts that a run wrote: for each a dict with the step and the fields of `Trajectory` and `Learnt`.
 
     Token ids and values of tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Files of
     earlier versions are read too: JSON lines, and Parquet without the fields of `Learnt`, which are then None.
 
     Args:
-        run_dir: the run's folder, which has the folder of rollouts in it.
+        run_dir: the run's folder, which contains the folder of rollouts.
         step: read this step only; None: all steps, in order.
 
     Raises:
@@ -73,7 +73,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
 
 
 Written = tuple[Trajectory, Learnt | None]
-"""A rollout with its values in the step that learns from it; None: no step does."""
+"""A rollout with its values in the step that trains on it; None: no step trains on it."""
 
 
 def write_rollouts(
@@ -83,7 +83,7 @@ def write_rollouts(
 
     Args:
         file: Parquet file to write; an existing one is replaced.
-        groups: each with the number that its trajectories get as `group`.
+        groups: groups of rollouts, each after the number that is written as `group`.
         metadata: metadata of the file (`StepRecord`).
     """
     import pyarrow.parquet as pq
@@ -144,7 +144,7 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
         return pa.ListArray.from_arrays(ends, np.concatenate(arrays))
 
     def known(arrays: list[NDArray[Any] | None]) -> pa.ListArray | list[None]:
-        """`lists` of arrays that are there for all rollouts; else a column of nulls."""
+        """Arrays as a column of lists if all rollouts have one, else a column of nulls."""
         present = [one for one in arrays if one is not None]
         return lists(present) if len(present) == len(arrays) else [None] * len(arrays)
 
@@ -189,13 +189,13 @@ def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def rollout_files(path: str | Path) -> list[tuple[int, Path]]:
-    """Steps and files of the rollouts of a run, given its folder or its folder of rollouts, in order."""
+    """(step, file) of a run's files of rollouts, in order; `path` is the run's folder or its folder of rollouts."""
     files = (file for suffix in ("parquet", "jsonl") for file in recorded_folder(path).glob(f"step_*.{suffix}"))
     return sorted((int(file.stem.removeprefix("step_")), file) for file in files)
 
 
 def count_rollouts(file: Path) -> int:
-    """Number of rollouts in a file; of Parquet, from its metadata alone."""
+    """Number of rollouts in a file; a Parquet file's is read from its metadata."""
     if file.suffix == ".jsonl":
         with file.open() as lines:
             return sum(1 for _ in lines)
@@ -221,14 +221,14 @@ class RunFacts:
     max_num_steps: int
     """Planned steps of the run, on which learning-rate schedules depend."""
     vocab: int
-    """Tokens of the model."""
+    """Number of tokens in the model's vocabulary."""
     vocabulary: str | None
     """Digest of the tokens with their numbers (`vocabulary_digest`); None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """Facts about the sampling of a step beside the rollouts that it trains on."""
+    """Facts about the sampling of a step, in addition to the rollouts that it trains on."""
 
     position: dict[str, Any]
     """State of the loader of training prompts after the step (JSON)."""
@@ -237,9 +237,9 @@ class StepFacts:
     dropped: list[Outcome] = field(default_factory=list)
     """Samples that dynamic sampling dropped: their rollouts are not in the file, but metrics of sampling count them."""
     carried: int = 0
-    """Number of first groups that were sampled, and counted in metrics, before the run was resumed."""
+    """Number of groups, first in the file, that were sampled, and counted in metrics, before the run was resumed."""
     dynamic_sampling: dict[str, float] = field(default_factory=dict)
-    """Metrics of dynamic sampling; empty where there was none."""
+    """Metrics of dynamic sampling; empty without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +298,8 @@ def examine_file(file: Path) -> RecordedFile:
     """Read the metadata of a step's file.
 
     Raises:
-        ValueError: it is damaged or of another version; the text goes on after the file's name.
-        OSError: it cannot be read.
+        ValueError: the file is damaged or of another version; the text continues a message that begins with its name.
+        OSError: the file cannot be read.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -319,11 +319,11 @@ def examine_file(file: Path) -> RecordedFile:
 
 
 def read_recorded(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
-    """A step's file: facts about its sampling, and its rollouts, a list for each prompt.
+    """Read a step's file: facts about its sampling, and its rollouts, a list for each prompt.
 
     Raises:
-        ValueError: it is damaged or of another version; the text goes on after the file's name.
-        OSError: it cannot be read.
+        ValueError: the file is damaged or of another version; the text continues a message that begins with its name.
+        OSError: the file cannot be read.
     """
     import pyarrow as pa
 

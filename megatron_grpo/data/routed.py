@@ -1,4 +1,4 @@
-"""The experts that an engine chose for each token, as they travel from the engine to the router."""
+"""The experts that an engine chose for each token, in the form in which they are sent to the router."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from megatron_grpo.weights.shape import ModelShape
 
 UNKNOWN = -1
-"""Stands for every expert of a token whose experts are not known."""
+"""Placeholder for each expert of a token whose experts are not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedForm:
-    """What the chosen experts of a model look like: [tokens, layers with experts * experts of a token]."""
+    """Shape and type of arrays of chosen experts: [tokens, layers with experts * experts of a token]."""
 
     layers: tuple[int, ...]
     """Numbers of the layers with experts among all layers, from 0."""
@@ -28,7 +28,7 @@ class RoutedForm:
 
     @staticmethod
     def of(shape: ModelShape) -> RoutedForm:
-        """That of a model with experts."""
+        """The form for a model, which must have experts."""
         experts = shape.experts
         assert experts is not None, "a model without experts routes nothing"
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
@@ -36,7 +36,7 @@ class RoutedForm:
 
     @property
     def columns(self) -> int:
-        """Numbers of a token."""
+        """Columns of the arrays: layers with experts * experts of a token."""
         return len(self.layers) * self.top_k
 
     @property
@@ -45,7 +45,7 @@ class RoutedForm:
         return np.dtype(np.int8 if self.experts <= 2**7 else np.int16)
 
     def from_engine(self, chosen: NDArray[np.integer]) -> NDArray[Any]:
-        """What vLLM says of the tokens that it ran through the model.
+        """Convert the experts that vLLM reports for the tokens that it ran through the model.
 
         Args:
             chosen: [tokens, all layers, experts of a token], integers; layers without experts hold anything.
@@ -62,11 +62,11 @@ class RoutedForm:
         """The experts of all tokens of some sequences.
 
         Args:
-            sequences: of each the number of its tokens, and [first tokens, columns], of `dtype`, what is known; None:
-                nothing is.
+            sequences: for each its number of tokens, and the experts of its first tokens, [first tokens, columns], of
+                `dtype`; None: no experts are known.
 
         Returns:
-            [tokens of all sequences, columns], of `dtype`; UNKNOWN where nothing is known.
+            [tokens of all sequences, columns], of `dtype`; UNKNOWN for tokens whose experts are not known.
         """
         whole = np.full((sum(tokens for tokens, _ in sequences), self.columns), UNKNOWN, dtype=self.dtype)
         begin = 0

@@ -1,4 +1,4 @@
-"""Every row of a set is looked at once: which can be used, what is wrong with the others, and what the set holds."""
+"""The report on a set of rows: every row is read once, to find rows that cannot be used and to summarise the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SetReport:
     duplicates: int = 0
     """Rows whose prompt an earlier row has too."""
     columns: dict[str, set[str]] = field(default_factory=dict)
-    """Names of the columns of each task's rows, once they are in form."""
+    """Names of the columns of each task's rows, after the conversion by data.processor."""
     bad: int = 0
     """Rows that cannot be used."""
     problems: list[Problem] = field(default_factory=list)
@@ -60,20 +60,20 @@ class SetReport:
 def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     """A set of rows and its summary; read once in a process for as long as the file does not change.
 
-    Every row is looked at before training, although training may need few of them: a bad row that is found at its turn
-    ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the schedules
-    of the learning rate and the order of prompts, which must not change while the run goes on. Only
-    row numbers and digests of prompts stay in memory.
+    Every row is checked before training, although training may need few of them: a bad row that is found only when it
+    is used ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the
+    schedules of the learning rate and the order of prompts, which must not change while the run goes on. Only row
+    numbers and digests of prompts stay in memory.
 
     Args:
-        config: which set.
+        config: the set.
         data: how rows become prompts.
         environments: type of each environment, by task name.
     """
     try:
         status = os.stat(config.path)
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
-    except (OSError, ValueError):  # a hub set; ValueError: a NUL character, which no name has
+    except (OSError, ValueError):  # a hub set; ValueError: the path has a NUL character
         version = (0, 0, 0)
     said = json.dumps([asdict(config), asdict(data), dict(environments)], default=str)
     if (said, version) not in _known:
@@ -107,7 +107,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
 
 
 def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> None:
-    """Complete the report but for its sums."""
+    """Check every row, and fill the report with the results."""
     usable, digests = array("q"), array("Q")
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.each()):
@@ -129,12 +129,12 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
 
 
 class RowCheck:
-    """Looks at rows one by one: whether there is a prompt, an answer that can be compared, and an environment."""
+    """Checks rows one by one: whether each has a prompt, an answer that can be compared, and an environment."""
 
     def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
         """
         Args:
-            config: the set that the rows are of.
+            config: the set that the rows are from.
             data: how rows become prompts.
             environments: type of each environment, which decides what an answer may be, by task name.
         """
@@ -155,7 +155,7 @@ class RowCheck:
         """The row in the form of its task, or the reason as text when it cannot be used."""
         task = self.task(row)
         if not isinstance(task, str) or task not in self._environments:
-            # The columns first: with a mistyped path they tell more about the file than its task does.
+            # Columns are checked first: after a mistyped path they tell more about the file than the task does.
             own = self.default_task in self._own
             missing = None if own else _missing_column(row, self._spec(self.default_task))
             known = ", ".join(sorted(self._environments))
@@ -170,7 +170,7 @@ class RowCheck:
         return _row_problem(row, self._spec(task), self._environments[task]) or row
 
     def prompt(self, row: Row) -> Any:
-        """The prompt of a row in form; the whole row where only the user's processor knows its prompt."""
+        """The prompt of a row that `in_form` returned; the whole row if only a user's processor knows its prompt."""
         task = self.task(row)
         return row if task in self._own else row[self._spec(task).prompt_key]
 
@@ -258,7 +258,7 @@ def code_tests(answer: Any) -> list[str | tuple[str, str]]:
             JSON text of a list or an object like these.
 
     Raises:
-        ValueError: it is nothing of this.
+        ValueError: the answer has none of these forms.
     """
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:

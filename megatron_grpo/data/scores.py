@@ -13,7 +13,7 @@ from megatron_grpo.data.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """How far the run was when a response was asked for, under the names that TRL gives its reward functions."""
+    """Progress of the run when a response was requested, under the names that TRL gives its reward functions."""
 
     global_step: int = 0
     """Steps that were completed."""
@@ -31,12 +31,12 @@ class EnvironmentRequest:
 
     prompt: str | list[dict[str, str]]
     response: str
-    """Everything that the model wrote; of several turns, one after the other."""
+    """Text that the model wrote; the texts of several turns follow one another."""
     stop_reason: StopReason
     extra_env_info: dict[str, Any]
-    """What the prompt's row says beside the prompt (`DatumSpec`): other columns, the reference answer."""
+    """Data of the prompt's row (`DatumSpec`): its other columns, and the reference answer."""
     state: Any = None
-    """What the environment's `reset` and `step` made of this rollout; None in an environment of a single turn."""
+    """State of this rollout, from the environment's `reset` and `step`; None in an environment of a single turn."""
     response_ids: NDArray[np.int32] | None = None
     """[sampled tokens], int32: the response as it was sampled; None in an environment that does not ask for it."""
     trainer_state: TrainerState = field(default_factory=TrainerState)
@@ -53,11 +53,11 @@ class EnvironmentReturn:
     parts: dict[str, float] = field(default_factory=dict)
     """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
     errors: int = 0
-    """Reward functions that failed over the response and were taken to have no opinion."""
+    """Number of reward functions that failed for the response, and count as if they had given no reward."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures that the environment reports beside the reward; a step reports their means over its responses."""
+    """Further figures from the environment; a step reports their means over its responses."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What people are to read of the response, in the file of the step's rollouts."""
+    """Notes on the response, for readers of the step's file of rollouts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,19 +67,19 @@ class Turn:
     done: bool = True
     """Whether the rollout is over and can be scored."""
     state: Any = None
-    """What the environment wants back in its next call about this rollout; travels between processes."""
+    """State that the environment gets back in its next call for this rollout; it is sent between processes."""
     text: str = ""
-    """What the model reads before it goes on. It becomes the observation: with data.apply_chat_template as a message
-    of the conversation, in the form that the tokenizer's chat template gives it, else as it stands."""
+    """Text that the model reads next. It becomes the observation: with data.apply_chat_template as a message of the
+    conversation, rendered by the tokenizer's chat template, else unchanged."""
     role: str = "user"
-    """Whose message the text is, for the chat template: "user" or "tool"."""
+    """Role of the text's message in the chat template: "user" or "tool"."""
     observation: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    """[tokens], int32: what the model reads, in tokens, from an environment that makes them itself; appended to the
-    sequence as it is, never trained on."""
+    """[tokens], int32: the observation in tokens, from an environment that tokenizes it itself; appended to the
+    sequence unchanged, never trained on."""
 
 
 Scored = EnvironmentReturn | str
-"""The score of a sample, or in one line why there is none."""
+"""The score of a sample, or a line of text with the reason why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class ModelAccess:
     """An OpenAI-compatible address that belongs to one rollout, for instance for an `openai.OpenAI`."""
 
     base_url: str
-    """Ends in /v1. It holds the rollout's name, which nobody else knows."""
+    """URL that ends in /v1. It contains the rollout's name, which nobody else knows."""
     token: str = field(repr=False)
-    """Bearer token; any text where none is needed."""
+    """Bearer token; any text if the endpoint needs none."""
     model: str
     """Name of the model, for the requests."""

@@ -30,12 +30,12 @@ _MAGIC = {
 
 
 def binary_kind(head: bytes) -> str | None:
-    """Name of the binary format of a file that begins like this, and what to do about it; None: it may be text."""
+    """Name of the binary format of a file with this beginning, and advice about it; None: the file may be text."""
     return next((text for magic, text in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def wrong_kind(head: bytes) -> str | None:
-    """Name of another format than JSONL, and what to do about it, from the first HEAD_BYTES bytes of a file; None: the
+    """Name of a format that is not JSONL, and advice about it, from the first HEAD_BYTES bytes of a file; None: the
     first line is an object, or a broken one."""
     binary = binary_kind(head)
     if binary is not None:
@@ -58,7 +58,7 @@ def wrong_kind(head: bytes) -> str | None:
 
 
 BATCH_ROWS = 1000
-"""Rows of a table that are made Python objects at a time."""
+"""Rows of a table that are converted to Python objects at a time."""
 
 _NO_OBJECT = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
 """Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1."""
@@ -90,7 +90,7 @@ def parse_line(line: bytes) -> Row | str:
 
 
 def _advice(error: json.JSONDecodeError) -> str:
-    """Advice about a line that is no JSON, where the cause can be guessed."""
+    """Advice about a line that is not JSON, if the cause can be guessed."""
     text = error.doc.rstrip()
     if text[error.pos : error.pos + 1] == "'":
         return "; texts stand in double quotes"
@@ -173,7 +173,7 @@ class Table:
             dataset: a `datasets.Dataset`.
             name: name of the set in messages.
             lines: line of each row in a text file; empty: the set is no text file.
-            bad: lines that are no rows, and the reasons; they count as rows after all others.
+            bad: numbers of lines that are no rows, with the reasons; they count as rows after all others.
         """
         self._dataset, self._name, self._lines, self._bad = dataset, name, lines, bad
 
@@ -236,7 +236,7 @@ def open_source(config: DatasetConfig) -> Source:
         raise
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror or _first_line(error)}") from None
-    except Exception as error:  # of whichever library reads it: pyarrow and `datasets` have many for a damaged file
+    except Exception as error:  # pyarrow and `datasets` raise many kinds for a damaged file
         raise SourceError(
             f"is no {path.suffix} file that can be read: {_first_line(error.__cause__ or error)}"
         ) from error
@@ -261,7 +261,7 @@ def _dataset(config: DatasetConfig) -> Source:
             found = load_dataset(config.path, config.subset, split=config.split)
     except KeyError as error:
         raise SourceError(f"has no split {config.split!r}") from error
-    except Exception as error:  # of the hub, of its HTTP library, of whichever builder reads the files
+    except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         text = f"cannot be loaded (split {config.split}): {kind}{_first_line(error.__cause__ or error)}"
         raise SourceError(text) from error
@@ -269,7 +269,7 @@ def _dataset(config: DatasetConfig) -> Source:
 
 
 def _parquet(path: Path) -> Source:
-    """A Parquet file, by way of the cache of `datasets`, which is mapped into memory."""
+    """The rows of a Parquet file, mapped into memory from the cache of `datasets`."""
     import pyarrow.parquet as pq
     from datasets import Dataset
 
@@ -278,7 +278,7 @@ def _parquet(path: Path) -> Source:
 
 
 def _arrow(path: Path) -> Source:
-    """An Arrow file of either kind, mapped into memory."""
+    """The rows of an Arrow file (IPC file or stream), mapped into memory."""
     import pyarrow as pa
     from datasets import Dataset
 
@@ -298,7 +298,7 @@ def _validated(dataset: Any, path: Path) -> Source:
 
 
 def _csv(path: Path) -> Source:
-    """A table with a header line; every value is taken as text, so that 007 stays what it is.
+    """The rows of a table with a header line; every value is taken as text, so that 007 stays 007.
 
     The csv module reads it rather than pyarrow or `datasets`, which do not say in which line a bad row is.
     """
@@ -331,7 +331,7 @@ def _csv(path: Path) -> Source:
 
 
 def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Rows with as many values as the header; adds the last line of each to `lines`, and other rows to `bad`."""
+    """Rows with as many values as the header; adds the number of their last line to `lines`, other rows to `bad`."""
     while True:
         try:
             row = next(reader)

@@ -42,7 +42,7 @@ PREPARED_PROMPTS = {
 """The prompts that each prepare.name makes."""
 
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
-"""A row of a dataset -> the same with `prompt` and `answer`; ValueError when it is not of the dataset's shape."""
+"""A function that adds `prompt` and `answer` to a row of a dataset; ValueError for a row of another shape."""
 
 
 def gsm8k(row: dict[str, Any]) -> dict[str, Any]:
@@ -114,10 +114,10 @@ ROW_FORMS: dict[str, RowForm] = {
 
 
 def processor_of(name: str | None) -> DataProcessor:
-    """The processor that data.processor names: one of the above, or a function by its import path.
+    """The processor that data.processor names: one of ROW_FORMS, or a function by its import path.
 
     Raises:
-        ValueError: it cannot be imported, or not be called.
+        ValueError: the function cannot be imported, or is not callable.
     """
     if name is None:
         return math_data_processor
@@ -142,7 +142,7 @@ def rendering_of(processor: DataProcessor) -> Callable[[dict[str, Any], TaskData
 
 
 def _formed(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *others: Any) -> Any:
-    """What a function makes of a row of a public dataset, once it has `prompt` and `answer`."""
+    """The result of `make` for a row of a public dataset, to which `form` first adds `prompt` and `answer`."""
     return make(form(row), *others)
 
 
@@ -176,10 +176,10 @@ _FILES = ("prompt_file", "system_prompt_file", "chat_template", "tools")
 
 
 def task_spec(data: DataConfig, task: str) -> TaskDataSpec:
-    """How rows of a task become prompts: by data.tasks.TASK, and by data for keys that it does not set.
+    """The specification of a task's prompts, from data.tasks.TASK, and from data for keys that it does not set.
 
     Raises:
-        ValueError: a file that the configuration names cannot be read, or has another content.
+        ValueError: a file that the configuration names cannot be read, or has the wrong content.
     """
     own = data.tasks.get(task, TaskConfig())
     form = processor_name(data, task) in ROW_FORMS
@@ -232,7 +232,7 @@ def processor_problems(data: DataConfig) -> Iterator[Problem]:
 
 
 def _sections(data: DataConfig) -> dict[str, PromptConfig]:
-    """Sections of the configuration about prompts, by key."""
+    """Sections of the configuration with settings of prompts, by key."""
     return {"data": data, **{f"data.tasks.{name}": one for name, one in data.tasks.items()}}
 
 
@@ -283,4 +283,4 @@ def _definitions(text: str) -> list[dict[str, object]]:
 
 
 _FORMS: dict[str, Callable[[str], object]] = {"prompt_file": _prompt_text, "tools": _definitions}
-"""Forms of files that are more than a text; a user's own processor may use the text of prompt_file otherwise."""
+"""Readers of files that have to have a form; with a user's own processor, prompt_file may be any text."""

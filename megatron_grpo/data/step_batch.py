@@ -30,10 +30,10 @@ class StepBatch:
     advantages: NDArray[np.float32] | None = None
     """[sequences], float32: advantage of all sampled tokens of a response; None: it differs by token, in the shards."""
     shards: list[NDArray[np.int64]] = field(default_factory=list)
-    """For each shard [sequences of the shard], int64, ascending: numbers of the sequences whose tokens lie together in
+    """Numbers of the sequences of each shard, [sequences of the shard], int64, ascending; their tokens lie together in
     the object store. Every replica has whole shards."""
     fields: dict[str, list[Any]] = field(default_factory=dict)
-    """By name of an entry (`STORED_DTYPES`), for each shard Ray's reference to [tokens of the shard]."""
+    """By name of a stored field (`STORED_DTYPES`): for each shard, Ray's reference to an array, [tokens of it]."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -44,7 +44,7 @@ class StepBatch:
         return int(self.response_tokens[self.in_loss].sum())
 
     def minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """[sequences], int64, of one optimizer step after the other: numbers of its sequences, neighbours together."""
+        """Numbers of the sequences of each optimizer step in turn, [sequences], int64; neighbours stay together."""
         for start in range(0, len(self), samples):
             yield np.arange(start, min(start + samples, len(self)))
 

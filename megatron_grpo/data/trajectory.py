@@ -23,30 +23,30 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """The identity and the score of one rollout, which its outcome and its trajectory both hold."""
+    """The identity and the score of one rollout: the fields that its outcome and its trajectory share."""
 
     prompt_idx: int
     """Row of the dataset that the prompt comes from."""
     group: int
-    """Which prompt of its generation batch, or of the step: the samples of one prompt share it."""
+    """Number of the prompt in its generation batch, or in the step; the samples of one prompt share it."""
     sample: int
-    """Which sample of the prompt's group."""
+    """Number of the sample in its group."""
     reward: float | None = 0.0
     """Reward of the rollout; None: no reward function gave one, or it failed, and baselines and loss leave it out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
     reward_errors: int = 0
-    """Reward functions that failed over the response and were taken to have no opinion."""
+    """Number of reward functions that failed for the response, and count as if they had given no reward."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
-    """Figures that its environment reported beside the reward."""
+    """Further figures that the environment reported for the rollout."""
     correct: bool | None = False
     """Whether the response is correct; None: the environment cannot say."""
     loss_multiplier: float = 1.0
     """0 leaves the rollout out of the loss."""
     failure: str | None = None
-    """Why the rollout failed twice; None: it did not."""
+    """Reason why the rollout failed, on its second attempt too; None: it did not fail."""
     task_name: str = ""
-    """Which environment answered and scored the rollout."""
+    """Name of the environment that answered and scored the rollout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Outcome(Sample):
     oldest_version: int = -1
     """Oldest weight version that sampled a token of the rollout; -1 when none was sampled."""
     versions: int = 0
-    """Weight versions that sampled tokens of the rollout."""
+    """Number of weight versions that sampled tokens of the rollout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,16 +79,16 @@ class Trajectory(Sample):
     token_ids: NDArray[np.int32]
     """[tokens], prompt and response."""
     spans: list[Span]
-    """Sampled tokens: what the loss is taken over. In order, disjoint."""
+    """Spans of the sampled tokens, over which the loss is taken; in order, disjoint."""
     logprobs: NDArray[np.float32]
     """[sampled tokens], log-probability under which each sampled token was drawn, in the order of the spans."""
     response: str
     stop_reason: StopReason
     notes: dict[str, str] = field(default_factory=dict)
-    """What its environment wants people to read of it."""
+    """Notes of the environment on the rollout, for readers of the file of rollouts."""
     routed: NDArray[Any] | None = None
-    """[first tokens, numbers of a token], in the form of `RoutedForm`: the experts that the engine chose while it
-    sampled; None: not recorded. The last token, which the engine never runs, has none."""
+    """[first tokens, `RoutedForm.columns`]: the experts that the engine chose while it sampled; None: not recorded. The
+    last token, which the engine never runs, has none."""
 
     @property
     def truncated(self) -> bool:
@@ -107,7 +107,7 @@ class Trajectory(Sample):
 
     @property
     def outcome(self) -> Outcome:
-        """What the driver keeps of this trajectory."""
+        """The outcome of this trajectory, for the driver."""
         versions = [span.version for span in self.spans]
         return Outcome(
             **{one.name: getattr(self, one.name) for one in fields(Sample)},
@@ -121,7 +121,7 @@ class Trajectory(Sample):
         )
 
     def to_row(self) -> dict[str, Any]:
-        """Every field but the routed experts, which people do not read, in types that JSON has."""
+        """Every field except the routed experts, in types that JSON has, for people."""
         row = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routed"}
         row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
@@ -136,7 +136,7 @@ class Trajectory(Sample):
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
-        """The inverse of `to_saved_row`, and of `to_row`; rows of earlier versions lack what was added since."""
+        """The inverse of `to_saved_row` and `to_row`; rows of earlier versions may lack newer fields."""
         routed = None
         if row.get("routed") is not None:
             dtype, columns, data = row["routed"]
@@ -155,13 +155,13 @@ class SampledGroup:
 
     outcomes: list[Outcome]
     bundle: Any
-    """Ray's reference to some groups, each a list[Trajectory]."""
+    """Ray's reference to a list of groups, each a list[Trajectory]."""
     place: int
-    """Place of this group among those of `bundle`."""
+    """Index of this group in the list of `bundle`."""
 
 
 def renumbered(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
-    """The groups, numbered by their place, where they do not come from one generation batch."""
+    """The groups numbered by their place in the list, for groups of several generation batches."""
     return [
         replace(group, outcomes=[replace(outcome, group=number) for outcome in group.outcomes])
         for number, group in enumerate(groups)

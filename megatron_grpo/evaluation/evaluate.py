@@ -40,7 +40,7 @@ RESULTS_FILE = "results.json"
 
 
 def evaluate(request: Request) -> dict[str, Any]:
-    """Answer every set, and write samples.jsonl and results.json into the output; returns the content of results.json.
+    """Sample responses to every set, and write samples.jsonl and results.json; returns the content of results.json.
 
     Raises:
         ConfigError: an environment cannot be made, or a set of prompts, or a row in it, cannot be used.
@@ -83,7 +83,7 @@ def evaluate(request: Request) -> dict[str, Any]:
 def _answer(
     request: Request, name: str, held_out: HeldOutPrompts, rollouts: RolloutPool, timer: StepTimer, file: TextIO
 ) -> Answered:
-    """Sample the responses to a set, and write them batch by batch."""
+    """Sample the responses to the prompts of a set, and write them to `file` batch by batch."""
     config, answered = request.config, Answered(held_out.prompts, [], [])
     settings = replace(sampling_settings(config.generation, held_out.eos_token_id), temperature=request.temperature)
     size = max(1, config.loop.val_batch_size // request.samples)
@@ -103,7 +103,7 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
     """Rollout workers over engines of a model; every process is ended on exit.
 
     Args:
-        config: cluster, generation, environments and rollouts.
+        config: the configuration of the evaluation.
         model: folder in Hugging Face format.
         output: folder whose logs/ the processes write to.
 

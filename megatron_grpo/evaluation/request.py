@@ -1,4 +1,4 @@
-"""The command line of an evaluation, checked."""
+"""Reads and checks the command line of an evaluation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DATA_KEY = "data.val_path"
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSet:
-    """A set of prompts."""
+    """A set of prompts to evaluate on."""
 
     key: str
     """The key that its path was given under."""
@@ -40,9 +40,9 @@ class EvaluatedSet:
 
 
 def _evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, EvaluatedSet]:
-    """The sets by name, from given paths and hub names, or without any the validation sets of the configuration.
+    """The sets by name: the given paths and hub names, or if none are given, the configuration's validation sets.
 
-    The name is NAME of data.val_sets.NAME, else the last part of the path, or the whole path where such names repeat.
+    The name is NAME of data.val_sets.NAME, else the last part of the path, or the whole path if such names repeat.
     """
     data = config.data
     if not given:
@@ -62,7 +62,7 @@ def _evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, Evaluated
 
 
 def _set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Problem]:
-    """Problems of the sets and their rows, or of there being no set."""
+    """Problems of the sets and their rows, or the problem that there is no set."""
     if not sets:
         text = "is missing: a file, a folder, a hub name, or [file,file], with the prompts to respond to"
         yield Problem(DATA_KEY, text)
@@ -80,12 +80,12 @@ _OWN = ("checkpoint", "output", "k", "samples", "temperature", "compare")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A checked command line."""
+    """The checked command line of an evaluation."""
 
     checkpoint: Path
     """A checkpoint of a run, or a folder in Hugging Face format."""
     is_run: bool
-    """Whether it is a checkpoint of a run, whose weights are exported first."""
+    """Whether `checkpoint` is a checkpoint of a run, whose weights are exported first."""
     output: Path
     sets: dict[str, EvaluatedSet]
     """Sets of prompts, by their name in the results."""
@@ -96,7 +96,7 @@ class Request:
     compare: Path | None
     """Folder of an earlier evaluation to compare with."""
     config: Config
-    """Configuration of the checkpoint's run, or composed from the command line, with its overrides."""
+    """The configuration of the checkpoint's run with overrides, or one composed from the command line."""
 
 
 def read_request(arguments: Sequence[str]) -> Request:
@@ -119,7 +119,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
     config = _of_run(checkpoint, overrides) if is_run else _of_command_line(checkpoint, overrides)
     sets = _evaluated_sets(config, files)
-    # The form of rows is known only when the configuration is right.
+    # Rows are checked last, because their form follows from a valid configuration.
     problems = list(_server_problems(config)) or evaluation_problems(config) or list(_set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
@@ -142,7 +142,7 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Arguments of the evaluation by name, overrides of the configuration, and sets of prompts."""
+    """Split a command line into the evaluation's own arguments (by name), overrides, and paths of sets."""
     own: dict[str, str] = {}
     overrides, files = [], []
     rest = iter(arguments)
@@ -164,7 +164,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[st
 
 
 def _composes(name: str) -> bool:
-    """Whether the argument of this name chooses an option of a group, or adds a folder of options."""
+    """Whether an argument of this name chooses an option of a group, or adds a folder of options."""
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
 
 
@@ -188,7 +188,7 @@ def _of_run(checkpoint: Path, overrides: Sequence[str]) -> Config:
 
 
 def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
-    """Apply section.key=VALUE (in YAML) to a run's configuration; keys of the loop are stored under its algorithm."""
+    """Apply section.key=VALUE (in YAML) to a run's configuration; shared loop keys are stored under its algorithm."""
     name, _, text = override.partition("=")
     *sections, last = named_for(algorithm, name).split(".")
     node: Any = values
@@ -204,7 +204,7 @@ def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
 
 
 def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
-    """The configuration composed from the command line, which needs no training rows, for a model in a folder."""
+    """The configuration composed from the command line, for a model in a folder; it needs no training rows."""
     composed = compose_typed([*overrides, f"policy.model.path={folder}"])
     problems = [problem for problem in composed.problems if problem.key != "data.train_path"]
     if problems or composed.config is None:

@@ -1,4 +1,4 @@
-"""Estimates in results.json from scored responses: for each set, and compared with an earlier evaluation."""
+"""Estimates in results.json from scored responses: the figures of each set, and comparisons with another evaluation."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ LEVEL = 0.95
 _SEED = 0
 """Seed of the bootstrap, fixed so that the same samples have the same interval."""
 _DIGITS = 12
-"""Decimals to which differences of accuracies are rounded; 1 - 2/3 and 2/3 - 1/3 differ in the 16th."""
+"""Decimals to which differences of accuracies are rounded: 1 - 2/3 and 2/3 - 1/3 differ only in the 16th."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that k of a prompt's samples, drawn without replacement, hold a right one.
+    """Probability that k of a prompt's samples, drawn without replacement, include a right one.
 
     The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
 
     Args:
-        samples: responses to the prompt, n; at least k.
-        right: right ones among them, c.
+        samples: number of responses to the prompt, n; at least k.
+        right: number of right responses, c.
         k: number of samples drawn.
 
     Raises:
@@ -50,13 +50,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
     """How often the majority answer of k samples is right.
 
-    The mean over groups of k consecutive samples; a rest of fewer than k is not used. Among answers with equal votes
-    the first one counts.
+    The mean over groups of k consecutive samples; a remainder of fewer than k is not used. Among answers with equal
+    votes, the first one wins.
 
     Args:
         answers: answer of each sample; equal texts are one answer, None is no vote.
         right: whether each sample is right.
-        k: samples that vote.
+        k: number of samples that vote.
 
     Raises:
         ValueError: there are fewer than k samples.
@@ -79,8 +79,7 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
             of a prompt are not independent of each other.
 
     Returns:
-        mean; low and high, the ends of the interval that holds the mean over all such prompts with the probability
-        LEVEL.
+        mean; low and high, the ends of the interval for the mean over all such prompts at the confidence level LEVEL.
 
     Raises:
         ValueError: there are no values.
@@ -98,11 +97,11 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided p-value of two models being right equally often, by the exact test of McNemar (1947).
+    """Two-sided p-value of the hypothesis that two models are right equally often: McNemar's exact test (1947).
 
     Args:
-        only_first: prompts that the first alone got right.
-        only_second: prompts that the second alone got right.
+        only_first: number of prompts that only the first model got right.
+        only_second: number of prompts that only the second model got right.
     """
     discordant, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(discordant, count) for count in range(fewer + 1))
@@ -110,13 +109,13 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def wilcoxon(differences: Sequence[float]) -> float:
-    """Two-sided p-value of differences being symmetric around 0: the signed-rank test of Wilcoxon (1945).
+    """Two-sided p-value of the hypothesis that differences are symmetric around 0: Wilcoxon's signed-rank test (1945).
 
-    Differences of 0 are left out. The normal approximation, whose variance is corrected for ties. Differences that are
-    the same to 12 decimals are tied: a sample of three is worth as much whatever the other two were.
+    Uses the normal approximation, with the variance corrected for ties; differences of 0 are left out. Differences that
+    are the same to 12 decimals are tied, because 1 - 2/3 and 2/3 - 1/3 differ only by rounding.
 
     Args:
-        differences: difference between the accuracies of two models on each prompt.
+        differences: for each prompt, the accuracy of one model minus that of the other.
     """
     values = np.round(np.asarray(differences, dtype=np.float64), _DIGITS)
     values = values[values != 0.0]
@@ -131,7 +130,7 @@ def wilcoxon(differences: Sequence[float]) -> float:
 
 
 Row = dict[str, Any]
-"""A line of samples.jsonl."""
+"""The content of a line of samples.jsonl."""
 
 
 @dataclass(slots=True)
@@ -163,7 +162,7 @@ def sample_row(name: str, prompt: DatumSpec, one: Trajectory) -> Row:
 
 
 def vote_of(response: str) -> str | None:
-    """The answer of a response in a vote: its last box, else its last line; None: the response is empty."""
+    """The answer of a response in a vote: its last \\boxed{...}, else its last line; None if the response is empty."""
     boxed = final_answer(response)
     if boxed.startswith("\\boxed{"):
         return "".join(boxed.split())
@@ -176,12 +175,12 @@ def set_results(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
 
     Args:
         answered: prompts of the set, and the responses to them.
-        ks: for pass@k and cons@k.
+        ks: the values of k for pass@k and cons@k.
 
     Returns:
-        prompts; accuracy and reward, means over prompts of the mean over a prompt's responses, each with the interval
-        of a bootstrap over prompts; for each k pass@k and cons@k over the prompts of which at least k responses could
-        be judged, and how many those were; metrics: what validation reports of the same responses.
+        prompts; accuracy and reward, means over prompts of the mean over a prompt's responses, each with a bootstrap
+        interval over prompts; for each k, pass@k and cons@k over the prompts with at least k judged responses, and the
+        number of these prompts; metrics: the metrics that validation reports for the same responses.
     """
     results: dict[str, Any] = {"prompts": len(answered.prompts)}
     judged = [[row for row in rows if row["correct"] is not None] for rows in answered.rows]
@@ -213,9 +212,9 @@ def comparison(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
         before: samples of the earlier one.
 
     Returns:
-        Of each set: prompts that both have; accuracy of both; difference, with its interval from a bootstrap over
-        prompts (of pairs); the p-value of Wilcoxon's test; and with one response to each prompt only_before, only_now
-        (prompts that one alone got right) with the p-value of McNemar's exact test.
+        For each set: the number of shared prompts; both accuracies; their difference, with a paired bootstrap interval
+        over prompts; the p-value of Wilcoxon's test; and with one response to each prompt, only_before and only_now
+        (prompts that only one of them got right) with the p-value of McNemar's exact test.
     """
     now, then = _by_prompt(rows), _by_prompt(before)
     pairs: dict[str, list[tuple[list[bool], list[bool]]]] = {name: [] for name, _, _ in now}
@@ -236,7 +235,7 @@ def _by_prompt(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[bool]]:
 
 
 def _compared(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, Any]:
-    """The comparison of one set; `responses`: whether those to each shared prompt were right, before and now."""
+    """The comparison of one set; `responses`: by shared prompt, whether each response was right, before and now."""
     if not responses:
         return {"prompts": 0}
     pairs = [(fmean(before), fmean(now)) for before, now in responses]

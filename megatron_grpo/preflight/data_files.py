@@ -1,4 +1,4 @@
-"""Checks of prompt files, row by row as far as possible without the tokenizer, and of recorded rollouts."""
+"""Checks of prompt files, row by row and without the tokenizer, and of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
             remarks.append(Problem(f"{key}={one.path}", remark.text) if whole else remark)
         tasks |= report.tasks
         if key in training:
-            rows += min(report.rows, one.visits(report.rows))  # repeated visits have the same seeds
+            rows += min(report.rows, one.visits(report.rows))  # a repeated visit would have the same seeds
             if report.rows and not one.visits(report.rows):
                 least = f"{1 / report.rows:.2g} or more, or leave the set out"
                 text = f"visits none of the {report.rows} rows in an epoch; give {least}"
@@ -58,12 +58,12 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 def training_rows(config: Config) -> int:
-    """Visits of training rows in an epoch, for sets that are not streamed."""
+    """Visits to training rows in one epoch; the sets are not streamed."""
     return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
 
 
 def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
-    """The report on the rows of an existing set; a problem of its file is filed under `subject`, its KEY=PATH."""
+    """The report on the rows of an existing set; `subject` (KEY=PATH) is the subject of problems of its file."""
     reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
@@ -83,7 +83,7 @@ def _too_few(config: Config, rows: int) -> Iterator[Problem]:
 
 
 def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
-    """The report on a set, which may be made before the run."""
+    """The report on a set, either from its rows or, for a set that prepare.name makes, from what is known of it."""
     subject = f"{key}={one.path}"
     if not made_before_the_run(config, one.path):
         return report_of_rows(config, subject, one)
@@ -143,7 +143,7 @@ def recorded_max_num_steps(config: Config) -> int:
 
 
 def _unusable(config: Config, path: str) -> str | None:
-    """Why a path holds no recording for this run; None: it does."""
+    """The reason why a path holds no recording for this run, or None."""
     reason = unlistable(path)
     if reason is not None:
         return f"{reason}; give the folder of a run that recorded its rollouts"
@@ -192,7 +192,7 @@ def _of_file(config: Config, subject: str, file: Path) -> Iterator[Problem]:
 
 
 def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Problem]:
-    """Recorded tokens of another vocabulary than the model's."""
+    """Recorded tokens that are not from the model's vocabulary."""
     path, shape, recorded = config.policy.model.path, known_shape(config), found.record.run
     subject = f"policy.model.path={path}"
     if shape is None:

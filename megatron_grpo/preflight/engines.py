@@ -54,7 +54,7 @@ def _batched_tokens(config: Config) -> Iterator[Problem]:
 
 
 def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Lengths against each other and the model's positions; with shape None, without the model."""
+    """Lengths that do not fit each other or the model; with shape None, checks that need the model are left out."""
     yield from sequence_problems(config, shape)
     policy, longest = config.policy, config.policy.max_total_sequence_length
     for key, tokens in (
@@ -68,7 +68,7 @@ def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
 
 
 def sequence_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Lengths of prompts and responses, and tokens that end one, against the model; with shape None, without it."""
+    """Lengths of prompts and responses, and stop tokens, that do not fit the model; None leaves the model out."""
     longest = config.policy.max_total_sequence_length
     prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
     subject = f"policy.max_total_sequence_length={longest}"
@@ -86,7 +86,7 @@ def sequence_problems(config: Config, shape: ModelShape | None) -> Iterator[Prob
 
 
 def placement_problems(config: Config) -> Iterator[Problem]:
-    """Settings that exclude engines and models taking turns on the same devices."""
+    """Settings that cannot be combined with generation.placement=colocated."""
     if not config.generation.colocated:
         return
     if config.loop.async_grpo.enabled:
@@ -124,7 +124,7 @@ def _layouts(config: Config) -> Iterator[Problem]:
 
 
 def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude refits in FP8; nothing without refit.fp8_blocks. With shape None, without the model."""
+    """Settings that exclude refit.fp8_blocks; with shape None, checks that need the model are left out."""
     if not config.refit.fp8_blocks:
         return
     subject, engine = "refit.fp8_blocks=True", "fp8_per_block"

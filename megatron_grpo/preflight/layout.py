@@ -31,7 +31,7 @@ def _tensor(section: str, tensor: int, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _listed(numbers: list[int]) -> str:
-    """For a message: "1, 2 or 4"."""
+    """Numbers as text for a message: "1, 2 or 4"."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -46,7 +46,7 @@ def _indivisible(key: str, parts: int, number: int, what: str) -> Iterator[Probl
 
 
 def _undivided(tensor: int, shape: ModelShape) -> str | None:
-    """The size of the model that this many ranks cannot split evenly; None: they can split all."""
+    """The size of the model that this many ranks cannot split evenly, or None."""
     heads, groups = shape.attention_heads, shape.key_value_heads
     sizes = [(heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
     if shape.experts is not None and shape.experts.shared_ffn_hidden:
@@ -56,7 +56,7 @@ def _undivided(tensor: int, shape: ModelShape) -> str | None:
             return f"{size} {what}"
     if groups % tensor == 0 or shape.latent is not None:
         return None
-    # More ranks than key/value heads: every rank has an even part of one head's queries, key and value.
+    # More ranks than key/value heads: every rank has an equal part of one head's queries, key and value.
     if tensor % groups or sum(group_rows(shape)) % (tensor // groups):
         return f"{groups} key/value heads, nor is it a multiple of them"
     return None
@@ -118,7 +118,7 @@ def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Itera
 
 
 def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Layouts against the model's sizes, the machines and the batches; with shape None, without the model."""
+    """Layouts that do not fit the model, the machines or the batches; with shape None, the model is left out."""
     for section, parallel in _trained(config):
         if parallel.sequence and parallel.tensor == 1:
             yield Problem(f"{section}.parallel.sequence=True", f"needs {section}.parallel.tensor > 1")
@@ -133,7 +133,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
 
 
 def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """The engines' layout against the model's sizes and the machines, when no model is trained."""
+    """Sizes of the engines' layout that do not fit the model or the machines, when no model is trained."""
     yield from _devices(config, _gpus_of_engines(config), ())
     if shape is not None:
         yield from _generation(config, shape)
@@ -164,7 +164,7 @@ def _routing(moe: MoeConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that keep engines from recording the experts of tokens, for policy.moe.replay_routing."""
+    """Settings that cannot be combined with policy.moe.replay_routing, for which engines record experts."""
     if not config.policy.moe.replay_routing:
         return
     engine = config.generation.engine

@@ -24,7 +24,7 @@ from megatron_grpo.weights.source import known_shape
 
 
 def summary(config: Config, start_from: Path | None) -> str:
-    """One sentence on a run: recipe, algorithm, steps, layouts, and where it starts (None: with step 1)."""
+    """A run in one sentence: recipe, algorithm, steps, layouts, and the checkpoint it starts from (None: step 1)."""
     loop, generation = config.loop, config.generation.parallel
     algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
@@ -62,13 +62,13 @@ def _counted(word: str, count: int) -> str:
 
 
 _OPEN = 2**31 - 1
-"""Stands for max_num_steps=-1 until the rows are counted: more steps than any run has."""
+"""Placeholder for max_num_steps=-1 until the rows are counted: more steps than any run has."""
 
 
 def _settle_steps(config: Config) -> Iterator[Problem]:
-    """Set open steps to those of max_num_epochs passes over the rows, which have to be countable, or of the recording.
+    """Replace max_num_steps=-1 by the steps of max_num_epochs passes over the rows, or by those of the recorded run.
 
-    The run is shorter where prompts turn out to be too long, or dynamic sampling takes more prompts for a step.
+    The run is shorter if prompts turn out to be too long, or if dynamic sampling takes more prompts for a step.
     """
     if not config.generates:
         config.loop.max_num_steps = recorded_max_num_steps(config)
@@ -89,7 +89,7 @@ class Checked:
     values: dict[str, Any]
     """The configuration as plain values; empty when it could not be composed."""
     problems: list[Problem] = field(default_factory=list)
-    """Everything that is wrong, under the names that the user gave."""
+    """All problems, under the names that the user gave."""
     remarks: list[Problem] = field(default_factory=list)
     """Settings that are allowed and may not be intended."""
 
@@ -106,7 +106,7 @@ class Checked:
 
 
 def check_overrides(overrides: Sequence[str]) -> Checked:
-    """Check a command line: the configuration by itself, and if it is right, what it asks of this machine.
+    """Check a command line: the configuration by itself, and if it is correct, its requirements of this machine.
 
     Args:
         overrides: Hydra's syntax, as on the command line: "+exp=quickstart", "grpo.max_num_steps=3"; and "job=FILE".
@@ -131,7 +131,7 @@ def load_config(overrides: Sequence[str]) -> Config:
     """The configuration of a run that can start on this machine, from overrides as `check_overrides` takes them.
 
     Raises:
-        ConfigError: names every problem, of the configuration and of what it asks of the machine (files, GPUs).
+        ConfigError: names every problem of the configuration, and of the machine's files and GPUs.
     """
     return check_overrides(overrides).require()
 
@@ -146,7 +146,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 
 def _of_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Problems of this machine, and remarks on the run; open steps are set once the rows are counted."""
+    """Problems of this machine, and remarks on the run; sets max_num_steps if it was -1."""
     problems, found = examine_machine(config)
     if not problems and config.loop.max_num_steps == _OPEN:
         problems += _settle_steps(config)

@@ -32,7 +32,7 @@ from megatron_grpo.weights.source import known_shape
 
 
 def folder_problems(config: Config) -> Iterator[Problem]:
-    """Folders that cannot be used: run_dir, prepare.folder, refit.directory, the checkpoint to start from."""
+    """Problems of folders: run_dir, prepare.folder, refit.directory, the checkpoint to start from."""
     if not config.run_dir.strip():
         yield Problem("run_dir=", "is empty; give a folder")
         return
@@ -86,7 +86,7 @@ def _resume(config: Config) -> Iterator[Problem]:
 
 
 def _sandbox(config: Config) -> Iterator[Problem]:
-    """A sandbox that cannot run a trial program; checked when an environment on this machine runs programs."""
+    """A sandbox that cannot run a test program; checked if an environment on this machine runs programs."""
     if config.cluster.ray_address is not None or not any(map(_runs_programs, config.env.values())):
         return
     try:
@@ -104,7 +104,7 @@ def _runs_programs(environment: EnvironmentConfig) -> bool:
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Check everything that a run needs of this machine; returns problems, and remarks on doubtful settings.
 
-    Without the GPUs nothing else is checked: the run, and with it the files, will be on another machine.
+    If GPUs are missing, nothing else is checked: the run and its files will be on another machine.
     """
     missing_gpus = list(_gpus(config))
     if missing_gpus:
@@ -200,14 +200,14 @@ from {module} import passed_field_problems
 print()
 print(json.dumps([dataclasses.astuple(one) for one in passed_field_problems(json.load(sys.stdin))]))
 """
-"""The program of the process that imports a library. Other lines that the import may print come before the last."""
+"""The program that imports a library. It prints the problems last, because the import may print lines of its own."""
 
 
 def _passed_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """Fields passed on, by section, that the installed library does not have, or whose values are of another type.
+    """Pass-through fields, by section, that the installed library does not have, or whose values are of another type.
 
-    Each library that gets fields is imported in a process of its own: that takes seconds, brings torch, and changes the
-    environment of the process.
+    Each library that gets fields is imported in a process of its own, because importing it takes seconds, loads torch,
+    and changes the environment of the process.
     """
     for beginning, (library, package, module) in _LIBRARIES.items():
         passed = {section: dict(values) for section, values in sections.items() if section.startswith(beginning)}

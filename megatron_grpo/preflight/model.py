@@ -12,7 +12,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude training adapters; nothing without adapters. With shape None, without the model."""
+    """Settings that cannot be combined with adapters; with shape None, checks that need the model are left out."""
     lora = config.policy.lora
     if not lora.rank:
         return
@@ -41,7 +41,7 @@ _NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude FP8, on any machine; nothing when it is off. With shape None, without the model."""
+    """Settings that FP8 cannot be combined with; with shape None, checks that need the model are left out."""
     fp8 = config.policy.fp8
     if fp8.format == "off":
         return
@@ -55,7 +55,7 @@ def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 
 
 def fp8_machine_problems(config: Config) -> Iterator[Problem]:
-    """What this machine lacks for FP8: Transformer Engine, or a GPU of the needed compute capability."""
+    """Missing requirements of FP8 on this machine: Transformer Engine, or a GPU of the needed compute capability."""
     fp8 = config.policy.fp8
     if not fp8.on_device or config.cluster.gpus == 0:
         return
@@ -72,7 +72,7 @@ def fp8_machine_problems(config: Config) -> Iterator[Problem]:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of this machine's oldest GPU, from nvidia-smi; None: unknown."""
+    """Lowest compute capability of this machine's GPUs, from nvidia-smi; None: unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
@@ -113,7 +113,7 @@ def _on_device(config: Config) -> Iterator[Problem]:
 
 
 def _sizes(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Sides of a rank's matrices that are no multiple of the recipe's block."""
+    """Sizes of a rank's matrices that are not multiples of the recipe's block."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
     heads, key_value_heads = shape.attention_heads, shape.key_value_heads
     sides = {
@@ -143,7 +143,7 @@ def _outer_layers(config: Config, shape: ModelShape) -> Iterator[Problem]:
 
 
 def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude quantisation-aware training; nothing when it is off. With shape None, without the model."""
+    """Settings that exclude quantisation-aware training; with shape None, checks that need the model are left out."""
     policy = config.policy
     if policy.quantization is None:
         return
@@ -160,7 +160,7 @@ def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[
 
 
 def quantization_machine_problems(config: Config) -> Iterator[Problem]:
-    """What this machine lacks for quantisation-aware training; nothing when it is off."""
+    """A missing package for quantisation-aware training on this machine."""
     quantization = config.policy.quantization
     if quantization is None or config.cluster.ray_address is not None:
         return
@@ -175,7 +175,7 @@ _OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 
 
 def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings of speed and memory that exclude each other, or do not fit the devices or the model (if known)."""
+    """Settings of speed and memory that exclude each other, or do not fit the devices or the model (None: unknown)."""
     optimizers = {"policy": config.policy.optimizer}
     if config.loop.has_value_model:
         optimizers["value"] = config.value.optimizer

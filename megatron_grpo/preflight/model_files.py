@@ -1,4 +1,4 @@
-"""Checks of the folders and hub names of models: whether they are there, of a known family, and whole."""
+"""Checks of the folders and hub names of models: whether they exist, are of a known family, and are complete."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_grpo.weights.source import (
 _INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100 * 2**20
-"""Bytes; the limit of safetensors itself."""
+"""Size limit of a header, in bytes, from safetensors itself."""
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """Problems of the weights in a folder for a model of these sizes; of several of one kind the first."""
+    """Problems of the weights in a folder for a model of these sizes; only the first problem of each kind."""
     try:
         shapes = _tensor_shapes(folder)
     except ValueError as error:
@@ -53,7 +53,7 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in the folder; ValueError names a file that is missing, cut off or no safetensors file."""
+    """Shape of every tensor in the folder; ValueError names a file that is missing, truncated or not safetensors."""
     index = folder / _INDEX_FILE
     if not index.is_file():
         return _shapes_in(folder / _SINGLE_FILE, f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
@@ -111,7 +111,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
 
 
 def _unusable(subject: str, path: str, *, of_value: bool) -> Iterator[Problem]:
-    """A folder or hub name without a model that can be trained: missing, or of an unsupported config.json."""
+    """A folder or hub name without a trainable model: it is missing, or its config.json is not supported."""
     if is_hub_name(path):
         reason = None if local_folder(path) else download_config(path)
         text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"

@@ -27,12 +27,12 @@ ADDITION_RECIPE: dict[str, Any] = {
     "probe_from_step": 100,
     "probe_period_steps": 5,
 }
-"""Everything that decides, with the model's configuration, what is made for a model that adds.
+"""Recipe of a model that adds: with the model's configuration it determines the model and its data.
 
-The learning rate of the warm-up is high and stays so to its end: weights that a decaying rate has settled in a narrow
-valley are thrown out of it by the first steps of reinforcement learning. The warm-up ends when a sample of the model
-is right with the target probability on problems that it has not seen, not after a number of steps: rounding differs
-between machines, and at that rate it decides when the model gets there. Its greedy accuracy is then 0.35 to 0.45.
+The learning rate of the warm-up (supervised training) stays high to its end: a decaying rate would settle the weights
+in a narrow valley, which the first steps of reinforcement learning leave. The warm-up ends when samples of the model
+are right with the target probability on unseen problems, not after a number of steps: rounding differs between
+machines, and at that rate it decides when the model gets there. Its greedy accuracy is then 0.35 to 0.45.
 """
 
 _CONVERSATION_RECIPE: dict[str, Any] = {
@@ -54,21 +54,21 @@ RECIPES: dict[str, dict[str, Any]] = {
     "calculator": {**_CONVERSATION_RECIPE, "lr": 1e-3, "target_reward": 0.037, "probe_period_steps": 1},
     "two_tasks": {**_CONVERSATION_RECIPE, "lr": 3e-3, "target_reward": 0.17, "probe_period_steps": 5},
 }
-"""Recipes by name of the model. Their keys are part of the hash that identifies a folder made earlier."""
+"""Recipes by name of the model. They are hashed, keys included, to tell which recipe made an existing folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A problem, and a conversation in which it is solved."""
+    """A problem with a conversation that solves it."""
 
     row: dict[str, Any]
     """The problem's row in the file of prompts."""
     turns: tuple[tuple[str, bool], ...]
-    """The text of each turn after the prompt, and whether it is the model's; the model ends each of its turns."""
+    """For each turn after the prompt: its text, and whether the model writes it. The model ends each of its turns."""
 
 
 Split = tuple[list[Lesson], list[Lesson], list[Lesson]]
-"""Lessons to warm up with, to train on and to validate with: no problem is in two of them."""
+"""Lessons of the warm-up, of training and of validation; no problem is in two of them."""
 
 
 def split_lessons(name: str) -> Split:
@@ -79,7 +79,7 @@ def split_lessons(name: str) -> Split:
     if name != "two_tasks":
         return _split(_sums(), recipe)
     sums, games = split_lessons("addition"), _split(list(_games()), recipe)
-    # As many sums as games to train on, so that a step samples as many of either.
+    # Training has as many sums as games, so that a step samples equally many of both.
     warmup, train, val = sums[0], sums[1][: len(games[1])], sums[2][: recipe["val_problems"]]
     return warmup + games[0], train + games[1], val + games[2]
 
@@ -102,7 +102,7 @@ def _sums() -> list[Lesson]:
 
 
 def _products() -> Iterator[Lesson]:
-    """Products of two digits by two that have four: where the calculator's result ends, the model's answer begins."""
+    """Products of two-digit numbers that have four digits, so that the end of the calculator's result is known."""
     for left, right in product(range(10, 100), repeat=2):
         result = str(left * right)
         if len(result) == 4:
@@ -111,7 +111,7 @@ def _products() -> Iterator[Lesson]:
 
 
 def _games() -> Iterator[Lesson]:
-    """Countdown with three numbers, sums and differences, with the first solution in order."""
+    """Countdown games with three numbers, sums and differences; of several solutions the first is taken."""
     for numbers in product(range(1, 10), repeat=3):
         solutions: dict[int, tuple[tuple[str, bool], ...]] = {}
         for left, right, last in permutations(numbers):
@@ -129,10 +129,10 @@ def _games() -> Iterator[Lesson]:
 
 
 def encode(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    """Conversations in token ids, and which of the tokens are the model's.
+    """Conversations as token ids, and a mask of the model's tokens.
 
     Returns:
-        [lessons, longest], int64, shorter ones padded at the end; and bool of the same shape.
+        The token ids, [lessons, longest], int64, padded at the end; and the mask, bool, of the same shape.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -152,5 +152,5 @@ def encode(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[An
 
 
 def _ids(text: str, vocabulary: Mapping[str, int]) -> list[int]:
-    """Token ids of a text: the begin and end marks of a call are a token each, and so is every other character."""
+    """Token ids of a text: each begin or end mark of a call is one token, and so is every other character."""
     return [vocabulary[piece] for piece in re.findall(f"{re.escape(CALL_BEGIN)}|{re.escape(CALL_END)}|.", text)]

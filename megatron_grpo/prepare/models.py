@@ -1,4 +1,4 @@
-"""Makes the folder of a tiny model and of its problems, some of which it solves: tasks without downloads."""
+"""Makes tiny models that solve some of their problems, and files of these problems, for recipes without downloads."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.j
 
 
 def prepare(name: str, folder: str | Path) -> None:
-    """Make a model and its data, unless this recipe's are there already; about ten seconds.
+    """Make a model and its data, unless the folder already has those of this recipe; takes about ten seconds.
 
     Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. Validation problems are in neither the
     training file nor the warm-up. The folder appears as a whole or not at all.
 
     Args:
-        name: which of PREPARED_MODELS.
-        folder: folder to make; replaced when another recipe made it.
+        name: name of the model, one of PREPARED_MODELS.
+        folder: folder to make; it is replaced if another recipe made it.
     """
     target, recipe = Path(folder), {**RECIPES[name], "config": PREPARED_MODELS[name]}
     wanted = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -66,7 +66,7 @@ def _is_made(target: Path, wanted: str) -> bool:
 
 
 def _move_into_place(made: Path, target: Path, wanted: str) -> None:
-    """Rename the folder, after moving that of another recipe aside; an equal folder of a faster process stays."""
+    """Rename `made` to `target`; another recipe's folder is moved aside, an equal one of a faster process stays."""
     if target.exists() and not _is_made(target, wanted):
         os.replace(target, made.with_name("old"))
     try:
@@ -103,7 +103,7 @@ def _tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
 
     core = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
     longer = [text for text in (CALL_BEGIN, CALL_END) if text in vocabulary]
-    # The library knows no escapes of blanks, which re.escape would write.
+    # Not re.escape: it escapes blanks, which this library's regular expressions do not allow.
     pieces = [re.sub(r"[\\^$.|?*+()\[\]{}]", r"\\\g<0>", text) for text in longer]
     core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*pieces, "."])), behavior="isolated")
     core.decoder = decoders.Fuse()
@@ -120,7 +120,7 @@ def _tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
 def _make_model(
     name: str, folder: Path, warmup: Sequence[Lesson], unseen: Sequence[Lesson], val: Sequence[Lesson]
 ) -> float:
-    """Train, save with the tokenizer, and return the greedy accuracy on the validation lessons."""
+    """Train a model and save it with its tokenizer; returns its greedy accuracy on the validation lessons."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -131,7 +131,7 @@ def _make_model(
         vocabulary = CONVERSATION_VOCABULARY
         probe = random.Random(recipe["seed"]).sample(list(unseen), recipe["probe_problems"])
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
-    # One thread: several round their sums differently, and are no faster on matrices this small.
+    # One thread: several threads would round sums differently, and are no faster on matrices this small.
     torch.set_num_threads(1)
     torch.manual_seed(recipe["seed"])
     try:
@@ -152,7 +152,7 @@ def _warm_up(
     lessons: Sequence[Lesson],
     probe: Sequence[Lesson],
 ) -> None:
-    """Supervised training on random batches, loss on the model's tokens, until the probe's reward meets the target."""
+    """Supervised training on random batches, with the loss on the model's tokens, until the probe meets the target."""
     import torch
     from torch.nn import functional as F
 
@@ -186,7 +186,7 @@ def greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[s
 
 
 def _of_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
-    """Log-probability of all the model's tokens in each lesson, and whether they are the likeliest ones: [lessons]."""
+    """[lessons]: log-probability of all the model's tokens; and [lessons], bool: whether all are the likeliest ones."""
     import torch
 
     tokens, of_model = encode(lessons, vocabulary)

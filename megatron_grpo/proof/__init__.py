@@ -1,1 +1,1 @@
-"""Proof that a layout changes speed and memory and nothing else: the same tokens through each, against transformers."""
+"""Proof that layouts change only speed and memory: each computes the same tokens, compared with transformers."""

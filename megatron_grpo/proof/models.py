@@ -41,10 +41,10 @@ LATENT: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""Sizes of small latent attention; a token's experts come from one of two groups."""
+"""Sizes of a small model with latent attention; the experts of a token come from one of two groups."""
 
 WINDOW: dict[str, Any] = {"sliding_window": 16, "sliding_window_pattern": 2}
-"""Windows of a small model: shorter than the sequences, in every second layer."""
+"""Sliding windows of a small model, in every second layer; they are shorter than the sequences."""
 
 GEMMA3: dict[str, Any] = {
     # The second half differs from the first, so a pipeline stage must know which layers it holds.
@@ -89,12 +89,12 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     Args:
         model: `tiny:` and a family, a folder with a config.json, or a hub name.
         shrink: make a small random model of the folder's own configuration.
-        folder: where a random model is written.
+        folder: folder to write a random model into.
         seed: seed of a random model's weights.
 
     Raises:
         ValueError: there is no such model.
-        RunError: it cannot be downloaded.
+        RunError: the model cannot be downloaded.
     """
     if model.startswith("tiny:"):
         family = model.removeprefix("tiny:")
@@ -107,7 +107,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     if not shrink:
         return path
     given = json.loads((path / "config.json").read_text())
-    # Weights are made in float32, and by transformers' own code.
+    # Without these settings, transformers makes the weights in float32 and by its own code.
     raw = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
@@ -116,7 +116,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers")
     per_layer = {
-        # Every kind of layer, then the first layers.
+        # Every kind of layer once, then the kinds of the first layers.
         name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == layers
@@ -127,7 +127,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
 
 
 def _folder_of(model: str, *, weights: bool) -> Path:
-    """The folder of a model, from the hub or its cache if need be; without `weights` config.json is enough."""
+    """The folder of a model, downloaded from the hub if necessary; without `weights` only its config.json."""
     if weights or not is_hub_name(model):
         return model_folder(model, "model")
     reason = download_config(model) if local_folder(model) is None else None

@@ -1,4 +1,4 @@
-"""The batch that every layout computes, and transformers' results for it."""
+"""The batch that every layout computes, and the results of transformers for it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Truth:
     """transformers' results, in float32 in one process."""
 
     logprobs: Tensor
-    """[tokens], float32: of every token; 0 at the first of a sequence."""
+    """[tokens], float32: log-probability of every token; 0 at the first token of a sequence."""
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    """Both by the names and in the shapes of the model's files: transformers stacks experts in memory."""
+    """Gradients and weights have the names and shapes of the model's files; in memory transformers stacks experts."""
 
 
 def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatch:

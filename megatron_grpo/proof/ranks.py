@@ -50,28 +50,28 @@ class Task:
 
 @dataclass(slots=True)
 class Findings:
-    """A rank's results; fields that only other ranks return are empty."""
+    """The results of one rank; fields that only other ranks fill are empty."""
 
     logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """By number of the sequence, each [tokens], float32; 0 at first tokens."""
+    """Log-probabilities by number of the sequence, each [tokens], float32; 0 at the first token of a sequence."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Both by the names of transformers, in full shape, of the rank's pipeline stage."""
+    """Weights and gradients of the rank's pipeline stage, unsharded, by their names in transformers."""
     losses: list[float] = field(default_factory=list)
-    """This rank's share of the loss, after each optimizer step and before the first."""
+    """This rank's share of the loss: before the first optimizer step and after each one."""
     step_s: float = 0.0
     peak_bytes: int = 0
 
 
 def measure(task: Task, enter: Callable[[str], object]) -> Findings:
-    """Build the rank's part of the model, and measure; `enter` is called with the name of each phase as it begins."""
+    """Build the rank's part of the model and measure it; `enter` gets the name of each phase as it begins."""
     enter("building the model")
     config = _config(task)
     shares = planner(config, OF_TOKENS).share(torch.tensor(task.batch.lengths).numpy(), task.parallel.data)
     numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
     batch = task.batch.select(numbers)
     (microbatches,) = planner(config, OF_TOKENS).microbatches([torch.tensor(batch.lengths).numpy()])
-    rank = _build(config)  # without the distributed optimizer each rank keeps the whole gradient
+    rank = _build(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
     enter("log-probabilities")
     logprobs = rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches)
     result = Findings(weights=_whole(rank))
@@ -92,7 +92,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> Findings:
         result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.step_s = statistics.median(times)
     result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if parallel_state.get_tensor_model_parallel_rank():  # its tensor-parallel neighbour reports the loss
+    if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel rank 0 reports the loss
         result.losses = [0.0] * len(result.losses)
     return result
 
@@ -105,7 +105,7 @@ def _config(task: Task, *, distributed: bool = False) -> PolicyConfig:
         packing=task.packing,
         moe=MOE,
         microbatch_tokens=3 * max(task.batch.lengths),
-        # A large epsilon keeps an update a smooth function of the gradient: rounding must not flip its sign.
+        # With a large epsilon an update is a smooth function of the gradient: rounding does not flip its sign.
         optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-2, distributed=distributed),
         max_grad_norm=1.0,
     )
@@ -121,13 +121,13 @@ def _loss(shares: list[dict[str, Tensor]]) -> float:
 
 
 def _whole(rank: PolicyRank) -> dict[str, Tensor]:
-    """The weights, under the names and in the shapes of transformers."""
+    """The rank's weights, unsharded, by their names in transformers."""
     tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.whole_chunks(), rank.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 
 def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
-    """The gradients, exported like the weights."""
+    """The gradients, exported like weights: each is copied into its parameter for the export."""
     parameters = rank.parameters()
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
@@ -142,14 +142,14 @@ def run_layout(task: Task) -> list[Findings]:
     """Run every rank of a layout, and return their results by rank.
 
     Raises:
-        RunError: a rank failed, died or missed the deadline; names it.
+        RunError: a rank failed, died or missed the deadline; the text names it.
     """
     world = task.parallel.world_size
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
     os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the other ranks are ended after a failure
     store, end = open_store("127.0.0.1", task.timeout_s), time.monotonic() + task.timeout_s
-    # A server that has imported everything forks the ranks: importing takes longer than measuring a small model.
+    # The ranks are forked from a server that has imported everything, because imports take longer than measuring.
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -183,7 +183,7 @@ def _phase(folder: Path, rank: int) -> str:
 
 
 def _serve(rank: int, task: Task, port: int, folder: Path) -> None:
-    """The process of a rank: write the phases and the results into the folder."""
+    """The body of a rank's process, which writes its phase and its results into the folder."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     initialize_parallel(
         task.parallel,
@@ -203,7 +203,7 @@ loss after the optimizer steps (absolute, against one rank)."""
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of a layout."""
+    """The results of one layout."""
 
     layout: str
     packed: bool
@@ -212,13 +212,13 @@ class Row:
     gradient: float
     """Largest relative error of a tensor's gradient."""
     loss: float
-    """Difference of the loss after the optimizer steps; 0 for the layout of one rank, which the others are held to."""
+    """Difference of the loss after the optimizer steps from that of one rank; 0 for the layout of one rank."""
     exact: bool
     """Whether the exported weights equal the imported ones bit by bit."""
     peak_gib: float
-    """Memory of the rank that took most."""
+    """Peak memory of the rank that took most, in GiB."""
     step_s: float
-    """Median of an optimizer step, of the slowest rank."""
+    """Median seconds of an optimizer step on the slowest rank."""
     final_loss: float
 
     @property
@@ -239,7 +239,7 @@ def compare(
     return Row(
         layout=name,
         packed=packed,
-        # In one tensor, whose maximum is NaN if any number is; Python's max would ignore NaN.
+        # The maximum of a tensor is NaN if any number is; Python's max would ignore NaN.
         logprob=float(torch.cat([logprobs[n] - expected[n] for n in logprobs]).abs().max()),
         gradient=_relative_error(found, truth.gradients),
         loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
