@@ -91,7 +91,7 @@ class EnvironmentWorker:
         self._observations = Observations(settings)
 
     def ready(self) -> dict[str, Any]:
-        """Make the environment; must be called first. Returns node and pid of the process, and flags of the environment."""
+        """Make the environment; must be called first. Returns the process's node and pid and the environment's flags."""
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(STARTUP_S)
