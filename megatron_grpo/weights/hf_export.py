@@ -1,4 +1,4 @@
-"""Runs in the process of the export command: writes a checkpoint as a Hugging Face model, as adapters or quantised."""
+"""Runs in the process of the export command: writes a checkpoint as a whole or quantised model, or as peft adapters."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def export_checkpoint(
     adapters_of: str | None,
     quantization: QuantizationFormat | None,
 ) -> None:
-    """Load the whole model in this process and write it; nothing is left at the output unless it is complete.
+    """Load the whole model in this process and write it; a failure leaves nothing at the output.
 
     Args:
         weights: folder of Megatron's distributed checkpoint.
         source: folder of the model that the run started from.
         shape: sizes of the model.
         output: folder to make.
-        precision: of the run's weights.
-        lora: adapters of the run, merged into the weights.
+        precision: dtype of the run's weights.
+        lora: settings of the run's adapters, which are merged into the weights of a whole model.
         adapters_of: write the adapters alone, for the base model of this name; None: write the whole model.
-        quantization: format of the layers' matrices; None: `precision`.
+        quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
 
     Raises:
         RunError: the checkpoint cannot be loaded into the model, or the output cannot be written.
-        ValueError: the model's folder cannot be read, or the output has come into being meanwhile.
+        ValueError: the model's folder cannot be read, or the output was created meanwhile.
     """
     from megatron.core import dist_checkpointing
 
@@ -82,7 +82,7 @@ def export_checkpoint(
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
+"""Prefix that peft puts before the parameter names of the model that it wraps."""
 
 
 @torch.no_grad()
@@ -91,12 +91,12 @@ def write_peft_folder(
 ) -> None:
     """Write the adapters of a model as a folder that peft loads, under a temporary name until it is complete.
 
-    Matrices that share a Megatron parameter share its A: each gets a copy, and its own rows of B.
+    Hugging Face matrices of one Megatron parameter share its A: each is written with a copy of A and its own rows of B.
 
     Args:
         chunks: the whole model, on one rank.
         shape: sizes of the model.
-        lora: settings of its adapters.
+        lora: settings of the model's adapters.
         base_model: path or hub name of the model that the adapters belong to.
         output: folder to make; must not exist, or be empty.
 
@@ -132,28 +132,28 @@ def write_peft_folder(
 
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""The number that the largest absolute value of a row becomes."""
+"""Quantised value of a row's largest absolute value, by format."""
 _ALMOST_ZERO = 2.0**-24
-"""A row without any larger value is one of zeros, as in modelopt."""
+"""Rows without a larger absolute value are written as zeros, as in modelopt."""
 _IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
-"""What compressed-tensors calls the format of the files, and the type of a number."""
+"""compressed-tensors' names of the file format and of the number type."""
 
 
 def quantized_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits at a scale for each row, max |x| of the row / 127 (int8) or 448 (fp8); ties go to even.
+    """Round a matrix to 8 bits with one scale a row, max |x| of the row / 127 (int8) or 448 (fp8); ties go to even.
 
     Args:
         weight: [rows, columns], any float type.
-        quantization: what to round to.
+        quantization: the 8-bit format.
 
     Returns:
-        The numbers, [rows, columns], int8 or float8_e4m3fn; and the scales, [rows, 1], float32, which they are to be
-        multiplied by.
+        The quantised matrix, [rows, columns], int8 or float8_e4m3fn; and the scales that restore it by multiplication,
+        [rows, 1], float32.
     """
     values, bound = weight.float(), LARGEST[quantization]
     largest = values.abs().amax(dim=1, keepdim=True)
     largest = torch.where(largest > _ALMOST_ZERO, largest, torch.ones_like(largest))
-    scaled = (values * (bound / largest)).clamp(-bound, bound)  # the product may be past the bound by a rounding
+    scaled = (values * (bound / largest)).clamp(-bound, bound)  # rounding may push the product past the bound
     numbers = scaled.round().to(torch.int8) if quantization == "int8" else scaled.to(torch.float8_e4m3fn)
     return numbers, largest / bound
 
@@ -165,11 +165,11 @@ def quantized_tensors(
 
     Args:
         tensors: (name, tensor of any shape [...] and float type).
-        quantization: what to round to.
+        quantization: the 8-bit format.
 
     Yields:
-        (name, tensor): embedding, head, norms and biases as they are; of each matrix the numbers, and the scales under
-        the name with `_scale` behind it.
+        (name, tensor): embedding, head, norms and biases unchanged; each matrix of a layer quantised, then its scales
+        under the same name + `_scale`.
     """
     for name, tensor in tensors:
         if ".layers." in name and tensor.dim() == 2:
@@ -181,7 +181,7 @@ def quantized_tensors(
 
 
 def quantization_entry(quantization: QuantizationFormat) -> dict[str, Any]:
-    """`quantization_config` of config.json: 8 bits for weights by row, and for inputs by token as they come."""
+    """`quantization_config` of config.json: 8-bit weights scaled by row, 8-bit inputs scaled dynamically by token."""
     layout, kind = _IN_CONFIG[quantization]
     number = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {

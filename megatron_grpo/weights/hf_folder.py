@@ -24,7 +24,7 @@ _SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 
 
 class HFFolderReader:
-    """Reads slices of tensors straight from safetensors files, each opened once; a slice costs its own bytes.
+    """Reads slices of tensors from safetensors files; opens each file once, and reads only the bytes of a slice.
 
     Raises:
         ValueError: the folder has no safetensors weights, or its index cannot be read.
@@ -103,7 +103,7 @@ def write_hf_folder(
             becomes that of the first tensor.
         output: folder to make; must not exist, or be empty.
         max_shard_bytes: largest safetensors file, unless a single tensor is larger.
-        settings: what config.json gets besides.
+        settings: further entries for config.json.
 
     Raises:
         ValueError: `output` already holds something.
@@ -115,7 +115,7 @@ def write_hf_folder(
 
 @contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
-    """A folder under a temporary name, which gets its own at the end of the body and is gone if that raises.
+    """Make a folder under a temporary name for the body; then rename it to `output`, or delete it if the body raises.
 
     Args:
         output: folder to make; must not exist, or be empty.
@@ -136,7 +136,7 @@ def new_folder(output: str | Path) -> Iterator[Path]:
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
-    """Write shards of at most max_shard_bytes (or one tensor each), name and index them; the first tensor's dtype."""
+    """Write and index shards of at most max_shard_bytes (or of one larger tensor); returns the first tensor's dtype."""
     names: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = pending_bytes = 0

@@ -24,7 +24,7 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
         entry: row of the weight map, which says how the slices are merged.
         parts: slices in the order of `entry.hf`, each [rows or fewer, ...], all of one dtype.
         model: sizes of the model.
-        rows: rows of the parameter; more than the slice has only where the vocabulary is padded.
+        rows: rows of the parameter; more than those of the slice only where the vocabulary is padded.
 
     Returns:
         [rows, ...] as Megatron-Core lays the parameter out, the dtype of the slices.
@@ -35,7 +35,7 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
         widths = group_rows(model)
         group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
         return torch.cat(group_parts, dim=1).flatten(0, 1)
-    if entry.merge in ("qkv", "gate_up"):  # of qkv, a piece of one group
+    if entry.merge in ("qkv", "gate_up"):  # for qkv: a piece of one group
         return torch.cat(parts)
     if entry.merge == "vocab":
         return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
@@ -74,7 +74,7 @@ class AdaptedLayer(Protocol):
     """[rows, rank], the rows in the order of the weight's."""
 
     def merged_weight(self) -> Tensor:
-        """The weight of this rank with what the adapter adds to it, [rows, columns], in the dtype of the weight."""
+        """This rank's weight plus the adapter's product, [rows, columns], in the dtype of the weight."""
         ...
 
 
@@ -87,9 +87,9 @@ class BoundEntry:
     """Number of the layer in the whole model, from 0."""
     parameter: Tensor
     expert: int = 0
-    """Number of the expert among those of this rank, from 0; 0 for what is not an expert's."""
+    """Index of the expert among those of this rank, from 0; also 0 for parameters outside experts."""
     adapted: AdaptedLayer | None = None
-    """The layer whose weight it is, if that has an adapter."""
+    """The layer that the parameter is the weight of, if that layer has an adapter."""
 
     def weight(self) -> Tensor:
         """The weight that the model computes with, [...] as the parameter, detached: adapter merged, FP8
@@ -136,7 +136,7 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
 
 
 def _is_quantised(parameter: Tensor) -> bool:
-    """Whether a parameter, [...], is one of Transformer Engine's, kept in FP8."""
+    """Whether a parameter, [...], is an FP8 tensor of Transformer Engine's."""
     # Imported here because the driver imports this module too, and does not need Megatron.
     from megatron.core.fp8_utils import is_float8tensor
 
@@ -178,7 +178,7 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
 def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
     """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
 
-    Replicated parameters are not sent at all. Of ranks that hold equal weights only the first take part.
+    Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
 
     Args:
         chunks: the rank's unwrapped Megatron GPTModels.
@@ -192,7 +192,7 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[
     for bound in bound_entries(chunks, shape):
         if bound.entry.copy:
             continue
-        # Ranks that together hold all parts of the parameter, those that split one matrix, and those with equal parts.
+        # Ranks that together hold all parts of the parameter; that split one matrix; that hold equal parts.
         group, split, replicas = groups.tp, groups.tp, groups.dp_cp
         if bound.entry.per_expert:
             group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp
@@ -218,7 +218,7 @@ def _experts_of_rank(model: Any, shape: ModelShape) -> range:
 
 
 def _gather(bound: BoundEntry, group: dist.ProcessGroup) -> list[Tensor]:
-    """A parameter of every rank of a group, [...] each; empty on ranks other than 0."""
+    """The parameters, [...] each, of all ranks of a group; empty on ranks other than 0."""
     own, first = bound.weight().contiguous(), group.rank() == 0
     if group.size() == 1 or (bound.entry.axis is None and not bound.entry.per_expert):
         return [own] * group.size() if first else []
@@ -228,7 +228,7 @@ def _gather(bound: BoundEntry, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _full_tensors(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """One parameter of every rank, [...] in one dtype, to the full Hugging Face tensors that it is made of."""
+    """The full Hugging Face tensors of a parameter, from the shards, [...] in one dtype, of the ranks that split it."""
     entry, size = bound.entry, len(shards)
     if entry.axis is None:
         return [shards[0]]

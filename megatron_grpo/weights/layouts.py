@@ -1,4 +1,4 @@
-"""What a rank of the policy or of an engine holds of a model: its layers, its part of every matrix, its experts."""
+"""Shards: the layers, the parts of matrices and the experts that each rank of the policy or of an engine holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One of several equal parts."""
+    """Part `index` of `count` equal parts."""
 
     index: int = 0
     count: int = 1
@@ -22,20 +22,20 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What a rank holds of a model."""
+    """The part of a model that one rank holds."""
 
     layers: tuple[int, ...]
-    """Numbers of its layers, from 0."""
+    """Numbers of the rank's layers, from 0."""
     embedding: bool
-    """Whether it holds the embedding of tokens."""
+    """Whether the rank holds the token embedding."""
     end: bool
-    """Whether it holds the last norm and the head."""
+    """Whether the rank holds the final norm and the head."""
     tensor: Split = Split()
-    """Its part of every matrix that is split."""
+    """The rank's part of every matrix that tensor parallelism splits."""
     experts: tuple[int, int] = (0, 1)
-    """Range [begin, end) of its experts in every layer; (0, 1) in a model without experts."""
+    """Range [begin, end) of the rank's experts in every layer; (0, 1) in a model without experts."""
     expert_tensor: Split = Split()
-    """Its part of every matrix of an expert."""
+    """The rank's part of every matrix of an expert."""
 
     def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
         """Whether the rank has a parameter for an entry, in this layer if the entry is per layer."""
@@ -45,7 +45,7 @@ class RankShard:
         return self.embedding if name.startswith("embedding.") else self.end
 
     def part(self, entry: WeightEntry) -> Split:
-        """Its part of an entry's matrices, if they are split."""
+        """The rank's part of an entry's matrices, if they are split."""
         return self.expert_tensor if entry.per_expert else self.tensor
 
 
@@ -72,7 +72,7 @@ def training_shards(parallel: ParallelConfig, shape: ModelShape) -> list[RankSha
 
 
 def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
-    """By pipeline rank, the numbers of its layers: chunk by chunk, ranks in turn (interleaved pipeline)."""
+    """Layer numbers of each pipeline rank; in an interleaved pipeline the ranks take chunks of layers in turn."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     given = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
     ends = {stage: layers for stage, layers in given.items() if layers is not None}
@@ -136,9 +136,9 @@ class Destination:
     part: WeightSlice
     """The part of the tensor that the rank keeps."""
     row: int
-    """First row of the part in the parameter (in the expert's matrix of it)."""
+    """First row of the part in the parameter, or in the expert's matrix within it."""
     expert: int | None
-    """Number of the expert among the rank's own, which the parameter's first dimension counts; None: it has none."""
+    """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert's."""
 
 
 def destinations(
@@ -147,11 +147,11 @@ def destinations(
     """An engine rank's destinations of the tensors of an entry, in the order of `entry.hf`.
 
     Args:
-        entry: row of the table of Megatron's parameters.
+        entry: row of the weight map.
         model: sizes of the model.
-        shard: the rank's.
-        layer: number of the layer, from 0, one of the rank's.
-        expert: number of the expert in the layer, from 0, one of the rank's.
+        shard: the part of the model that the rank holds.
+        layer: number of one of the rank's layers, from 0.
+        expert: number in the layer, from 0, of one of the rank's experts.
     """
     parts = [_part(entry, tensor, model, shard.part(entry), layer, expert) for tensor in entry.hf]
     rows = [one.local_shape[0] for one in parts]
@@ -159,7 +159,7 @@ def destinations(
     for position, one in enumerate(parts):
         joined = position if entry.merge in ("qkv", "gate_up") else 0
         row = sum(rows[:joined])
-        if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # behind the queries
+        if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # its rows follow the queries'
             row += _query_rank(model)
         slot = expert - shard.experts[0] if entry.per_expert else None
         found.append(Destination(_parameter(entry, position, model, one.name), one, row, slot))
@@ -209,18 +209,18 @@ def _query_rank(model: ModelShape) -> int:
 BLOCK = 128
 """Rows and columns of a block; the last block of a tensor may be smaller."""
 _ROUTING = {"experts", "score"}
-"""Dimensions of the router's tensors, which are not converted to FP8."""
+"""Dimensions of the router's and of a value head's tensors, which are not converted to FP8."""
 
 
 def in_fp8_blocks(entry: WeightEntry) -> bool:
-    """Whether the tensors of an entry are matrices that vLLM's layers multiply by: no embedding, head, norm or bias."""
+    """Whether an entry's tensors can travel in FP8: matrices of layers; no embedding, head, router, norm or bias."""
     return is_per_layer(entry.megatron[0]) and all(
         len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
     )
 
 
 def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
-    """The matrices that a rank's part begins or ends inside a block, with the rows or columns; for error messages.
+    """A text, for error messages, on every matrix that some rank's part cuts inside a block, with rows or columns.
 
     Args:
         shape: sizes of the model.

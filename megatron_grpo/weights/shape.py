@@ -1,4 +1,4 @@
-"""Sizes of a model, under one name each: enough to check layouts, build the model and read its weights."""
+"""Sizes of a model, under one name in all families: enough to check layouts, build the model and read its weights."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from megatron_grpo.config.errors import shown
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """The feed-forward networks of a mixture of experts, and how tokens find theirs."""
+    """Sizes of a mixture of experts, and how its router assigns tokens to experts."""
 
     count: int
-    """Routed experts of a layer."""
+    """Number of routed experts in a layer."""
     ffn_hidden: int
-    """Width of an expert."""
+    """Hidden width of a routed expert."""
     top_k: int
-    """Experts of a token."""
+    """Number of routed experts that each token goes through."""
     layers: tuple[bool, ...]
-    """Whether each layer has experts; the others have one network for all tokens."""
+    """Whether each layer has experts; the others have one dense feed-forward network."""
     shared_ffn_hidden: int = 0
-    """Width of the network that every token passes besides; 0: there is none."""
+    """Hidden width of the shared expert, which every token goes through; 0: there is none."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's logits."""
+    """Function that turns the router's logits into scores."""
     normalised: bool = True
     """Whether the weights of a token's experts add up to one, before `scaling`."""
     scaling: float = 1.0
-    """Factor of the weights of a token's experts."""
+    """Factor that the weights of a token's experts are multiplied by."""
     selection_bias: bool = False
-    """Whether a bias, which no gradient moves, is added to the scores where experts are chosen (DeepSeek-V3)."""
+    """Whether experts are chosen by score plus a bias that no gradient updates (DeepSeek-V3)."""
     groups: int = 1
-    """Groups of experts; a token's experts are all in the best few of them."""
+    """Number of groups that the experts are divided into."""
     top_groups: int = 1
-    """Groups that a token's experts are in."""
+    """Number of best groups that all experts of a token are chosen from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """Multi-latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are made of one short vector."""
+    """Multi-latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one short vector."""
 
     query_rank: int | None
-    """Length of the vector that queries are made of; None: they are made of the hidden state."""
+    """Length of the vector that queries are projected from; None: they are projected from the hidden state."""
     rank: int
-    """Length of the vector that keys and values are made of."""
+    """Length of the vector that keys and values are projected from."""
     plain_dim: int
-    """Of a head's query and key, the part without a position."""
+    """Length of the part of a head's query and key that is not rotated."""
     rope_dim: int
-    """Of a head's query and key, the part that is rotated; all heads share the key's."""
+    """Length of the rotated part of a head's query and key; all heads share the key's rotated part."""
     value_dim: int
     """Length of a head's value."""
     rope_interleaved: bool
-    """Whether the numbers that are rotated against each other stand side by side, rather than half a vector apart."""
+    """Whether rotation pairs neighbouring elements of a vector, rather than elements half a vector apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only model, under one name each whatever the family calls them."""
+    """Sizes of a decoder-only model, under one name in all families."""
 
     family: str
     """Name of the family in `families.FAMILIES`."""
@@ -80,27 +80,27 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     zero_centered_norms: bool = False
-    """Norms multiply by 1 + weight instead of by weight."""
+    """Whether norms multiply by 1 + weight instead of by weight."""
     post_norms: bool = False
-    """What attention and feed-forward give is normalised before it is added to the residual stream."""
+    """Whether the outputs of attention and feed-forward are normalised before they join the residual stream."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh."""
+    """Activation of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh."""
     softmax_scale: float | None = None
-    """Factor of the product of a query and a key; None: 1 / sqrt(head_dim)."""
+    """Factor of query-key products; None: 1 / sqrt(head_dim)."""
     embedding_scale: float | None = None
-    """Factor of the embeddings, rounded to their dtype; None: they are taken as they are."""
+    """Factor of the embeddings, rounded to their dtype; None: embeddings are not scaled."""
     window: int | None = None
-    """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
+    """Tokens that each token attends to in layers with a window, itself included; None: no layer has one."""
     windowed: tuple[bool, ...] = ()
     """[layers]: whether a layer has the window; empty: none has."""
     local_rope_theta: float | None = None
-    """rope_theta of the layers with a window, without scaling; None: they rotate as the others."""
+    """rope_theta of the layers with a window, without scaling; None: that of the other layers."""
     experts: ExpertShape | None = None
-    """The mixture of experts; None: every layer is dense."""
+    """Sizes of the mixture of experts; None: every layer is dense."""
     latent: LatentShape | None = None
-    """Latent attention; None: every key/value head has matrices of its own."""
+    """Sizes of latent attention; None: every key/value head has matrices of its own."""
     value_head: Literal["fresh", "stored"] | None = None
-    """The output is one number a token instead of logits: a new head, or the one in the folder of a reward model."""
+    """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts rather than one feed-forward network."""
@@ -129,12 +129,12 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A number of things, at least 1.
+    """An integer of config.json that is at least 1.
 
     Args:
         raw: contents of config.json, by key.
         key: name of the number in config.json.
-        default: taken when the key is missing or null; None: the key has to be there.
+        default: result when the key is missing or null; None: the key is required.
 
     Raises:
         ValueError: the key is missing without a default, or is no whole number of at least 1.
@@ -152,10 +152,10 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 
 def number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """A finite number above 0.
+    """A finite number of config.json above 0; the default when its key is missing or null.
 
     Raises:
-        ValueError: the value is there, and is something else.
+        ValueError: the value is no such number.
     """
     value = raw.get(key)
     if value is None:
@@ -166,10 +166,10 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The first object among keys of one meaning; empty when there is none.
+    """The first non-empty object among keys of one meaning; empty when there is none.
 
     Raises:
-        ValueError: the value is there, and is something else.
+        ValueError: a value is no object.
     """
     for key in keys:
         value = raw.get(key)

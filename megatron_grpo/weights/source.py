@@ -1,4 +1,4 @@
-"""Where a model is: a folder, a hub name, or one that is made before the run; and what its sizes are."""
+"""Location of a model (a folder, a hub name, or a folder that is made before the run), and its sizes."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from megatron_grpo.weights.shape import ModelShape
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
-"""Token ids of the models that add."""
+"""Token ids of the prepared models that do addition."""
 
 CALL_BEGIN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CALL_END = '"}}</tool_call>'
 CONVERSATION_VOCABULARY = {
     token: i for i, token in enumerate([*"0123456789+-*=,:", CALL_BEGIN, CALL_END, PAD, EOS, "<bos>", "<unk>"])
 }
-"""Token ids of the models that hold conversations."""
+"""Token ids of the prepared models that hold conversations."""
 
 PREPARED_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("prepared_models.yaml").read_text(encoding="utf-8")
 )
-"""config.json by prepare.name."""
+"""Contents of the config.json of each prepared model, by prepare.name."""
 
 PREPARED_FOLDER = "model"
 """Folder of the model inside prepare.folder."""
 _PROBE_S = 10.0
-"""Deadline for the hub's first answer."""
+"""Deadline in seconds for the hub's first answer."""
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder with the model's config.json on this machine, from the hub's cache if need be; None: not here."""
+    """The folder on this machine with the model's config.json, perhaps in the hub's cache; None: there is none."""
     if not is_hub_name(path):
         return Path(path) if os.path.isdir(path) else None
     from huggingface_hub import try_to_load_from_cache  # here: it takes longer to import than everything else together
@@ -50,11 +50,11 @@ def local_folder(path: str) -> Path | None:
 
 
 def download_config(path: str) -> str | None:
-    """Download a hub model's config.json into the cache; the reason when that fails."""
+    """Download a hub model's config.json into the cache; returns the reason when that fails."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     try:
-        # First a single question: downloading asks five times, and writes a line each time, before it gives up.
+        # One request first: a download makes five, and logs a line for each, before it gives up.
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_PROBE_S)
         hf_hub_download(path, "config.json")
     except _hub_errors() as error:
@@ -67,7 +67,7 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
 
     Args:
         path: a folder or a hub name.
-        key: name of the key that says which model, for the message.
+        key: configuration key that names the model, for the message.
 
     Raises:
         RunError: the model cannot be downloaded.
@@ -83,7 +83,7 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What downloading raises: answers of the hub, no connection to it, no room for the files."""
+    """Exceptions that a download raises: HTTP errors, no connection to the hub, no room for the files."""
     from huggingface_hub.errors import HfHubHTTPError
 
     # Its bases are the errors of whichever HTTP library the hub's package is built on.
@@ -91,12 +91,12 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a message, or what kind of error it is."""
+    """The first line of an error's message, or the error's type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def known_shape(config: Config) -> ModelShape | None:
-    """Sizes of the policy's model as far as this machine knows them; None: the model is not here (yet)."""
+    """Sizes of the policy's model, if this machine can tell them; None: the model is not here (yet)."""
     if made_before_the_run(config, config.policy.model.path):
         assert config.prepare.name is not None
         return shape_of_config(PREPARED_MODELS[config.prepare.name])
@@ -104,7 +104,7 @@ def known_shape(config: Config) -> ModelShape | None:
 
 
 def known_value_shape(config: Config) -> ModelShape | None:
-    """Sizes of value.model.path, a reward model perhaps, as far as this machine knows them; None: it is not here."""
+    """Sizes of the model or reward model at value.model.path, if this machine can tell them; None: it is not here."""
     assert config.value.model.path is not None
     return _shape_here(config.value.model.path, reward_models=True)
 
@@ -114,17 +114,17 @@ def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
     try:
         return None if folder is None else shape_of_folder(folder, reward_models=reward_models)
     except ValueError:
-        return None  # the check of files says what is wrong with it
+        return None  # preflight reports what is wrong with the files
 
 
 def is_prepared(config: Config) -> bool:
-    """Whether something that the run reads is made before it, by megatron_grpo.prepare."""
+    """Whether the run reads a model or data that megatron_grpo.prepare makes before it."""
     sets = [*config.data.training.values(), *config.data.validation.values()]
     return any(made_before_the_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
 
 
 def made_before_the_run(config: Config, path: str) -> bool:
-    """Whether a path lies where things are made before the run, so that it does not have to exist yet."""
+    """Whether a path lies in prepare.folder, which is filled before the run, so that it need not exist yet."""
     return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
 
 
@@ -132,13 +132,13 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def vocabulary_digest(folder: Path) -> str | None:
-    """Digest (BLAKE2b, 16 bytes, hexadecimal) of all tokens with their numbers, those that were added included.
+    """Digest (BLAKE2b, 16 bytes, hexadecimal) of all tokens with their ids, added tokens included.
 
     Args:
-        folder: of a model in Hugging Face format.
+        folder: a model's folder in Hugging Face format.
 
     Returns:
-        None where it has no tokenizer.json, or one that cannot be read.
+        The digest; None where the folder has no tokenizer.json, or one that cannot be read.
     """
     try:
         content = json.loads((folder / TOKENIZER_FILE).read_bytes())
