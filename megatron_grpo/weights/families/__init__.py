@@ -1,4 +1,4 @@
-"""The families that can be trained, and what is read of a model once its family is known."""
+"""The supported model families; sizes, weight map and operation counts of a model from its family's table."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
-    """The shape of a value model that starts from this model: a reward model's score is its head, else that is new.
+    """The shape of a value model that starts from this model; the score of a reward model is kept as its head.
 
-    Its output layer is the head, so nothing is tied to the embedding.
+    The value head replaces the output layer, so nothing is tied to the embedding.
     """
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
 _ALL = (*llama.FAMILIES, gemma3.FAMILY, *experts.FAMILIES, deepseek_v3.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
-"""By name."""
+"""Families by name."""
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
 _BY_REWARD_PREFIX = {
     family.reward_prefix or family.architecture.removesuffix("ForCausalLM"): family for family in FAMILIES.values()
 }
 
 _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
-"""Ends of architectures whose output is a score."""
+"""Suffixes of architectures whose output is a score."""
 
 
 def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
@@ -48,7 +48,7 @@ def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
         head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), zero_if_absent=shape.value_head == "fresh")
         outputs = [head, _BIAS]
     else:
-        # Tied to the embedding it has weights of its own only on a last stage that is not the first.
+        # A tied head has weights of its own only on a last stage that is not the first.
         tied = shape.tied_embeddings
         tensor = _EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
         outputs = [WeightEntry(_OUTPUT_LAYER, (tensor,), copy=tied)]
@@ -56,12 +56,12 @@ def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass over sequences, whatever padding or packing they are computed in.
+    """Floating-point operations of one forward pass over sequences, regardless of padding and packing.
 
-    Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
-    included and the embedding look-up not; and two for each number of a query and of a value, for each pair of a query
-    and a key that it sees, in each head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for
-    s tokens; in a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
+    Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
+    output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
+    element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
+    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
 
     Args:
         shape: sizes of the model; of a value model, those of the language model that it starts from.
@@ -83,7 +83,7 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 
 def _causal_pairs(length: int) -> int:
-    """Pairs of a query and a key that it sees in a sequence of so many tokens: each with itself and those before it."""
+    """Query-key pairs of causal attention in a sequence of `length` tokens, pairs of a token with itself included."""
     return length * (length + 1) // 2
 
 
@@ -91,8 +91,8 @@ def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelSh
     """Sizes of the model in a folder, from its config.json; reward models are refused unless they are asked for.
 
     Raises:
-        ValueError: no such file, no JSON object, a size that is missing or none, or an architecture or option without
-            support; names the file and says which.
+        ValueError: the file is missing or no JSON object, a size is missing or invalid, or an architecture or option
+            has no support; names the file and says which.
     """
     file = Path(path) / "config.json"
     raw = read_config_json(file)
@@ -106,7 +106,7 @@ def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> Mode
     """Sizes from the contents of a config.json.
 
     Raises:
-        ValueError: the architecture or one of its options has no support, or a size is missing or none.
+        ValueError: the architecture or one of its options has no support, or a size is missing or invalid.
     """
     given = raw.get("architectures") or ["(none)"]
     if not isinstance(given, list) or not isinstance(given[0], str):
@@ -117,7 +117,7 @@ def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> Mode
     if family is None:
         raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(_BY_ARCHITECTURE)}")
     if scores:
-        labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # what transformers takes without either
+        labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:
             raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
     shape = family.read(raw)

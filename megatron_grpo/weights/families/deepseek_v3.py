@@ -52,7 +52,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
     for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if raw.get(key, wanted) != wanted:
             raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
-    # What read_dense takes for a head is the part of it that is rotated.
+    # read_dense is given the rotated part of a head as the whole head.
     heads = {"head_dim": size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
     shape = read_dense({**raw, **heads}, "deepseek_v3", rope_types=("default", "yarn"))
     latent = LatentShape(
@@ -71,7 +71,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
 
 
 def yarn_scale(factor: float, weight: float) -> float:
-    """How much YaRN sharpens attention over positions that are `factor` times as far (Peng et al. 2023, eq. 22)."""
+    """YaRN's attention scale for positions stretched by `factor` (Peng et al. 2023, eq. 22)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
@@ -83,7 +83,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
         raise ValueError(f"first_k_dense_replace={shown(dense)} must be a number of layers")
     groups, top_groups = size(raw, "n_group", 1), size(raw, "topk_group", 1)
     if groups > 1 and (count % groups or top_k != 2 * top_groups):
-        # A group's score is the sum of its two best; Megatron-Core sums as many as a token has experts in each group.
+        # A group's score is the sum of its two best experts; Megatron-Core sums as many as a token has in each group.
         text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
         raise ValueError(text + "experts must share out evenly over groups, two of a token in each")
     return ExpertShape(

@@ -23,8 +23,8 @@ def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry
     Args:
         block: name of the block in a layer of the Hugging Face model, such as "mlp.".
         gate: name of an expert's gate projection.
-        up: name of its projection to the width of the expert.
-        down: name of its projection back.
+        up: name of an expert's up projection.
+        down: name of an expert's down projection.
     """
     expert = block + "experts.{expert}."
     return only_in(
@@ -41,7 +41,7 @@ _MIXTRAL_EXPERTS = expert_layer("block_sparse_moe.", "w1", "w3", "w2")
 
 
 def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
-    """Experts of a token, from the contents of a config.json.
+    """Number of experts per token, from the contents of a config.json.
 
     Raises:
         ValueError: the number is missing, or larger than the number of experts.
@@ -54,7 +54,7 @@ def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
 
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
     shape = read_dense(raw, "qwen3_moe", qk_norm=True)
-    # transformers 5 writes the number of experts under another name than the released models have it.
+    # transformers 5 writes the number of experts under another name than that of the released models.
     count = size(raw, "num_experts", size(raw, "num_local_experts", 128))
     # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
     step, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []

@@ -1,4 +1,4 @@
-"""The table of weights that describes a model family, and what a new family has to provide.
+"""The weight map: a table that describes a model family's weights, and what a new family has to provide.
 
 A family is a `Family(...)` at the end of a file in this folder, alone or with its relatives, listed in `families`. It
 gives:
@@ -23,10 +23,10 @@ from typing import Any, Literal
 from megatron_grpo.weights.shape import ModelShape
 
 Dim = str
-"""A dimension of a tensor, one of `dim_size`; those of heads are in units of features: heads * head_dim; "score" is 1.
+"""Name of a tensor's dimension, whose size `dim_size` gives; "heads" and "kv_heads" count features: heads * head_dim.
 
-With latent attention, "latent" is the rank of keys and values, "compressed" that with the rotated key beside it,
-and the other "latent_..." are what all heads take or give."""
+With latent attention, "latent" is the rank of keys and values, "compressed" that rank plus the length of the rotated
+key, and the other "latent_..." are the features of all heads together."""
 
 _SPLIT = {
     "vocab",
@@ -83,23 +83,23 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One Megatron parameter and what it is made of."""
+    """One Megatron parameter and the Hugging Face tensors that it is merged from."""
 
     megatron: tuple[str, ...]
-    """Names of the parameter, with `{layer}` and, of a parameter of each expert, `{expert}`: several when Transformer
-    Engine's layer spec and the torch one differ."""
+    """Names of the parameter, with `{layer}` and, for an expert's parameter, `{expert}`; several when Transformer
+    Engine's layer spec and the torch one name it differently."""
     hf: tuple[HFTensor, ...]
-    """Its tensors: one; gate and up; or query, key and value."""
+    """The parameter's tensors: one; gate and up; or query, key and value."""
     copy: bool = False
-    """A second copy of tensors that another entry stands for (tied embeddings): loaded, but not exported."""
+    """Whether the parameter is a second copy of another entry's tensors (tied embeddings): loaded, but not exported."""
     zero_if_absent: bool = False
-    """A folder without these tensors is complete: they are new, and start at zero."""
+    """Whether a folder may lack these tensors, which then start at zero."""
     layers: Literal["all", "dense", "experts"] = "all"
-    """Which layers have the parameter: those with one feed-forward network, or those with experts."""
+    """Layers that have the parameter: all, those with a dense feed-forward network, or those with experts."""
 
     @property
     def axis(self) -> int | None:
-        """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds all of them."""
+        """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds them whole."""
         return next((axis for axis, dim in enumerate(self.hf[0].dims) if dim in _SPLIT), None)
 
     @property
@@ -110,16 +110,16 @@ class WeightEntry:
 
     @property
     def per_expert(self) -> bool:
-        """Whether every expert has a parameter of its own. Ranks split it by the expert-tensor group."""
+        """Whether every expert has a parameter of its own, which ranks of the expert-tensor group split."""
         return "{expert}" in self.megatron[0]
 
     def slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
-        """What a rank holds of each tensor, in the order of `hf`.
+        """The slice of each tensor that a rank holds, in the order of `hf`.
 
         Args:
             model: sizes of the model.
             layer: number of the layer, from 0.
-            rank: the rank in its tensor-parallel group; of a parameter of experts, in its expert-tensor group.
+            rank: number of the rank in its tensor-parallel group or, for experts, in its expert-tensor group.
             size: ranks of that group.
             expert: number of the expert in the layer, from 0.
         """
@@ -131,7 +131,7 @@ class WeightEntry:
         return found
 
     def _range(self, position: int, shape: tuple[int, ...], model: ModelShape, rank: int, size: int) -> tuple[int, int]:
-        """Where a rank's slice of one of the tensors begins and ends."""
+        """Begin and end of a rank's slice of one of the tensors, along `axis`."""
         assert self.axis is not None
         total = shape[self.axis]
         if self.merge == "vocab":  # padded behind its end: the last ranks may hold fewer entries, or none
@@ -166,7 +166,7 @@ def in_layer(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
 
 
 def only_in(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
-    """Entries for one kind of layers alone."""
+    """The entries, restricted to layers of one kind."""
     return tuple(replace(entry, layers=layers) for entry in entries)
 
 
@@ -204,17 +204,17 @@ def group_rows(model: ModelShape) -> list[int]:
 
 
 def padded_vocab(model: ModelShape, tp_size: int) -> int:
-    """Vocabulary entries of the Megatron model: the next multiple of the tensor-parallel size."""
+    """Vocabulary entries of the Megatron model, rounded up to a multiple of the tensor-parallel size."""
     return -(-model.vocab // tp_size) * tp_size
 
 
 def wanted_experts(entry: WeightEntry, model: ModelShape) -> range:
-    """Numbers of the experts that an entry speaks for; [0] when it is not one for each expert."""
+    """Numbers of the experts that an entry describes; [0] for an entry outside experts."""
     return range(model.experts.count) if entry.per_expert and model.experts is not None else range(1)
 
 
 def is_per_layer(name: str) -> bool:
-    """Whether a name stands for one tensor per layer."""
+    """Whether a name, with its placeholders, stands for one tensor per layer."""
     return "{layer}" in name
 
 
@@ -246,4 +246,4 @@ class Family:
     layers: Callable[[ModelShape], tuple[WeightEntry, ...]]
     """The weight map of a model's layers, in the order of export."""
     reward_prefix: str | None = None
-    """How names of its reward models' classes begin, before "For"; None: as that of the language model does."""
+    """Prefix, before "For", of the class names of the family's reward models; None: the language model's."""

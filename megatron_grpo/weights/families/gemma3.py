@@ -21,7 +21,7 @@ _DEFAULTS = {
     "rope_theta": 1000000.0,
     "rope_local_base_freq": 10000.0,
 }
-"""What transformers takes for a key that config.json does not have, where that is not what Llama takes."""
+"""transformers' defaults for keys that config.json lacks, where they differ from Llama's."""
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -40,7 +40,7 @@ def read(raw: dict[str, Any]) -> ModelShape:
     """Sizes from the contents of a config.json, as transformers 4 or 5 spells them.
 
     Raises:
-        ValueError: one of the model's options has no support, or a size is missing or none.
+        ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
     for key in _REFUSED:
         if raw.get(key):
@@ -49,7 +49,7 @@ def read(raw: dict[str, Any]) -> ModelShape:
         raise ValueError(f"hidden_activation={shown(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is")
     given = {**_DEFAULTS, **raw}
     local_theta, global_rope = _ropes(given)
-    # Gemma reads hidden_activation, and nothing where Llama's hidden_act says something.
+    # Gemma reads hidden_activation and ignores Llama's hidden_act.
     as_dense = {key: value for key, value in given.items() if key != "hidden_act"} | {"rope_parameters": global_rope}
     shape = replace(
         read_dense(as_dense, "gemma3", qk_norm=True),
@@ -72,7 +72,7 @@ def _windowed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     """[layers]: whether a layer has a window."""
     types = raw.get("layer_types")
     if types is None:
-        # Every n-th layer sees everything.
+        # Every n-th layer has no window.
         pattern = size(raw, "sliding_window_pattern", size(raw, "_sliding_window_pattern", 6))
         return tuple((layer + 1) % pattern > 0 for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers or not set(types) <= {_LOCAL, _GLOBAL}:

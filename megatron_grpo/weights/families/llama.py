@@ -14,7 +14,7 @@ _ROPE_FACTORS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-"""What scales the frequencies, by rope_type."""
+"""Keys that a rotary embedding with scaled frequencies needs, by rope_type."""
 
 ATTENTION = (
     in_layer(
@@ -72,7 +72,7 @@ def read_dense(
         rope_types: kinds of rotary embeddings that the family has.
 
     Raises:
-        ValueError: one of the model's options has no support, or a size is missing or none.
+        ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
     _refuse_unsupported(raw, family, rope_types)
     rope = section(raw, "rope_parameters", "rope_scaling")

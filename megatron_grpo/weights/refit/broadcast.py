@@ -1,5 +1,5 @@
 """Refit by broadcast: `BroadcastTransport` runs on the driver, and `BroadcastReceiver` in an engine's worker. Ranks of
-the policy send as in a reshard, but every worker receives all tensors whole."""
+the policy send over the links of a reshard, but to every worker a copy of the whole model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BroadcastReceiver(ReshardReceiver):
         self._begun: dict[str, Tensor] = {}
         """Tensors, [rows, columns], of which some pieces have come."""
         self._missing: dict[str, int] = {}
-        """Numbers of each of them that have not come yet."""
+        """Number of elements of each of these tensors that have not come yet."""
         return ModelReload(worker)
 
     def _write(self, number: int, message: Tensor) -> None:

@@ -48,8 +48,8 @@ def checksum_problem(buffer: Tensor, version: int) -> str | None:
 def checksum(words: Tensor) -> Tensor:
     """Position-weighted sum modulo 2^64: chunk by chunk, h <- h * GOLDEN + sum_i words[i] * weight[i].
 
-    Weights are odd, so a change of any single word always shows; different everywhere in a chunk, so exchanged words do
-    too, but for rare differences in high bits alone.
+    Weights are odd, so a change of any single word changes the sum. Weights differ within a chunk, so exchanged words
+    change it too, unless the words differ in their highest bits alone.
 
     Args:
         words: [n], int64, on any device.

@@ -28,7 +28,7 @@ class ModelReload:
         self._config = worker.vllm_config.model_config
         self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
         self._kernels: list[tuple[Any, Any]] = []
-        """(quant_method, its kernel before the reload) of experts on a CPU."""
+        """(quant_method, kernel before the reload) of each layer of experts on a CPU."""
 
     def begin(self) -> None:
         """Let the weight loaders of converted layers collect plain weights."""
@@ -43,7 +43,7 @@ class ModelReload:
         self._model.load_weights(tensors)
 
     def finish(self) -> None:
-        """Convert the layers that are still incomplete (padding is never sent); the model computes with what came."""
+        """Convert the layers that are still incomplete (padding is never sent), so that the new weights are in use."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         for layer in self._layers:
@@ -58,7 +58,7 @@ class ModelReload:
         self._restore_kernels()
 
     def _restore_kernels(self) -> None:
-        """Restore the kernels of layers of which nothing came."""
+        """Restore the kernels of layers that received nothing."""
         for method, kernel in self._kernels:
             if kernel is not None and method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -175,7 +175,7 @@ def keeps_blocks(layer: nn.Module) -> bool:
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Recompute what attention layers and tied heads derive from other layers' weights; `dtype` is of activations."""
+    """Recompute what attention layers and tied heads derive from other layers' weights; `dtype` is the activations'."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -55,13 +55,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version of the weights."""
+    """The files that hold one version of the weights."""
 
     session: str
     """Identifies the start of the run that wrote it: version 3 of another run is not this version 3."""
     version: int
     tensors: Mapping[str, StoredTensor]
-    """By name in Hugging Face format, in the order of the layers."""
+    """All tensors by their Hugging Face names, in the order of the layers."""
 
     def write(self, folder: Path) -> None:
         """Make this the version that the folder holds."""
@@ -74,7 +74,7 @@ class Manifest:
         """The version that the folder holds.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: the manifest is missing or damaged.
         """
         path = folder / MANIFEST
         try:
@@ -118,7 +118,7 @@ def written_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def remove_unread(folder: Path, manifest: Manifest) -> None:
-    """Delete the files that hold no tensor of this version; no process may be reading an earlier one."""
+    """Delete the files that hold no tensor of this version; no process may be reading an earlier version."""
     kept = {folder / one.file for one in manifest.tensors.values()}
     for file in folder.glob("*/*"):
         if file not in kept:
@@ -196,7 +196,7 @@ _writer: FileWriter | None = None
 
 
 def connect_writer(_rank: PolicyRank, folder: Path, bucket_bytes: int) -> None:
-    """Make a writer for an existing folder, which writes all tensors first."""
+    """Make this process's writer for an existing folder; the first version that it writes is whole."""
     global _writer
     _writer = FileWriter(folder, bucket_bytes)
 
@@ -215,10 +215,10 @@ def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredT
 
 
 class FilesReceiver:
-    """The receiving end of a worker, which reads the folder.
+    """The receiving end of a refit in a worker: reads the folder.
 
     Args:
-        worker: vLLM's, with a model.
+        worker: vLLM's worker, with a loaded model.
         shared: the `folder` of the weights, and the `session` of the run that writes there.
         number: unused; other receivers get the worker's number here.
 
@@ -236,10 +236,10 @@ class FilesReceiver:
         self._read_manifest()
 
     def receive(self, version: int) -> None:
-        """Verify the tensors of a version that must be loaded, and load them.
+        """Verify all tensors of a version that must be loaded, then load them.
 
         Raises:
-            ValueError: the folder has another version, or a file is missing or damaged. The model is as it was.
+            ValueError: the folder has another version, or a file is missing or damaged. The model is unchanged.
         """
         manifest = self._read_manifest()
         if manifest.version != version:
@@ -291,8 +291,8 @@ FOLDER = "refit"
 
 
 class FilesTransport(WeightTransport):
-    """Needs only that engines see the folder, which is in `run_dir` or apart from those of other runs in
-    `refit.directory`; so they may be servers outside of the run."""
+    """Transport through a folder: `refit` in `run_dir`, or one of the run's own in `refit.directory`. Engines only have
+    to see the folder, so they may be servers outside of the run."""
 
     mode: ClassVar[RefitMode] = "files"
 
@@ -313,7 +313,7 @@ class FilesTransport(WeightTransport):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _connect(self, engines: tuple[int, ...]) -> None:
-        """Send the folder to engines; at first and after a failure start with an empty one."""
+        """Tell engines the folder's path; at first and after a failure begin with an empty folder."""
         writers = []
         if not self._linked:  # no engine reads the folder at this time
             with _disk_errors_as_attempts(self._folder):

@@ -1,6 +1,6 @@
 """Runs on ranks of the policy and in engines' workers: process groups of a refit, NCCL on CUDA and gloo on CPU.
 
-They are made without torch's default group, which each of the two sides has for itself.
+These groups do not come from torch's default group, since policy and engine each have a default group of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from megatron_grpo.platform.device import environment, reach_store
 
 REACH_S = 10.0
-"""Time to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
+"""Seconds to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
 cannot be reached was closed, because another member of the attempt has failed."""
 
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ class Rendezvous:
     host: str
     port: int
     receivers: int
-    """Workers of all engines."""
+    """Number of workers of all engines."""
     timeout_s: float
     """Limit in seconds of joining a group, and of each transfer."""
     same_gpus: bool = False
@@ -76,7 +76,7 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
 
 
 def leaves_on_failure(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
-    """A method whose object leaves its group (`close`) when it fails, so that the other members fail at once.
+    """Decorate a method: when it fails, its object leaves its group (`close`), so that the other members fail at once.
 
     A group lives as long as any reference to it or to a pending transfer, and the traceback of an error keeps the local
     variables of all functions it has passed; so these are cleared.

@@ -26,7 +26,7 @@ class CudaMemory:
 
     def address(self) -> list[Any]:
         """The GPU and torch's handle, with a reference count for one other process: call this once for each."""
-        # The arguments that torch would pickle; those behind the device make up the handle.
+        # The arguments that torch would pickle; those after the device make up the handle.
         _, (_, _, _, begin, _, _, device, *handle) = reduce_tensor(self.tensor)
         texts = [part.hex() if isinstance(part, bytes) else part for part in handle]
         return [gpu_name(device), self.tensor.numel(), begin, *texts]
@@ -67,7 +67,7 @@ class HostMemory:
         self.tensor = _mapped(self._file)[:nbytes]
 
     def address(self) -> list[Any]:
-        """The process, the number of the file in it, and the random name of the file."""
+        """The process's id, its number (descriptor) of the file, and the random name of the file."""
         return [os.getpid(), self._file.fileno(), self._name]
 
     @classmethod
@@ -96,12 +96,12 @@ SharedMemory = CudaMemory | HostMemory
 
 
 def shared_memory_on(device: torch.device, *, in_hosts: bool, on_gpus: bool) -> type[SharedMemory] | None:
-    """The memory in which messages between ranks that compute on such a device may be handed over; None: they are sent.
+    """The kind of memory in which ranks on such a device may hand messages over; None: messages are sent.
 
     Args:
-        device: of both ends.
-        in_hosts: whether CPUs are to hand them over.
-        on_gpus: whether both ends are on the same GPUs, and have to: NCCL has one rank a GPU.
+        device: device that both ends compute on.
+        in_hosts: whether ranks on CPUs may use shared memory (`refit.shared_memory`).
+        on_gpus: whether both ends share GPUs and so must use shared memory, because NCCL has one rank a GPU.
     """
     if device.type == "cuda":
         return CudaMemory if on_gpus else None

@@ -37,7 +37,7 @@ def schedule(pieces: Pieces, bucket_bytes: int) -> Pieces:
     all messages are sent.
 
     Args:
-        pieces: of one refit, in an order in which parameters are complete soon after they were begun.
+        pieces: all pieces of a refit, ordered so that a parameter is complete soon after it was begun.
         bucket_bytes: most bytes of a message; pieces have at most half as many.
 
     Returns:
@@ -86,7 +86,7 @@ def write_plan(
         scheduled: all pieces, by turn.
         sources: ranks of the policy.
         targets: ranks of all engines.
-        dtypes: types of what is sent, by row of the model's table.
+        dtypes: dtype in which tensors are sent, by row of the weight map.
         shared_memory: whether ranks of one machine use shared memory where possible.
     """
     common = {"sources": sources, "dtypes": dtypes, "shared_memory": shared_memory}
@@ -111,7 +111,7 @@ class Links:
         side: the rank's side.
         rank: its number on that side.
         device: device of the buffers.
-        entries: rows of the model's table, for error messages.
+        entries: rows of the weight map, for error messages.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class Links:
         sources = plan["sources"]
         self._sends, self._rank, self._entries = side == "source", rank, entries
         self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]
-        """Types of what is sent, by row of the model's table."""
+        """Dtype in which tensors are sent, by row of the weight map."""
         self.messages = split_messages(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
-        """The rank's, by turn."""
+        """Pieces of each of the rank's messages, by turn."""
         self._peers = [int(pieces["target" if self._sends else "source"][0]) for pieces in self.messages]
-        """The rank at the other end, by message."""
+        """Number of the rank at the other end, by message."""
         laid = [packed_pieces(pieces, self.dtypes) for pieces in self.messages]
         self.packed_pieces: list[list[PackedPiece]] = [one for one, _ in laid]
         """Positions of the pieces, by message."""
@@ -136,16 +136,16 @@ class Links:
         self._memory = shared_memory_on(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
         """The kind of shared memory that links may use; None: none."""
         self._sent_from = device if self._memory is None else torch.device("cpu")
-        """Device of what goes through the group; notices are on the CPU."""
+        """Device of the tensors that go through the group: the CPU if messages may be handed over in shared memory."""
         member = rank if self._sends else sources + rank
         self._first_peer = sources if self._sends else 0
         """Number in the group of the first rank of the other side."""
         self._group: Group | None = join(rendezvous, "reshard", member, sources + rendezvous.receivers, self._sent_from)
         offered = self._memory(nbytes) if self._memory is not None and self._sends else None
         self._shared: dict[int, Tensor] = {}
-        """Memory of the source, by peer whose messages are handed over in it."""
+        """The source's buffers in shared memory, by peer that uses them."""
         self._notices, self._answers = torch.arange(BUFFERS), torch.arange(BUFFERS)
-        """Of pending messages in shared memory: the number of the buffer, and what comes back to its source."""
+        """Notices of pending messages in shared memory: the number of the buffer, and the answer to the source."""
         self._connect(store, offered)
         if offered is not None:
             self._own: Tensor | None = offered.tensor
@@ -200,7 +200,7 @@ class Links:
             if not broken:
                 load(number, buffer)
             if self._memory is not None and peer in self._shared:
-                self._memory.settle()  # it has been read
+                self._memory.settle()  # the message has been read
                 self._move(peer, self._notices[number % BUFFERS], sends=True).wait()
             if number + BUFFERS < len(self.messages):  # into the buffer that is free now
                 under_way[number + BUFFERS] = self.begin(number + BUFFERS)
@@ -223,12 +223,12 @@ class Links:
         notice = self._notices[number % BUFFERS]
         if not self._sends:
             return [self._move(peer, notice, sends=False)]
-        self._memory.settle()  # the message is in it
+        self._memory.settle()  # the message has been written
         answer = self._answers[number % BUFFERS]
         return [self._move(peer, notice, sends=True), self._move(peer, answer, sends=False)]
 
     def close(self) -> None:
-        """Leave the group: others that wait for this process fail at once."""
+        """Leave the group, so that others that wait for this process fail at once."""
         self._group = None
 
     def _wait(self, number: int, under_way: dict[int, list[Work]]) -> None:
@@ -254,7 +254,7 @@ class Links:
 
     def _connect(self, store: Store, offered: SharedMemory | None) -> None:
         """Send a notice over every link and back, so that a broken link is noticed now and not in a refit; a source
-        offers its memory, and hears in the notice whether its target can map that.
+        offers its memory, and the notice that comes back says whether the target can map it.
 
         Raises:
             RuntimeError: a peer did not respond, or is not the peer of the plan.

@@ -34,21 +34,21 @@ class _Region(NamedTuple):
 
     module: str
     name: str
-    """Of the parameter in the module."""
+    """Name of the parameter in the module."""
     expert: int | None
     rows: slice
     columns: slice
     scaled: bool
-    """Whether it comes in FP8, with scales."""
+    """Whether the piece comes in FP8, with scales."""
 
     @property
     def size(self) -> int:
-        """Numbers of the piece."""
+        """Number of elements in the piece."""
         return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
 
     @property
     def blocks(self) -> list[slice]:
-        """Rows and columns of its scales; it starts at the start of a block (`layouts.cut_blocks`)."""
+        """Rows and columns of the region's scales; a region starts at the start of a block (`layouts.cut_blocks`)."""
         sides = (self.rows, self.columns)
         assert not any(side.start % BLOCK for side in sides), f"{self} begins inside a block"
         return [slice(side.start // BLOCK, blocks(side.stop)) for side in sides]
@@ -58,12 +58,12 @@ class ModelWriter:
     """Writes pieces of Hugging Face tensors into one worker's model.
 
     Args:
-        model: vLLM's.
-        dtype: of its activations.
+        model: vLLM's model.
+        dtype: dtype of the model's activations.
         shape: sizes of the whole model.
-        shard: what the worker holds of it.
-        messages: [pieces], PIECE, of each message of a refit.
-        scaled: rows of the model's table whose tensors come in FP8, with scales.
+        shard: the part of the model that the worker holds.
+        messages: for each message of a refit its pieces, [pieces], PIECE.
+        scaled: rows of the weight map whose tensors come in FP8, with scales.
 
     Raises:
         ValueError: vLLM's model has parameters that the refit does not fill, or fills with another number of values.
@@ -82,7 +82,7 @@ class ModelWriter:
         self._messages = _regions(shape, shard, messages, scaled)
         regions = [region for message in self._messages for region in message]
         self._expected = Counter[str]()
-        """Numbers that a refit brings, by module."""
+        """Number of elements that a refit brings, by module."""
         for region in regions:
             self._expected[region.module] += region.size
         self._written: Counter[str] = Counter()
@@ -99,15 +99,15 @@ class ModelWriter:
         self._require_all(regions, {one.parameter for one in others})
 
     def begin(self) -> None:
-        """Count anew."""
+        """Reset the counts of written elements."""
         self._written.clear()
 
     def write(self, message: int, position: int, values: Tensor, scales: Tensor | None = None) -> None:
         """Write a piece to its region.
 
         Args:
-            message: number of its message.
-            position: its number in the message.
+            message: number of the piece's message.
+            position: number of the piece in the message.
             values: [rows, columns], in any dtype.
             scales: [blocks of rows, blocks of columns], float32, of a piece in FP8.
         """
@@ -144,7 +144,7 @@ class ModelWriter:
         return names
 
     def _require_all(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
-        """Compare how many numbers come for each parameter with how many it has before vLLM converts it."""
+        """Check that each parameter gets as many elements as it has before vLLM converts it; ValueError if not."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -172,7 +172,7 @@ class ModelWriter:
 def _regions(
     shape: ModelShape, shard: RankShard, messages: Sequence[Pieces], scaled: Collection[int]
 ) -> list[list[_Region]]:
-    """The region of each piece of each message, on a rank that holds `shard`."""
+    """For each message the regions of its pieces, on a rank that holds `shard`."""
     entries = weight_entries(shape)
 
     @cache

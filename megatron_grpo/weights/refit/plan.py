@@ -28,20 +28,20 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
 
 FP8 = "float8_e4m3fn"
-"""Numbers of this type are followed by a float32 scale for each block."""
+"""Dtype of pieces whose elements are followed by a float32 scale for each block."""
 _SCALE_BYTES = 4
 _ALIGN_BYTES = 16
 """Every piece begins at a multiple of this, so that a slice of the message can be viewed in any type."""
 
 
 def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
-    """The type in which each tensor is sent, by row of the model's table: the policy's precision, but for biases of
-    routing.
+    """The dtype in which each tensor is sent, by row of the weight map: FP8, the policy's precision, or for biases of
+    routing float32.
 
     Args:
         shape: sizes of the model.
         precision: `policy.precision`.
-        fp8_blocks: whether matrices of the layers travel in FP8.
+        fp8_blocks: whether the layers' matrices travel in FP8.
     """
     entries = weight_entries(shape)
     found = [FP8 if fp8_blocks and in_fp8_blocks(entry) else precision for entry in entries]
@@ -52,7 +52,7 @@ def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str
 
 
 def blocks(size: int) -> int:
-    """Blocks along a side of a matrix."""
+    """Number of FP8 blocks along a side of a matrix."""
     return -(-size // BLOCK)
 
 
@@ -93,7 +93,7 @@ def packed_pieces(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Pack
 
     Args:
         pieces: [pieces], PIECE, in their order.
-        dtypes: types by row of the model's table.
+        dtypes: dtypes by row of the weight map.
     """
     ends = np.cumsum(aligned(pieces["bytes"])).tolist()
     sizes = zip(np.diff(pieces["rows"])[:, 0].tolist(), np.diff(pieces["columns"])[:, 0].tolist(), strict=True)
@@ -104,7 +104,7 @@ def packed_pieces(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Pack
 
 
 def aligned(sizes: Any) -> Any:
-    """Bytes of pieces with the padding behind them."""
+    """Bytes of pieces, rounded up to a multiple of _ALIGN_BYTES."""
     return -(-sizes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
@@ -112,14 +112,14 @@ PIECE = np.dtype(
     [
         ("source", np.int32),  # rank of the policy
         ("target", np.int32),  # rank among those of all engines, engine by engine
-        ("entry", np.int16),  # row of the model's table
+        ("entry", np.int16),  # row of the weight map
         ("tensor", np.int8),  # number among the entry's tensors
         ("layer", np.int16),
         ("expert", np.int16),
-        ("rows", np.int32, 2),  # of the whole Hugging Face tensor, from the first to one behind the last
-        ("columns", np.int32, 2),  # likewise; (0, 1) of a vector
+        ("rows", np.int32, 2),  # [begin, end) in the whole Hugging Face tensor
+        ("columns", np.int32, 2),  # [begin, end) in the whole tensor; (0, 1) for a vector
         ("bytes", np.int64),
-        ("turn", np.int32),  # of its message, among those of its source and among those of its target
+        ("turn", np.int32),  # turn of the message, for its source as for its target
     ]
 )
 """A box of a Hugging Face tensor that one rank sends to another."""
@@ -135,7 +135,7 @@ def tensor_name(entries: Sequence[WeightEntry], piece: Any) -> str:
 
 
 class Box(NamedTuple):
-    """Rows and columns of a tensor, each from the first to one behind the last."""
+    """Rows [row, row_end) and columns [column, column_end) of a tensor."""
 
     row: int
     row_end: int
@@ -144,12 +144,12 @@ class Box(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Their number; 0 or less: the box is empty."""
+        """Number of rows; 0 or less: the box is empty."""
         return self.row_end - self.row
 
     @property
     def columns(self) -> int:
-        """Their number; 0 or less: the box is empty."""
+        """Number of columns; 0 or less: the box is empty."""
         return self.column_end - self.column
 
 
@@ -182,13 +182,13 @@ def plan_pieces(
         sources: shards of the policy's ranks, in their order.
         engine: shards of the ranks of one engine, in their order.
         engines: number of engines, which have equal layouts.
-        dtypes: type of what is sent, by row of the table.
+        dtypes: dtype in which tensors are sent, by row of the weight map.
         limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
-        same_devices: whether ranks of the policy and of engines with the same number share a device: what both hold is
-            then sent from that rank and no other.
+        same_devices: whether ranks of the policy and of engines with the same number share a device; a box that both
+            hold is then sent by that policy rank and no other.
 
     Returns:
-        Pieces in the order of the table, layer by layer.
+        Pieces in the order of the weight map, layer by layer.
     """
     entries = weight_entries(shape)
     holders = _Holders(sources)
@@ -225,8 +225,8 @@ def plan_pieces(
 def _routes(
     entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
 ) -> Iterator[tuple[int, int, Box, int]]:
-    """What parts of an entry's matrices contribute to one engine rank, the same for every layer and expert: the tensor,
-    the part's number among those that the policy's ranks split it into, a box of at most `limit` bytes, its bytes."""
+    """Yield (tensor, policy part, box of at most `limit` bytes, its bytes) for all that one engine rank keeps of an
+    entry's matrices; tensor and part are numbers, and every layer and expert has the same boxes."""
     wanted = destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
     held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
     size = getattr(torch, dtype).itemsize

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 _Key = tuple[int, int, int]
-"""One parameter of the whole model: its row of the table, its layer, its expert."""
+"""One parameter of the whole model: (row of the weight map, layer, expert)."""
 
 
 _Cut = tuple[_Key, int, slice, slice]
-"""The position of a piece in this rank's parameters: the number of a tensor that the parameter is made of, its rows and
-its columns."""
+"""The position of a piece in this rank's parameters: (parameter, number of one of its Hugging Face tensors, rows,
+columns)."""
 
 
 class ShardSender:
@@ -45,12 +45,12 @@ class ShardSender:
         self._entries = weight_entries(rank.shape)
         self._cuts = [[self._cut(piece) for piece in pieces] for pieces in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}
-        """The parameters that the model has now."""
+        """The model's parameters at the start of the current send."""
         self._key: _Key | None = None
         self._tensors: list[Tensor] = []
 
     def send(self, version: int) -> tuple[int, int, int]:
-        """Send one version; the numbers of bytes, with padding and checksums, of pieces and of messages.
+        """Send one version; returns the numbers of bytes (with padding and checksums), of pieces and of messages.
 
         Raises:
             RuntimeError: a receiver stopped receiving.
@@ -96,13 +96,13 @@ _sender: ShardSender | None = None
 
 
 def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankShard]) -> None:
-    """Join the group of all ranks and test every link of this one; `shards` are those of all ranks in the plan."""
+    """Join the group of all ranks and test this rank's links; `shards` are the planned shards of all policy ranks."""
     global _sender
     _sender = None
     from megatron.core import parallel_state
 
     number = torch.distributed.get_rank()
-    # The layout of the plan, made from the configuration alone, is the one that Megatron-Core has made.
+    # The plan derives the layout from the configuration alone, and it has to be Megatron-Core's.
     layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
     tensor, planned = parallel_state.get_tensor_model_parallel_rank(), shards[number]
     assert (layers, tensor) == (planned.layers, planned.tensor.index), f"planned for {planned}, has {layers}, {tensor}"
@@ -123,7 +123,7 @@ class ReshardTransport(WeightTransport):
     mode: ClassVar[RefitMode] = "reshard"
 
     def _engine_shards(self) -> list[RankShard]:
-        """What each rank of an engine receives."""
+        """The shard that each rank of an engine receives."""
         return engine_shards(self._generation.config.parallel, self._policy.settings.shape)
 
     def _connect(self, engines: tuple[int, ...]) -> None:
@@ -175,9 +175,9 @@ class ReshardReceiver:
     """The receiving end of a worker's links.
 
     Args:
-        worker: vLLM's, with a model.
+        worker: vLLM's worker, with a loaded model.
         rendezvous: address and size of the group.
-        number: the worker's, counted over all engines.
+        number: number of the worker, counted over all engines.
     """
 
     def __init__(self, worker: Any, rendezvous: Rendezvous, number: int) -> None:
@@ -199,7 +199,7 @@ class ReshardReceiver:
         self._model.finish()
 
     def _loaded_model(self, worker: Any) -> Any:
-        """The worker's model as it is written to."""
+        """The writer of the worker's model, which `receive` and `_write` use."""
         config, parallel = worker.vllm_config.model_config, worker.vllm_config.parallel_config
         layout = GenerationParallelConfig(
             tensor=parallel.tensor_parallel_size,

@@ -1,4 +1,4 @@
-"""Runs on the driver: brings one version of the policy's weights into every engine, in as many attempts as it takes.
+"""Runs on the driver: brings one version of the policy's weights into every engine, with retries.
 
 A version is verified before it is served. Engines stop serving before their first weight changes, every worker checks
 the version and checksum of every buffer it receives, and the driver commits the version in a second call only after all
@@ -32,14 +32,14 @@ from megatron_grpo.trainer.group import MegatronPolicy
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 15.0
-"""Time for the other calls to end once one has failed. Closed links are noticed at once; a silent one at the deadline,
-which began a little later for the ranks than for the driver."""
+"""Seconds for the other calls to end once one has failed. Processes notice a closed link at once, and a silent one at
+their deadline, which begins a little later on the ranks than on the driver."""
 
 RANK_NAME = "policy rank {}".format
 
 
 class RefitError(RunError):
-    """A refit that did not complete on every worker; generation must not be used with the new version."""
+    """A refit did not complete on every worker, so no engine may serve the new version."""
 
 
 class PolicyLostError(RefitError, ModelLostError):
@@ -47,7 +47,7 @@ class PolicyLostError(RefitError, ModelLostError):
 
 
 class AttemptError(Exception):
-    """One attempt at a refit failed; `lost`: why each engine that must be replaced first is lost, by its number."""
+    """One attempt at a refit failed; `lost` says, by number, why engines are lost, which must be replaced first."""
 
     def __init__(self, text: str, lost: Mapping[int, str]) -> None:
         super().__init__(text)
@@ -56,25 +56,25 @@ class AttemptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """One completed refit."""
+    """The figures of one completed refit."""
 
     version: int
     bytes_sent: int
-    """Payload with padding and checksums."""
+    """Bytes of all messages, padding and checksums included; with files, bytes of the tensors written."""
     tensors: int
-    """Whole tensors, or slices of them."""
+    """Number of slices in all messages; with files, of whole tensors written."""
     buckets: int
-    """Messages, or files."""
+    """Number of messages, or of files."""
     seconds: float = 0.0
-    """Time of all attempts."""
+    """Seconds of all attempts together."""
     retries: int = 0
-    """Attempts that failed before."""
+    """Number of failed attempts before this one."""
     replaced: tuple[str, ...] = ()
     """Each engine that was replaced since the previous refit, with the reason."""
 
 
 class WeightTransport(ABC):
-    """Moves the policy's weights into generation: attempts, each within the deadline, and their failures.
+    """Moves the policy's weights into the engines, in attempts with a deadline, and handles failed ones.
 
     A mode of transfer defines `_connect` and `_attempt`.
 
@@ -97,10 +97,10 @@ class WeightTransport(ABC):
         self._version = 0
         self._replaced: list[str] = []
         self._store: TCPStore | None = None
-        """Through which the members of groups find each other."""
+        """Rendezvous store of the process groups."""
 
     def connect(self) -> None:
-        """Open the channels between policy and engines, before the first publish or after another transport."""
+        """Open the channels between policy and engines, before the first publish."""
         self._linked = ()
         try:
             self._connect(self._engines())
@@ -139,7 +139,7 @@ class WeightTransport(ABC):
             raise SamplingError(str(error)) from error
 
     def close(self) -> None:  # noqa: B027 - most modes keep nothing
-        """Remove what the transport keeps outside of processes; idempotent."""
+        """Delete files that the transport has written; idempotent."""
 
     def _engines(self) -> tuple[int, ...]:
         return tuple(range(self._generation.config.parallel.data))
@@ -243,7 +243,7 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
     overdue = [name for name, call in ranks.items() if call not in over]
     _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
     _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
-    if not lost:  # otherwise they may be waiting for a lost engine, whose end releases them
+    if not lost:  # otherwise ranks may be waiting for a lost engine, whose end releases them
         _require_policy(overdue, "stuck", failure)
     return lost
 

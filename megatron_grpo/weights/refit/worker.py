@@ -24,8 +24,8 @@ else:
 
 
 Receiver = BroadcastReceiver | ReshardReceiver | FilesReceiver
-"""A worker's end of a connected refit. `receive(version)` raises ValueError or RuntimeError for what went wrong, and
-`abandon()` then makes a later refit possible; until that the model holds no complete version."""
+"""A worker's end of a connected refit. When `receive(version)` fails with a ValueError or RuntimeError, `abandon()`
+makes a later refit possible; until that refit the model holds no complete version."""
 
 _RECEIVERS: dict[RefitMode, type[Any]] = {
     "broadcast": BroadcastReceiver,
@@ -37,7 +37,7 @@ _RECEIVERS: dict[RefitMode, type[Any]] = {
 class RefitWorker(Worker):
     """Methods that vLLM adds to its worker class (`worker_extension_cls`).
 
-    They return an error's text and raise nothing: when several workers raise, vLLM's executor reads only the first
+    The methods return an error's text and never raise: when several workers raise, vLLM's executor reads only the first
     response, and takes the second one for the response to its next call.
     """
 
@@ -81,7 +81,7 @@ class RefitWorker(Worker):
         return f"worker {self.rank} holds version {self.received} of the weights, and not {version}"
 
     def describe(self) -> dict[str, Any]:
-        """Facts of a server that a run checks before it uses it, in JSON types; {"problem": ...}: it cannot be used."""
+        """The server's properties that a run checks, in JSON types; {"problem": ...} if it cannot be used."""
         config = self.vllm_config
         parallel, model = config.parallel_config, config.model_config
         if parallel.data_parallel_size > 1:
