@@ -1,7 +1,7 @@
 """FP8 with a scale for each block, as vLLM loads it: weights in blocks of 128x128, activations of 1x128.
 
-w ~ q * scale_inv, where q is float8_e4m3fn, and scale_inv, float32, the largest size in the block over 448. Checkpoints
-name the second `<weight>_scale_inv` (those of DeepSeek-V3 began it: DeepSeek-AI 2024, section 3.3.2).
+w ~ q * scale_inv, where q is float8_e4m3fn, and scale_inv is the block's largest absolute value / 448, float32. As in
+DeepSeek-V3's checkpoints (DeepSeek-AI 2024, section 3.3.2) the scales are named `<weight>_scale_inv`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LARGEST = 448.0
 """Largest number of float8_e4m3fn."""
 
 SMALLEST_SCALE = 2.0**-126
-"""Smallest normal number of float32; some devices flush smaller ones to zero, by which nothing can be divided."""
+"""Smallest normal number of float32; some devices flush smaller numbers to zero, which cannot be divided by."""
 
 
 def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Round to FP8, ties to even, on the device of the values: in Triton on CUDA where it is installed, else in torch.
 
-    A block that holds a number which is not finite becomes NaN as a whole, scale and all. One that is zero, or whose
-    largest number is below 448 * 2^-126, becomes zeros with a scale of 1.
+    A block with a number that is not finite becomes NaN as a whole, its scale too. A block whose largest absolute value
+    is below 448 * 2^-126 becomes zeros with a scale of 1.
 
     Args:
         values: [rows, columns], any float type.
@@ -64,12 +64,12 @@ def dequantise(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dty
 
 
 def quantise_in_torch(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """`quantise` in torch, on any device; the kernel equals it bit by bit."""
+    """`quantise` in torch, on any device; the Triton kernel equals it bit by bit."""
     rows, columns = values.shape
     across, along = scales_shape(values.shape, block)
     padded = F.pad(values.float(), (0, along * block[1] - columns, 0, across * block[0] - rows))
     blocks = padded.view(across, block[0], along, block[1])
-    largest = blocks.abs().amax(dim=(1, 3))  # NaN if one is
+    largest = blocks.abs().amax(dim=(1, 3))  # NaN if any number is
     scale = largest / LARGEST
     scale = torch.where(scale < SMALLEST_SCALE, 1.0, scale).masked_fill(~largest.isfinite(), torch.nan)
     quantised = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
@@ -77,7 +77,7 @@ def quantise_in_torch(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, T
 
 
 def dequantise_in_torch(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """`dequantise` in torch, on any device; the kernel equals it bit by bit."""
+    """`dequantise` in torch, on any device; the Triton kernel equals it bit by bit."""
     rows, columns = quantised.shape
     of_numbers = scale_inv.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (quantised.float() * of_numbers).to(dtype)

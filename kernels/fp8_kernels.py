@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_grpo_kernels.fp8_blocks import LARGEST, SMALLEST_SCALE, scales_shape
 
 _ROWS_AT_A_TIME = 16
-"""Rows of a program whose blocks are rows."""
+"""Rows that a program handles when blocks are parts of single rows."""
 
 
 def quantise_in_triton(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def _settings(block: tuple[int, int]) -> dict[str, int | bool]:
 
 
 def _grid(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
-    """Programs over [rows, columns]; the second number may be no larger than 65535."""
+    """Numbers of programs over rows and over columns; CUDA limits the second to 65535."""
     return triton.cdiv(matrix.shape[0], _settings(block)["ROWS"]), triton.cdiv(matrix.shape[1], block[1])
 
 
@@ -66,7 +66,7 @@ def _quantise(
 ) -> None:
     """[rows, columns] to bits, uint8, and scales, [blocks down, blocks across], float32; grid: tiles of ROWS x COLUMNS.
 
-    A tile is one block, or as many blocks as it has rows.
+    A tile is one block or, with blocks of one row (BY_ROW), a block for each of its rows.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -126,9 +126,9 @@ def _to_bits(value: tl.tensor) -> tl.tensor:
     word = value.to(tl.uint32, bitcast=True)
     sign = (word >> 24) & 0x80
     size = word & 0x7FFFFFFF
-    # 20 of 23 bits of mantissa go: half of what they count is added, less a bit where that makes a tie even.
+    # 20 of the 23 bits of mantissa are dropped: adding 0x7FFFF and the last kept bit rounds to nearest, ties to even.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (127 - 7) * 8
-    # Below 2^-6 numbers are 2^-9 apart, as floats at 2^14 are: the addition rounds, and its last bits are the result.
+    # Below 2^-6 numbers are 2^-9 apart, as float32 is at 2^14: the addition rounds, and its last bits are the result.
     low = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(tl.abs(value) < 0.015625, low, normal) | sign
     return tl.where(value == value, code, 0x7F)

@@ -1,11 +1,11 @@
 """Log-probabilities from hidden states in Triton: logits live in registers, a tile at a time.
 
 Forward, one kernel multiplies and reduces: no logit reaches memory. Backward, a kernel makes the logits again, a block
-of the vocabulary at a time, and leaves their gradient, [tokens, columns of the block], for two products of torch's.
+of the vocabulary at a time, and writes their gradient, [tokens, columns of the block], for two products in torch.
 
-Why that block is held: separate kernels for the two gradients would each compute the logits again, and one kernel for
-both would sum into shared results in no fixed order. The products that remain are plain ones, at which the vendor's
-library is best; the block costs a write and two reads beside them. Not yet timed on a GPU.
+Why the gradient of a block is held: separate kernels for the two gradients would each compute the logits again, and one
+kernel for both would sum into shared results in no fixed order. What remains are plain matrix products, at which the
+vendor's library is best; the block adds one write and two reads. Not yet timed on a GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_grpo_kernels.logprob import CHUNK_NUMBERS, Asked, Head, Statistics
 
 PROGRAMS = 1024
 """Number of programs that the forward kernel aims at: several for each processor of a GPU (an H100 has 132). With few
-tokens the vocabulary is split too. The number is the same for all devices, and so are the sums."""
+tokens the vocabulary is split too. The number, and so the order of sums, is the same on all devices."""
 
 
 _Tile = dict[str, int]
-"""The logits that a program has in registers, TOKENS x COLUMNS; WIDTH products are summed at a time."""
+"""Size of the tile of logits that a program has in registers, TOKENS x COLUMNS; it sums WIDTH products at a time."""
 
 HALF: _Tile = {"TOKENS": 128, "COLUMNS": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}
 SINGLE: _Tile = {"TOKENS": 64, "COLUMNS": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 3}
@@ -31,7 +31,7 @@ SINGLE: _Tile = {"TOKENS": 64, "COLUMNS": 64, "WIDTH": 32, "num_warps": 4, "num_
 
 
 class FusedLogprobs:
-    """In Triton; holds `CHUNK_NUMBERS` gradients of logits in the backward pass, and next to nothing in the forward."""
+    """The Triton kernel: holds `CHUNK_NUMBERS` gradients of logits in the backward pass, and next to nothing before."""
 
     def statistics(self, head: Head) -> Statistics:
         """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
@@ -39,7 +39,7 @@ class FusedLogprobs:
         tokens, token_tiles, column_tiles = len(hidden), *_tiles(len(hidden), head.columns, tile)
         splits = min(column_tiles, triton.cdiv(PROGRAMS, token_tiles))
         columns_of_split = triton.cdiv(column_tiles, splits) * tile["COLUMNS"]
-        splits = triton.cdiv(head.columns, columns_of_split)  # each has a column at least
+        splits = triton.cdiv(head.columns, columns_of_split)  # each split has at least one column
         highest = torch.empty(splits, tokens, dtype=torch.float32, device=hidden.device)
         sums = torch.empty(3, splits, tokens, dtype=torch.float32, device=hidden.device)
         # Consecutive programs share their columns, so that the weight is read from memory once, then from the cache.
@@ -60,7 +60,7 @@ class FusedLogprobs:
         return Statistics(top, Statistics(highest, sums).relative_to(top).sum(dim=1))
 
     def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """Gradients of hidden states and weight, in shape and dtype; padding gets zeros, a frozen weight None."""
+        """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None."""
         hidden, real, tile = _checked(head)
         tokens, dtype = len(hidden), hidden.dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
@@ -96,7 +96,7 @@ def _checked(head: Head) -> tuple[Tensor, Tensor, _Tile]:
     """Hidden states, [tokens, hidden], and the weight without padding, [columns, hidden], as the kernels read them.
 
     Raises:
-        ValueError: there is no such kernel for this device or dtype.
+        ValueError: the fused kernel does not take this device or dtype.
     """
     hidden, weight = head.hidden, head.weight
     if not hidden.is_cuda and not triton.knobs.runtime.interpret:
@@ -125,7 +125,7 @@ def _settings(tile: _Tile, hidden: Tensor) -> dict[str, int | bool]:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """[tokens, block] @ [block, hidden], any float type, to [tokens, hidden], float32, not rounded to their type."""
+    """[tokens, block] @ [block, hidden], any float type, to [tokens, hidden] in float32, never rounded to 16 bits."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -147,7 +147,7 @@ def _logits(
     EVEN: tl.constexpr,  # noqa: N803
     WIDEN: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """[TOKENS, COLUMNS], float32, of some rows and columns; where they lie outside, some other row's or column's."""
+    """Logits of rows and columns, [TOKENS, COLUMNS], float32; an index past the end gets those of the last."""
     inner = tl.arange(0, WIDTH)
     # In 64 bits: a weight may have more numbers than 32 can count. Clamped: cheaper than a mask on every load.
     left = hidden + tl.minimum(rows, tokens - 1).to(tl.int64)[:, None] * width + inner[None, :]
@@ -188,7 +188,7 @@ def _reduce_logits(
 ) -> None:
     """`Statistics` of splits of the vocabulary: [tokens, width] and [columns, width] to [(3,) splits, tokens].
 
-    Grid: tiles of tokens, splits. The highest logit so far is what sums are relative to (Milakov & Gimelshein 2018).
+    Grid: tiles of tokens, splits. Sums are relative to the highest logit so far (Milakov & Gimelshein 2018).
     """
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     target = tl.load(local + rows, mask=rows < tokens, other=-1)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, without ever holding all logits: autograd, and torch's way."""
+"""Log-probabilities and entropies from hidden states, never holding all logits: autograd function, and torch kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from megatron_grpo_kernels.fused_logprob import FusedLogprobs
 
 CHUNK_NUMBERS = 2**26
-"""Default number of logits, or of their gradients, that are held at once: 256 MiB of float32. With fewer, summing a
-gradient chunk by chunk takes longer than the products."""
+"""Default number of logits, or of their gradients, that are held at once: 256 MiB of float32. With fewer, the sums of
+gradients over chunks take longer than the products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Head:
     weight: Tensor
     """[rows of this rank, hidden], in the dtype of the hidden states."""
     columns: int
-    """Rows of the weight that are vocabulary entries; those after them are padding."""
+    """Number of rows of the weight that are vocabulary entries; the rows after them are padding."""
     local: Tensor
-    """[tokens], int64: the target's row; outside [0, columns) when another rank has it."""
+    """[tokens], int64: row of each target; outside [0, columns) when another rank has it."""
     scale: float
 
     @property
@@ -41,7 +41,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Sums over a part of the vocabulary that log-probabilities and entropies follow from."""
+    """Sums over a part of the vocabulary, from which log-probabilities and entropies follow."""
 
     highest: Tensor
     """[..., tokens], float32: the highest logit, m; -inf over no entries."""
@@ -49,7 +49,7 @@ class Statistics:
     """[3, ..., tokens], float32: sum_j exp(z_j - m), sum_j exp(z_j - m) (z_j - m), and the target's logit or 0."""
 
     def relative_to(self, top: Tensor) -> Tensor:
-        """The sums with `top`, [..., tokens], float32, which is at least the highest logit, in place of m.
+        """The sums with `top` in place of m; `top`, [..., tokens], float32, is at least m.
 
         With d = m - top: exp(z - top) = exp(z - m) exp(d), and z - top = z - m + d. Sums of parts of the vocabulary can
         then be added up.
@@ -66,20 +66,20 @@ class Asked:
     """The input of a head's backward pass: the distribution of its logits, and the gradients of its outputs."""
 
     logsumexp: Tensor
-    """[tokens], float32, over all ranks' parts of the vocabulary."""
+    """[tokens], float32: log of the sum of exp(logit) over all ranks' parts of the vocabulary."""
     entropy: Tensor
-    """[tokens], float32, in nats."""
+    """[tokens], float32: entropy in nats."""
     of_logprobs: Tensor
-    """[tokens], float32."""
+    """[tokens], float32: gradient of the loss by each log-probability."""
     of_entropy: Tensor | None
-    """[tokens], float32; None: no loss contains the entropy."""
+    """[tokens], float32: gradient of the loss by each entropy; None: the loss does not contain the entropy."""
     of_weight: bool
-    """Whether the weight is trained; with adapters it is frozen, and needs no gradient."""
+    """Whether the weight needs a gradient; with adapters it is frozen."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLogprobs:
-    """In torch, chunk by chunk; the logits are computed again in the backward pass (a third more arithmetic).
+    """The torch kernel: chunk by chunk; it computes logits again in the backward pass (a third more arithmetic).
 
     A head has at least one token and one column.
     """
@@ -104,7 +104,7 @@ class ChunkedLogprobs:
         return Statistics(highest, sums)
 
     def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """Gradients of hidden states and weight, in shape and dtype; padding gets zeros, a frozen weight None.
+        """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None.
 
         d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
         """
@@ -136,7 +136,7 @@ class ChunkedLogprobs:
 
 
 def _targets(head: Head) -> tuple[Tensor, Tensor]:
-    """Whether the target is this rank's, [tokens], bool; and its column, [tokens, 1], int64, 0 for another rank's."""
+    """Whether this rank has the target, [tokens], bool; and the target's column or 0, [tokens, 1], int64."""
     here = (head.local >= 0) & (head.local < head.columns)
     return here, torch.where(here, head.local, 0)[:, None]
 
@@ -167,8 +167,8 @@ def linear_logprobs(
         weight: [rows of this rank, hidden], in the dtype of the hidden states: a row for each vocabulary entry.
         targets: [tokens], int64, equal on all ranks of the group.
         start: vocabulary entry of this rank's first row.
-        columns: rows that are real entries, the others being padding that takes no part; None: all.
-        group: ranks that hold the other parts of the vocabulary; None: there are none.
+        columns: number of rows that are real entries; the rows after them are padding, which is ignored; None: all.
+        group: ranks that together hold the vocabulary; None: this rank holds all of it.
         scale: factor of the logits, one over the temperature.
         kernel: "fused" in Triton, "chunked" in torch, "auto": fused for tensors on CUDA where Triton is installed.
         chunk_tokens: tokens whose logits the chunked kernel holds at once; None: as many as make 2**26 logits.
@@ -178,7 +178,7 @@ def linear_logprobs(
         that of the hidden states is this rank's part, which adds up over the group.
 
     Raises:
-        ValueError: the fused kernel is asked for and cannot run on these tensors.
+        ValueError: `kernel` is "fused", and the fused kernel cannot run on these tensors.
     """
     real = weight.shape[0] if columns is None else columns
     way = _kernel(kernel, hidden, chunk_tokens)
@@ -245,6 +245,6 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _of_nothing(local: Tensor) -> Statistics:
-    """The statistics of tokens, [tokens], on a rank whose part of the vocabulary is all padding."""
+    """The statistics of `local`, [tokens], on a rank whose part of the vocabulary is all padding, or without tokens."""
     empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
     return Statistics(torch.full_like(empty[0], -torch.inf), empty)

@@ -1,1 +1,1 @@
-"""What lets libraries that take CUDA for granted run on a CPU."""
+"""Patches and settings that let libraries that assume CUDA run on a CPU."""

@@ -1,11 +1,12 @@
-"""What a vLLM engine on a CPU does otherwise: its arguments, its cores, and processes that are forked.
+"""A vLLM engine on a CPU: its arguments, its cores, and how its processes are forked.
 
-Each process of an engine would import vLLM, ten seconds of a core. So they are forked from one that has imported it.
+If each process of an engine imported vLLM, each would take ten seconds of a core. So they are forked from a process
+that has imported it.
 
-vLLM itself would spawn them: it must not fork a Ray actor, whose threads a fork does not take along, and on a CPU it
-tells OpenMP by environment variables, read when a process begins, how many threads there are and where. So a process
-without threads of its own imports vLLM while the actor does the same; the engine core is forked from that, and the
-workers from the engine core (as vLLM does on GPUs). A model of one rank has no worker: the core computes it.
+vLLM itself spawns them: a Ray actor must not be forked, because a fork lacks its threads, and vLLM sets the number and
+the cores of OpenMP's threads by environment variables, which a process reads at its start. So a process without threads
+of its own imports vLLM while the actor imports it too; the engine core is forked from that process, and the workers
+from the core (as vLLM does on GPUs). A model of one rank has no worker: the core computes it.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ CPU_BATCH_TOKENS = 4096
 """Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
 
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""What runs a model of one rank in the engine core itself, without the messages to and from a worker.
+"""Executor that runs a model of one rank in the engine core itself, without messages to and from a worker.
 
-As "uni" vLLM would take it for "mp" on a CPU, because a core that it spawns does not bind its OpenMP threads; ours do.
+Its short name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
 """
 
 RECORD_ROUTING = "megatron_grpo_record_routing"
 """Key of vLLM's additional_config that tells workers to record the experts of each token."""
 
 SPIN_S = 0.002
-"""Time that processes busy-wait for their next message before they sleep on a socket."""
+"""Seconds that processes busy-wait for their next message before they sleep on a socket."""
 RECHECK_MS = 20
-"""Longest sleep on that socket: its wake-up is lost when two messages come within a millisecond of each other."""
+"""Longest sleep on that socket: a wake-up is lost when two messages come within a millisecond of each other."""
 
 PRELOADED = "megatron_grpo.cpu.vllm_preload"
 
@@ -58,7 +59,7 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """vLLM's arguments that are others on a CPU."""
+    """vLLM's arguments that differ on a CPU."""
     arguments: dict[str, Any] = {
         "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
         # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
@@ -67,7 +68,7 @@ def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
         "worker_cls": "megatron_grpo.cpu.vllm_worker.PipelineCPUWorker",
     }
-    if settings.routed is not None:  # vLLM's own record needs a GPU; ours is of tokens that pass the model
+    if settings.routed is not None:  # vLLM's own record needs a GPU; ours lacks tokens from a prefix cache
         arguments |= {"additional_config": {RECORD_ROUTING: True}, "enable_prefix_caching": False}
     return arguments
 
@@ -78,10 +79,10 @@ async def recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form:
     Args:
         llm: the engine.
         finals: the last output of each request.
-        form: layers that have experts, and how many each token goes through.
+        form: layers that have experts, and how many experts each token goes through.
 
     Returns:
-        For each request, [prompt and response tokens but the last, layers, experts of a token], int16, as vLLM gives
+        For each request, [prompt and response tokens but the last, layers, experts of a token], int16, as vLLM returns
         them on a GPU.
     """
     stages = await llm.collective_rpc("take_routing", args=([final.request_id for final in finals],))
@@ -92,20 +93,20 @@ async def recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form:
         for stage in stages:
             for layer, data in stage.get(final.request_id, {}).items():
                 rows = np.frombuffer(data, dtype=np.int16).reshape(-1, form.top_k)
-                # A stop string is found after its tokens were sampled: the engine may have gone further by then.
+                # A stop string is found after its tokens were sampled, so the engine may have computed more tokens.
                 whole[: len(rows), layer] = rows[: len(whole)]
         merged.append(whole)
     return merged
 
 
 def prepare_cpu_processes(settings: VllmSettings) -> None:
-    """Bind the workers to cores, and begin to import vLLM for them; before this process imports it."""
+    """Bind the workers to cores, and begin to import vLLM for them; call before this process imports vLLM."""
     ranks = settings.config.parallel.ranks_per_engine
     total = settings.config.parallel.data * ranks
     cores = cores_of_ranks(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
     if settings.config.engine.enforce_eager:
-        # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
+        # vLLM would still compile the computation of a token's rank: seconds, for a number that nobody reads.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     os.environ.setdefault(SOCKETS, util.get_temp_dir())
     multiprocessing.set_forkserver_preload([PRELOADED])
@@ -115,7 +116,7 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
 
 
 def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
-    """vLLM's thread binding for ranks [first, first + ranks) when `total` ranks share the cores evenly.
+    """vLLM's text for binding threads of ranks [first, first + ranks), when `total` ranks share the cores evenly.
 
     Returns:
         One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
@@ -128,10 +129,10 @@ def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> s
 
 
 def replace_in_vllm() -> None:
-    """Let vLLM's queues sleep instead of spinning, and its engine core and workers be forked.
+    """Make vLLM's queues sleep instead of spinning, and its engine core and workers be forked.
 
-    vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling. In the
-    actor this sets how the core is started, in the core how its workers are.
+    vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling. Called
+    in the actor, this sets how the core is started; called in the core, how the workers are.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.engine import utils
@@ -143,12 +144,12 @@ def replace_in_vllm() -> None:
     utils.get_mp_context = ForkedCoreContext
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     for executor in (multiproc_executor, uniproc_executor):
-        # Where the workers meet: vLLM's own choice is a file in the system's folder, which stays there.
+        # The workers' rendezvous file: vLLM would make it in the system's temporary folder and leave it there.
         executor.get_file_store_init_method = lambda: f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
 
 
 class ForkedCore(ForkServerProcess):
-    """vLLM's engine core. It takes along the environment of the actor, as a process that is spawned would."""
+    """Process of vLLM's engine core, which gets the actor's environment, as a spawned process would."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "environment": dict(os.environ)}
@@ -170,15 +171,15 @@ def in_core() -> bool:
 
 
 def forget_sockets() -> None:
-    """Remove the folder of the sockets over which forks are asked for and vLLM's processes talk, and of their meeting.
+    """Remove the folder with the sockets of the fork server and of vLLM's processes, and with their rendezvous file.
 
-    After the start nothing is forked, and all are connected: an engine that is killed leaves nothing of this behind.
+    After the start nothing is forked, and all processes are connected. So an engine that is killed leaves no files.
     """
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 
 
 def _torch_openmp() -> dict[str, str]:
-    """LD_PRELOAD with the OpenMP library that comes with torch, which vLLM wants all its processes to begin with."""
+    """LD_PRELOAD with torch's OpenMP library, which vLLM wants preloaded in all its processes."""
     loaded = os.environ.get("LD_PRELOAD", "")
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or "omp" in loaded:

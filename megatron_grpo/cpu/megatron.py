@@ -1,8 +1,8 @@
-"""Every patch that lets Megatron-Core 0.16, which takes CUDA for granted, run on a CPU.
+"""Every patch that lets Megatron-Core 0.16, which assumes CUDA, run on a CPU.
 
 Most of what Megatron-Core assumes is a name it looks up in `torch` or `torch.cuda`. Instead of changing torch for the
 whole process, each module listed in CUDA_MODULES gets its own `torch`: the real names, except for the few that need a
-GPU. A name costs tens of nanoseconds more to look up there; operators are not intercepted at all.
+GPU. Looking up a name there takes tens of nanoseconds longer; operators are not intercepted at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Stream:
-    """Stands in for torch.cuda.Stream and Event: on a CPU everything has happened when the call returns."""
+    """Stands in for torch.cuda.Stream and Event: on a CPU all work is done when a call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -43,7 +43,7 @@ class _Stream:
 
 
 class _Overlay(ModuleType):
-    """A module with some names replaced. What the original gains later (lazy imports) is found too."""
+    """A module with some names replaced. Names that the original gains later (lazy imports) are found too."""
 
     def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(original.__name__)
@@ -55,7 +55,7 @@ class _Overlay(ModuleType):
 
 
 def cpu_torch() -> ModuleType:
-    """`torch` for modules that ask a GPU for what a CPU has as well."""
+    """`torch` for modules that ask CUDA for things that a CPU has as well."""
     stream = _Stream()
 
     cuda = _Overlay(
@@ -89,9 +89,9 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def compiling_nothing() -> Iterator[None]:
-    """torch.compile as the identity, in the body and then for Megatron-Core's fused functions.
+    """Make torch.compile the identity in the body, and later for Megatron-Core's fused functions.
 
-    No run on a CPU calls one of them, but each that is defined makes torch import its compiler: seconds of a core.
+    No run on a CPU calls these functions, but defining one makes torch import its compiler: seconds of a core.
     """
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
@@ -103,7 +103,7 @@ def compiling_nothing() -> Iterator[None]:
 
 
 def allow_uneven_parts() -> None:
-    """Have Megatron-Core gather and scatter unequal parts by adding up whole tensors, each rank's part in its place."""
+    """Make Megatron-Core gather and scatter unequal parts by summing whole tensors that hold each rank's part."""
     mappings = _module("megatron.core.tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -156,7 +156,7 @@ def _module(name: str) -> Any:
 
 
 def _patch_tensor_methods() -> None:
-    """Methods cannot be replaced per module; without a GPU nobody else has a use for these two on CUDA's behalf."""
+    """Replace two methods of tensors that Megatron-Core calls for CUDA; methods cannot be replaced for some modules."""
     original_type = torch.Tensor.type
 
     def type_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -171,14 +171,14 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_random_state() -> None:
-    """The RNG tracker's states are states of the CPU generator, so that dropout and initialisation draw from them."""
+    """Make the RNG tracker keep states of the CPU generator, which dropout and initialisation draw from."""
     random = _module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
 
 
 def _patch_optimizer_loading() -> None:
-    """Checkpoints of torch's AdamW, which the distributed optimizer falls back to without fused implementations."""
+    """Make checkpoints work with torch's AdamW, which the distributed optimizer uses without fused implementations."""
     optimizer_class = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
 
@@ -200,7 +200,7 @@ def _patch_optimizer_loading() -> None:
                 if not self.optimizer.state[parameter]:
                     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-        if not self.optimizer.state:  # that of the experts on a stage without any
+        if not self.optimizer.state:  # stages without experts have an empty expert optimizer
             groups = [{**group, "params": [], "step": 0} for group in self.optimizer.param_groups]
             return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
         state: dict[str, Any] = original_state(self)
@@ -212,21 +212,21 @@ def _patch_optimizer_loading() -> None:
 
 
 def _patch_checkpoints() -> None:
-    """Shards whose data is made when a checkpoint is read are made on the CPU."""
+    """Make the data of shards on the CPU when a checkpoint is read."""
     sharded_tensor = _module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     init_data = sharded_tensor.init_data
     sharded_tensor.init_data = lambda self, device, *args, **kwargs: init_data(self, "cpu", *args, **kwargs)
 
 
 def _patch_experts() -> None:
-    """Mixture of experts without Transformer Engine and without a C++ compiler."""
+    """Make a mixture of experts work without Transformer Engine and without a C++ compiler."""
     utils = _module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
-        # Read without a guard by RouterGatingLinearFunction, but only defined when Transformer Engine is there.
+        # RouterGatingLinearFunction reads it without a guard, but it is defined only with Transformer Engine.
         utils.te_general_gemm = None
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # alltoall needs its split sizes as numbers; the original converts them only when it copies them off a GPU.
+        # alltoall needs its split sizes as numbers; the original converts them only when it copies them from a GPU.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     _module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host

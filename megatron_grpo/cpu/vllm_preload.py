@@ -1,4 +1,4 @@
-"""What the processes of a CPU engine have in common, imported once by the process that they are forked from."""
+"""Imports that all processes of a CPU engine need, made once by the process that they are forked from."""
 
 import contextlib
 import gc
@@ -15,9 +15,9 @@ MODULES = (
 )
 
 with contextlib.suppress(ImportError):
-    # With this vLLM names its processes for ps. It finds the memory of the name only before the environment changes.
+    # vLLM names its processes for ps with this module, which finds the name's memory only in an unchanged environment.
     importlib.import_module("setproctitle").getproctitle()
 for module in MODULES:
     importlib.import_module(module)
 gc.collect()
-gc.freeze()  # a collection in a forked process would write to, and so copy, every page of what is imported here
+gc.freeze()  # a collection in a forked process would write to every page that is imported here, and so copy it

@@ -1,5 +1,5 @@
-"""vLLM's CPU worker in a forked process: pipeline stages without compilation, shares of experts, and a record of which
-experts tokens go through. vLLM's own record needs its second model runner, which a CPU without Triton has not."""
+"""vLLM's CPU worker in a forked process: pipeline stages without compilation, shares of experts, and a record of the
+experts that tokens go through. vLLM's own record needs its second model runner, which needs Triton."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron_grpo.sampler.plugin import begin_process
 
 
 def choices_here(weights: Tensor, chosen: Tensor, place_here: Tensor, experts_here: int) -> tuple[Tensor, Tensor]:
-    """What tokens chose, for a rank that has some of the experts only.
+    """Renumber the experts that tokens chose, for a rank that has only some of the experts.
 
-    A choice of an expert elsewhere becomes one of an expert here with weight 0, spread so that none gets them all.
+    A choice of another rank's expert becomes a choice of an expert here with weight 0, spread over all experts here.
 
     Args:
-        weights: [tokens, choices], float32, what the output of each chosen expert is multiplied by.
+        weights: [tokens, choices], float32, factor of the output of each chosen expert.
         chosen: [tokens, choices], int32, numbers of experts among all.
-        place_here: [all experts], int32, number of each expert among those of this rank; -1: it is elsewhere.
+        place_here: [all experts], int32, number of each expert among those of this rank; -1: another rank has it.
         experts_here: experts of this rank.
 
     Returns:
@@ -42,9 +42,9 @@ def choices_here(weights: Tensor, chosen: Tensor, place_here: Tensor, experts_he
 
 
 def give_ranks_their_experts() -> None:
-    """Let vLLM's CPU layers look at which experts a rank has: its kernel indexes those with the numbers of all of them.
+    """Make vLLM's CPU layers respect which experts a rank has: their kernel indexes a rank's experts by global numbers.
 
-    To be called once in each worker that shares experts, before the model is made.
+    Call this once in each worker that shares experts, before the model is made.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -61,7 +61,7 @@ def give_ranks_their_experts() -> None:
 
 
 Rows = dict[int, NDArray[np.int16]]
-"""By number of a layer with experts, [tokens, experts of a token]: the experts that tokens go through."""
+"""The experts that tokens go through, [tokens, experts of a token], by number of a layer with experts."""
 
 
 class RoutingRecorder:
@@ -75,17 +75,17 @@ class RoutingRecorder:
 
         self._step: Rows = {}
         self._requests: defaultdict[str, list[Rows]] = defaultdict(list)
-        """By vLLM's name of a request, its tokens in pieces."""
+        """Recorded experts of each request in pieces, by vLLM's name of the request."""
         for module in model.modules():
             if isinstance(module, MoERunner):
                 module.router.set_capture_fn(partial(self._capture, module.layer_id))
 
     def _capture(self, layer: int, experts: Tensor) -> None:
-        """[tokens of the pass, experts of a token], integers, of a layer."""
+        """Keep a layer's experts in the current pass, [tokens of the pass, experts of a token], integers."""
         self._step[layer] = experts.to(torch.int16).numpy().copy()
 
     def end_step(self, scheduled: Any, order: list[str]) -> None:
-        """Share out what was captured in a forward pass.
+        """Divide what was captured in a forward pass among its requests.
 
         Args:
             scheduled: vLLM's SchedulerOutput of the pass.
@@ -107,7 +107,7 @@ class RoutingRecorder:
     def take(self, name: str) -> Rows:
         """The experts of a finished request, which is forgotten; empty when it never ran.
 
-        `name` is the one under which the request was added; vLLM appends a hyphen and random characters.
+        `name` is the name that the request was added under; vLLM appends a hyphen and random characters to it.
         """
         internal = next((one for one in self._requests if one.rpartition("-")[0] == name), None)
         if internal is None:
@@ -122,9 +122,9 @@ class PipelineCPUWorker(CPUWorker):
     _recorder: RoutingRecorder | None = None
 
     def __init__(self, *args: Any, local_rank: int, **kwargs: Any) -> None:
-        # vLLM says so to OpenMP by environment variables, which a process reads when it begins, not when it is forked.
+        # vLLM binds OpenMP by environment variables, which a process reads when it begins, not when it is forked.
         os.sched_setaffinity(0, parse_id_list(os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")[local_rank]))
-        if not in_core():  # which has begun, and is the worker of a model in one piece
+        if not in_core():  # the core has begun already, and is the worker of a model of one rank
             begin_process()
         super().__init__(*args, local_rank=local_rank, **kwargs)
 
@@ -142,19 +142,19 @@ class PipelineCPUWorker(CPUWorker):
             )
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's worker."""
+        """Run vLLM's step, then record the experts of its tokens."""
         output = super().execute_model(scheduler_output)
         if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
             self._recorder.end_step(scheduler_output, self.model_runner.input_batch.req_ids)
         return output
 
     def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
-        """The experts of finished requests, which are forgotten here, for `recorded_experts`, by the caller's names.
+        """Return and forget the experts of finished requests, by the caller's names, for `recorded_experts`.
 
         Returns:
-            By name and number of the layer, of this stage's layers with experts, the bytes of [tokens, experts of a
-            token], int16: vLLM's messages take no arrays. Of one rank of those that split matrices only, all of which
-            see the same.
+            By name and number of a layer with experts of this stage, the bytes of [tokens, experts of a token], int16,
+            since vLLM's messages carry no arrays. Empty on all but the first tensor-parallel rank, since all of them
+            see the same tokens.
         """
         if self._recorder is None or not get_tp_group().is_first_rank:
             return {}

@@ -12,7 +12,7 @@ def has_signal(rewards: Tensor) -> Tensor:
     """Which groups have a learning signal: those whose rewards are not all equal.
 
     Args:
-        rewards: [groups, samples], floating point; NaN where there is none, which is ignored.
+        rewards: [groups, samples], floating point; NaN where a sample has no reward, which is ignored.
 
     Returns:
         [groups], bool.
@@ -27,16 +27,16 @@ STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
 CANCELLED = 1e-4
-"""GDPO's scores below this share of their terms are the rounding of a sum that is 0."""
+"""GDPO's scores below this share of their terms are taken for rounding errors of a sum that is 0."""
 
 VARIANCE_FLOOR = 1e-8
-"""REINFORCE++'s smallest variance."""
+"""Lower limit of the variance that REINFORCE++ divides by."""
 
 
 def group_mean(rewards: Tensor) -> Tensor:
-    """Mean reward of each group: [groups, samples], floating point, NaN where there is none, to [groups, 1]."""
+    """Mean reward of each group: [groups, samples], floating point, NaN without a reward, to [groups, 1]."""
     given = ~rewards.isnan()
-    # At least one: a group that nobody rewarded has mean 0 rather than NaN, which would spread through the step.
+    # At least one: a group without rewards has mean 0 rather than NaN, which would spread through the step.
     return _known(rewards).sum(dim=1, keepdim=True) / given.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -44,11 +44,11 @@ def leave_one_out_baseline(rewards: Tensor) -> Tensor:
     """Baseline of each sample from the *other* samples of its group (RLOO, Ahmadian et al. 2024, section 3).
 
     Args:
-        rewards: [groups, samples], floating point; NaN where there is none.
+        rewards: [groups, samples], floating point; NaN where a sample has no reward.
 
     Returns:
         [groups, samples], the dtype of the rewards: the mean reward of the group without the sample itself; 0 when
-        there is no other.
+        no other sample has a reward.
     """
     known = _known(rewards)
     # The sum without the sample, rather than a sum of the others for each sample: n terms a group instead of n^2.
@@ -59,7 +59,7 @@ def leave_one_out_baseline(rewards: Tensor) -> Tensor:
 def group_std(rewards: Tensor) -> Tensor:
     """Standard deviation of each group, divisor n - 1: [groups, samples], floating point, to [groups, 1].
 
-    NaN stands where there is no reward, and takes no part.
+    Samples without a reward, marked by NaN, are ignored.
     """
     given = ~rewards.isnan()
     # From centred rewards: the difference of mean square and squared mean loses all digits when rewards hardly differ.
@@ -73,12 +73,12 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
 
     The standard deviation is the unbiased one (divisor n - 1) of the *whole* group, also with the leave-one-out
     baseline: that of the other samples alone would be 0 for a lone success among failures, the sample that matters
-    most. It is a scale shared by the group, so the order of the group's advantages is that of its rewards. Over the
-    batch, it is that of all rewards of the step (Liu et al. 2025, "Tricks or Traps?"), which does not inflate groups
-    whose rewards hardly differ.
+    most. All samples of a group are divided by the same number, so advantages keep the order of the rewards. With
+    `over_batch` it is that of all rewards of the step (Liu et al. 2025, "Tricks or Traps?"), which does not inflate
+    groups whose rewards hardly differ.
 
     Args:
-        rewards: [groups, samples], floating point; NaN where nobody gave one: such a sample takes no part.
+        rewards: [groups, samples], floating point; samples without a reward, marked by NaN, are ignored.
         leave_one_out: baseline is the mean of the other samples (true) or of the whole group (false).
         normalize: divide by the standard deviation plus STD_EPSILON.
         over_batch: the standard deviation is that of all rewards instead of the group's.
@@ -107,13 +107,13 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
     """Each reward function's rewards normalised within the group, weighted and summed: GDPO's advantages up to scale.
 
     Args:
-        parts: [functions, groups, samples], floating point; NaN where a function gave no reward. It then adds nothing
-            to the sample, and takes no part in the mean and standard deviation of the group.
+        parts: [functions, groups, samples], floating point; NaN where a function gave no reward. Such an entry adds
+            nothing to the sample, and is left out of the group's mean and standard deviation.
         weights: [functions], floating point: factor of each function's normalised rewards.
 
     Returns:
-        [groups, samples], the dtype of the parts; exact zeros in a group that teaches nothing: no function tells its
-        samples apart, or what the functions say of them cancels out up to rounding.
+        [groups, samples], the dtype of the parts; exact zeros in a group without a signal: no function tells its
+        samples apart, or the functions' terms cancel out up to rounding.
 
     Raises:
         ValueError: fewer than two samples.
@@ -128,7 +128,7 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
-    """The advantages of GDPO: the scores that `gdpo_scores` gives, normalised over all samples of the step.
+    """The advantages of GDPO: the scores of `gdpo_scores`, normalised over all samples of the step.
 
     GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
     GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
@@ -140,10 +140,10 @@ def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
 
     Returns:
         [groups, samples], the dtype of the parts: mean 0 and standard deviation 1 over the samples that some function
-        scored, 0 for the others; zeros everywhere when no group teaches anything.
+        scored, 0 for the others; zeros everywhere when no group has a signal.
     """
     scores, scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
-    # One row: the step is a group whose samples are all responses. NaN keeps those without a score out of its mean.
+    # One row: the step is one group of all responses. NaN keeps responses without a score out of its mean.
     whole_step = torch.where(scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
     return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
 
@@ -176,7 +176,7 @@ def reinforce_plus_plus_advantages(
     are taken over the tokens of all responses, the variance with divisor n and not below VARIANCE_FLOOR.
 
     Args:
-        rewards: [groups, samples], floating point; NaN where nobody gave one: its tokens take no part and get 0.
+        rewards: [groups, samples], floating point; NaN without a reward: the sample's tokens are ignored and get 0.
         lengths: tokens of each of the groups * samples responses.
         token_penalty: [sum(lengths)], floating point: subtracted for each token, coefficient included; None is nothing.
         minus_baseline: subtract the mean reward of the group first ("REINFORCE++ with baseline").
@@ -193,7 +193,7 @@ def reinforce_plus_plus_advantages(
         returns = returns - reward_to_go(token_penalty.to(returns.dtype), lengths)
     part, out = scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
     inside = returns[part]
-    if (inside != inside[:1]).any():  # returns that are all equal teach nothing, and rounding must not say otherwise
+    if (inside != inside[:1]).any():  # equal returns carry no signal, and rounding errors must not become one
         centered = inside - inside.mean()
         out[part] = centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
     return out.to(rewards.dtype)
@@ -204,10 +204,10 @@ def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
 
     Args:
         rewards: [...], floating point, of any shape.
-        config: the intervals; when it is not enabled the rewards come back as they are.
+        config: the intervals; when it is not enabled the rewards are returned unchanged.
 
     Returns:
-        [...], the scaled rewards, in shape and dtype of the given ones.
+        The scaled rewards, [...], in the shape and dtype of `rewards`.
 
     Raises:
         ValueError: the source interval is empty.
@@ -218,7 +218,7 @@ def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
         raise ValueError(
             f"grpo.reward_scaling.source_max={config.source_max} must be above source_min={config.source_min}"
         )
-    # Clamped before the map: a target interval may be turned round (target_max below target_min), the source may not.
+    # Clamped before the map: a target interval may be reversed (target_max below target_min), the source may not.
     slope = (config.target_max - config.target_min) / (config.source_max - config.source_min)
     return config.target_min + (rewards.clamp(config.source_min, config.source_max) - config.source_min) * slope
 
@@ -238,8 +238,8 @@ def shape_rewards(
     Args:
         rewards: [groups, samples], floating point.
         response_tokens: [groups, samples], int64: sampled tokens of each response.
-        truncated: [groups, samples], bool: cut off by a length limit.
-        config: which penalty; when it is not enabled the rewards come back as they are.
+        truncated: [groups, samples], bool: whether a length limit cut the response off.
+        config: which penalty; when it is not enabled the rewards are returned unchanged.
         max_new_tokens: L when the configuration has none.
 
     Returns:
@@ -252,7 +252,7 @@ def shape_rewards(
         rewards = torch.where(punished, rewards * config.stop_properly_penalty_coef, rewards)
     if config.overlong_buffer_length is not None:
         free = (config.max_response_length or max_new_tokens) - config.overlong_buffer_length
-        # Clamped to [0, 1]: within the free length nothing is taken, and beyond the buffer no more than the penalty.
+        # Clamped to [0, 1]: within the free length nothing is subtracted, and beyond the buffer only the penalty.
         excess = ((response_tokens - free) / config.overlong_buffer_length).clamp(0, 1)
         rewards = rewards - config.overlong_buffer_penalty * excess.to(rewards.dtype)
     return rewards

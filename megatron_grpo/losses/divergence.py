@@ -61,8 +61,8 @@ def kl_estimate(
 def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     """Per-token estimates of divergences between the policy P as the trainer computes it and G as the engine did.
 
-    Tokens are drawn from G; with r = P/G of a token, each estimate is an f-divergence's f(r) with f(1) = f'(1) = 0
-    (Csiszar 1967), so it is unbiased and never negative:
+    Tokens are drawn from G, and r = P/G is a token's probability ratio. Each estimate is the f(r) of an f-divergence
+    with f(1) = f'(1) = 0 (Csiszar 1967), so it is unbiased and never negative:
 
     - gen_kl_error, KL(G || P): r - 1 - log r (estimator k3 of Schulman 2020, "Approximating KL Divergence");
     - policy_kl_error, KL(P || G): r log r - (r - 1);
@@ -87,10 +87,10 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
 
 
 def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
-    """Share of the samples that importance-weighted averages amount to: (sum w)^2 / (n sum w^2) (Kish 1965).
+    """Effective sample size of importance weights as a share of the samples: (sum w)^2 / (n sum w^2) (Kish 1965).
 
-    From means over all samples: 1 when all weights are equal, down to 1/n when one sample has all the weight; 0 without
-    any weight.
+    The arguments are means over all n samples. The result is 1 when all weights are equal, 1/n when one sample has all
+    the weight, and 0 without any weight.
     """
     return mean_weight**2 / mean_squared_weight if mean_squared_weight > 0 else 0.0
 
@@ -108,7 +108,7 @@ def inconsistent_sequences(
         threshold: largest mean error of a response that stays in the loss.
 
     Returns:
-        [sequences], bool: those beyond the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
+        [sequences], bool: whether above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
     """
     errors = torch.where(loss_mask > 0, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
     sums = torch.stack([piece.sum() for piece in errors.split(lengths)])

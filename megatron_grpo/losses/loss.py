@@ -89,12 +89,12 @@ class LossFunction(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the stored fields (`STORED_DTYPES`) that the loss reads; absent ones are left out."""
+        """Names of the stored fields (`STORED_DTYPES`) that the loss reads; a batch may lack some."""
 
     def __call__(
         self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Share of the step's loss and metrics that one microbatch has.
+        """Compute one microbatch's share of the step's loss and metrics.
 
         Args:
             curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: log-probability of each token;
@@ -146,7 +146,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """Values [...], any dtype, inside a mask and 0 outside, where they may be infinite or NaN."""
-    # A product with the mask would keep NaN, in the value and in the gradient; where() removes both.
+    # A product with the mask would keep NaN, in the value and in the gradient; where() removes it from both.
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -162,7 +162,7 @@ def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Ten
 
 
 def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum over a token and the later tokens of its response in the mask, without gradient."""
+    """Sum over a token and all later tokens of its response in the mask, at every token, without gradient."""
     kept = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
     onwards = kept.flip(-1).cumsum(-1).flip(-1)
     if segments is None:
@@ -195,7 +195,7 @@ def loss_share(
         token_level_loss=false       sum_i (sum_t loss_it / n_i) / N    (GRPO, Shao et al. 2024, eq. 3)
         constant_normalizer_tokens   sum_it loss_it / (M * constant)    (Dr. GRPO, Liu et al. 2025, section 3.2)
 
-    `loss` is each token's, float32, with gradient; n_i is of the whole sequence, also when ranks share it.
+    `loss` is the loss of each token, float32, with gradient; n_i counts the whole sequence, also when ranks share it.
     """
     if config.constant_normalizer_tokens is not None:
         return (loss * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)

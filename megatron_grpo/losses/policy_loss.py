@@ -1,4 +1,4 @@
-"""The policy-gradient loss, and its objectives of a token: clipped (PPO, GRPO, GSPO), CISPO, SAPO, REINFORCE."""
+"""The policy-gradient loss, and its per-token objectives: clipped (PPO, GRPO, GSPO), CISPO, SAPO, REINFORCE."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ClippedPGLossFn:
         self.config = config
 
     reads = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
-    """Names of the stored fields that the loss reads, including those that a configuration leaves out."""
+    """Names of the stored fields that the loss can read; a configuration may need fewer."""
 
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
@@ -59,10 +59,10 @@ class ClippedPGLossFn:
         Returns:
             The microbatch's share of the loss, shape [], and metrics: shares of means over the step's tokens, except
             `loss` (normalised as the loss is) and names ending in _max and _min, whose neutral values are -inf and inf.
-            `add_derived_metrics` puts others in the place of some.
+            `add_derived_metrics` then replaces some of them.
 
         Raises:
-            ValueError: an option needs an entry of `tokens` that is not there.
+            ValueError: an option needs a field of `tokens` that is not there.
         """
         config = self.config
         self._check(tokens)
@@ -86,7 +86,7 @@ class ClippedPGLossFn:
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 if config.kl_score_function_gradient:
-                    # A term of value 0: a token also decides which tokens follow, and so the divergence there.
+                    # A term of value 0: a token also decides which tokens follow, and so the divergence at those.
                     kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
                 loss = loss + config.kl_in_loss * kl
         total = loss_share(loss, mask, counts, config, segments)
@@ -114,7 +114,7 @@ class ClippedPGLossFn:
         return total, metrics
 
     def _kl(self, curr: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-        """[sequences, length], float32, as the three log-probabilities are: KL penalty of each token, coefficient 1."""
+        """KL penalty of each token without its coefficient; it and the arguments are [sequences, length], float32."""
         config = self.config
         kl = kl_estimate(
             curr,
@@ -141,7 +141,7 @@ class ClippedPGLossFn:
 def _consistency_metrics(
     curr: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, counts: GlobalCounts
 ) -> dict[str, Tensor]:
-    """Disagreement of training and generation about the sampled tokens, and the policy's entropy.
+    """Metrics of the disagreement of trainer and engine about the sampled tokens, and of the policy's entropy.
 
     token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
@@ -174,15 +174,15 @@ def add_derived_metrics(metrics: dict[str, float]) -> None:
 
 
 class Surrogate(NamedTuple):
-    """The objective of each token and its statistics."""
+    """The objective at each token and statistics of the ratio."""
 
     objective: Tensor
-    """[sequences, length], float32, with gradient: what is maximised."""
+    """[sequences, length], float32, with gradient: the quantity to maximise."""
     ratio: Tensor
     """[sequences, length], float32: probability under the current policy over that under the old one, of the token or
     (GSPO) of the response."""
     clamped: Tensor
-    """[sequences, length], float32: the probability ratio within its bounds."""
+    """[sequences, length], float32: the probability ratio clamped to its bounds."""
     low: Tensor
     """[sequences, length], bool: where clipping the ratio from below changed the gradient."""
     high: Tensor
@@ -214,9 +214,9 @@ def surrogate(
 ) -> Surrogate:
     """The policy-gradient objective that the configuration names, at each token.
 
-    The response's ratio s comes as sg(s) pi / sg(pi) at each of its tokens (GSPO-token, Zheng et al. 2025, eq. 14):
-    with one advantage for all tokens of the response that is the value and the gradient of GSPO, and advantages that
-    differ from token to token (PPO, REINFORCE++) keep their places.
+    A response's ratio s enters each of its tokens as sg(s) pi / sg(pi), where sg stops the gradient (GSPO-token, Zheng
+    et al. 2025, eq. 14). With one advantage for the whole response this has the value and the gradient of GSPO, and it
+    also allows advantages that differ from token to token (PPO, REINFORCE++).
 
     Args:
         curr: [sequences, length], float32, with gradient: log-probabilities under the current policy; 0 outside the
@@ -249,7 +249,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
     """
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
     clamped = ratio.clamp(low, high)
-    # The minimum is pessimistic: clipping ends the reward for moving on, but not the gradient that leads back.
+    # The minimum is pessimistic: clipping removes the gradient that moves further away, not the one that leads back.
     objective = torch.minimum(ratio * advantages, clamped * advantages)
     negative = advantages < 0
     dual = torch.zeros_like(negative)
@@ -269,12 +269,12 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
 
 
 def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5): bounded weights, and no token is left out.
+    """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5): bounded weights, and a gradient at every token.
 
     Log-probabilities, ratio and advantages are [sequences, length], float32.
     """
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
-    # Detached: the clamp would else have no gradient outside its bounds, and those tokens would be lost.
+    # Detached: otherwise the clamp would take the gradient of all tokens outside its bounds.
     clamped = ratio.detach().clamp(low, high)
     return Surrogate(
         objective=clamped * advantages * curr,

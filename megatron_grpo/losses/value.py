@@ -41,7 +41,7 @@ def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | N
     """
     counts = torch.tensor(lengths, device=rewards.device)
     by_token = rewards.new_zeros(int(counts.sum())) if token_penalty is None else -token_penalty.to(rewards.dtype)
-    # A response without tokens has no last one: what stands there belongs to the response before it.
+    # A response without tokens has no last token: the index would be that of the response before it.
     last = (counts.cumsum(0) - 1)[counts > 0]
     by_token[last] += rewards[counts > 0]
     return by_token
@@ -97,7 +97,7 @@ def length_adaptive_lambda(lengths: list[int], alpha: float) -> Tensor:
     """
     counts = torch.tensor(lengths, dtype=torch.float64)
     # A length of at least 1, because an empty response must not divide by 0; lambda of at least 0, because a negative
-    # one would turn every second later token's error round.
+    # lambda would flip the sign of every second later token's error.
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0)
 
 
@@ -106,7 +106,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         values: [tokens], floating point, of the whole step, so that mean and variance are those of all ranks.
-        mask: [tokens], bool; what stands outside takes no part.
+        mask: [tokens], bool; values outside are ignored.
 
     Returns:
         [tokens], the dtype of the values; 0 outside the mask, and everywhere when all values inside are equal.
@@ -127,11 +127,11 @@ def estimate_advantages(
     ::
 
         gae         advantages = GAE(lambda_policy),  returns = GAE(lambda_value) + values
-        raw_reward  advantages = returns = the discounted sum of the rewards from the token on, whatever the values say
+        raw_reward  advantages = returns = the discounted sum of the rewards from the token on, without the values
 
     Args:
         token_rewards: [sum(lengths)], floating point, the responses laid end to end.
-        values: [sum(lengths)], floating point: values before each token, under the value model as the step finds it.
+        values: [sum(lengths)], floating point: values before each token, under the value model before the step.
         lengths: tokens of each response.
         config: which estimator, gamma and the lambdas. Advantages are not normalised here: see `whiten`.
     """
@@ -146,7 +146,7 @@ def estimate_advantages(
     else:
         lambda_policy = config.lambda_policy * constant
     lambda_value = config.lambda_value * constant
-    # Returns are advantages plus values under lambda_value, so they are made apart: the policy's lambda trades bias for
+    # Returns are advantages under lambda_value plus values, computed apart: the policy's lambda trades bias for
     # variance, while a value model that learns from its own bootstrapped values would keep their bias.
     return Estimate(
         advantages=gae(token_rewards, values, lengths, config.gae_gamma, lambda_policy),
@@ -165,9 +165,9 @@ class MseValueLossFn:
 
         loss = scale * token mean of 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-    R are the returns, V_old the values before the step, c value_clip: what lies further from V_old than c and has
-    become better loses its gradient (PPO's reference implementation; see Engstrom et al. 2020, section 3). Without
-    value_clip it is the mean of 1/2 (V - R)^2. scale is the configuration's factor.
+    R are the returns, V_old the values before the step, c is value_clip: a value that has improved and is further than
+    c from V_old has no gradient (PPO's reference implementation; see Engstrom et al. 2020, section 3). Without
+    value_clip the loss is the mean of 1/2 (V - R)^2. scale is the configuration's factor.
     """
 
     reads = ("sampled", "values", "returns")
@@ -189,7 +189,7 @@ class MseValueLossFn:
             The microbatch's share of the loss, shape [], and shares of means over the step's tokens: `loss`,
             `value_clip_fraction` (tokens where clipping made the loss larger); `value_mean`, `return_mean`, and the
             moments that `add_explained_variance` turns into `explained_variance`, of the values before the step: later
-            ones have seen these returns.
+            values are trained on these returns.
         """
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = given(tokens.loss_mask) > 0
@@ -200,7 +200,7 @@ class MseValueLossFn:
         if self.config.value_clip:
             reach = self.config.value_clip
             clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
-            # The larger of both: clipping may take a gradient away, but never hide that a value has become worse.
+            # The larger of both: clipping may remove a gradient, but never hides that a value has become worse.
             loss = torch.maximum(loss, clipped)
         total = 0.5 * token_mean(loss, mask, counts)
         metrics = {
@@ -218,7 +218,7 @@ class MseValueLossFn:
 def add_explained_variance(metrics: dict[str, float]) -> None:
     """Replace the moments in a step's metrics by explained_variance = 1 - Var(R - V) / Var(R).
 
-    1: the values are the returns; 0: no better than a constant, also when the returns are all equal.
+    1: the values equal the returns; 0: they predict no better than a constant, or the returns are all equal.
     """
     # From moments, because these are sums over ranks and microbatches, and a variance is not.
     squared, error, error_squared = (metrics.pop(name) for name in _MOMENTS)

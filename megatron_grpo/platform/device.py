@@ -21,7 +21,7 @@ class Platform:
 
     name: Literal["cuda", "cpu"]
     device: torch.device
-    """Where a process keeps its tensors. Ray shows each worker only its own GPU, so that is always the first."""
+    """Device of a process's tensors. Ray shows each worker only its own GPU, so that is always the first."""
     backend: Literal["nccl", "gloo"]
 
 
@@ -34,10 +34,10 @@ def current_platform() -> Platform:
 
 
 def require_gpus(assigned: Sequence[object]) -> None:
-    """Check that this process sees a GPU where Ray gave it some; otherwise the run would go on on CPUs.
+    """Check that torch sees a GPU if Ray assigned one to this process; otherwise the run would go on on CPUs.
 
     Args:
-        assigned: what Ray calls the GPUs of this process (`ray.get_gpu_ids()`); none: it has none.
+        assigned: Ray's ids of this process's GPUs (`ray.get_gpu_ids()`); empty: it has none.
 
     Raises:
         RuntimeError: torch sees no GPU; says what to look at.
@@ -79,7 +79,7 @@ def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Environment variables that have these values in the body."""
+    """Set environment variables for the body, and restore them at its end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

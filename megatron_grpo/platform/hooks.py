@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_grpo.config.errors import RunError
 
 ON_INSTANCES = "(on instances)"
-"""Ends the reason of a row whose last name only objects have, so that their class does not show it."""
+"""End of a row's reason if instances alone have the last name, so that it cannot be looked up in their class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Library:
     package: str
     """Name that Python imports."""
     tried: str
-    """Versions that its hooks were tried with; `pyproject.toml` asks for the same or fewer."""
+    """Versions that the library's hooks were tried with; `pyproject.toml` asks for the same or fewer."""
     distributions: tuple[str, ...]
-    """Names under which it is installed, one of them at a time."""
+    """Names of distributions that contain the library, one of which is installed at a time."""
 
     def installed(self) -> tuple[str, str] | None:
-        """Distribution and version that are installed; None: it is not."""
+        """Distribution and version that are installed; None: the library is not installed."""
         for distribution in self.distributions:
             try:
                 return distribution, importlib.metadata.version(distribution)
@@ -60,7 +60,7 @@ class Hook:
     library: str
     """Key of LIBRARIES."""
     platform: Literal["cuda", "cpu", "both"]
-    """Where the hook is used."""
+    """Platforms on which the hook is used."""
     module: str
     names: tuple[str, ...]
     """Path of attributes from the module to the symbol."""
@@ -69,7 +69,7 @@ class Hook:
     def is_missing(self) -> bool:
         """Whether the library, if this process has imported it, lacks the symbol.
 
-        Of a module that is not imported yet only the file is looked for.
+        If the module is not imported yet, only its file is looked for.
         """
         module = sys.modules.get(self.module)
         root = LIBRARIES[self.library].package
@@ -88,7 +88,7 @@ class Hook:
 
 @cache
 def hooks() -> tuple[Hook, ...]:
-    """All rows."""
+    """All rows of hooks.yaml."""
     return tuple(
         Hook(group["library"], group["platform"], module, tuple(names.split(".")), why)
         for group in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -101,7 +101,7 @@ def check_hooks(platform: Literal["cuda", "cpu"]) -> None:
     """Look for the symbols of the libraries that this process has imported, without importing more.
 
     Args:
-        platform: what this process computes on; hooks of the other platform are left out.
+        platform: the platform of this process; hooks of the other one are left out.
 
     Raises:
         RunError: a symbol is missing.
@@ -128,6 +128,6 @@ def untried_versions() -> Iterator[tuple[str, str, str]]:
 
 
 def _has_file(roots: Iterable[str], module: str) -> bool:
-    """Whether a package, whose folders these are, has the file or folder of a module."""
+    """Whether a package with these folders has the file or folder of a module."""
     places = [Path(root, *module.strip(".").split(".")) for root in roots]
     return any(place.is_dir() or any(place.parent.glob(f"{place.name}.*")) for place in places)

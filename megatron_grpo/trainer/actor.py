@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 ReplicaWork = tuple["StepBatch", list[list[int]]]
-"""A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch the numbers of its sequences in it."""
+"""A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch its sequences' numbers in that part."""
 
 
 MEMORY_EVENTS = 200_000
-"""Allocations that a memory snapshot remembers, the latest ones."""
+"""Number of allocations, the latest ones, that a memory snapshot lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class RankSettings:
 
     config: PolicyConfig
     shape: ModelShape
-    """Sizes of the model; those of `as_value_model` make it a value model."""
+    """Sizes of the model; a shape from `as_value_model` makes it a value model."""
     folder: str
     """The model's folder in Hugging Face format."""
     decay_steps: int
@@ -43,15 +43,15 @@ class RankSettings:
     reference: ReferenceConfig | None = None
     """Settings of the policy's frozen reference; None: there is none."""
     temperature: float = 1.0
-    """Sampling temperature; the policy's log-probabilities are of the distribution at this temperature."""
+    """Sampling temperature, at which the policy's log-probabilities are taken."""
     seed: int = 0
     shares_cores: bool = False
-    """Whether engines work at the same time as the ranks, on a CPU on the same cores."""
+    """Whether engines run at the same time as the ranks, which on a CPU means on the same cores."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's report after its start."""
+    """A rank's report after its start; `data` is its data-parallel rank."""
 
     data: int
     device_name: str
@@ -153,7 +153,7 @@ class RankActor:
         )
 
     def run(self, fn: Callable[..., Any] | str, *args: Any) -> Any:
-        """fn(this rank's model, *args); a name is that of a method of the model, or of a part ("checkpoint.save")."""
+        """Return fn(this rank's model, *args); a string names a method of the model or a part ("checkpoint.save")."""
         if isinstance(fn, str):
             with phase(fn):
                 return operator.attrgetter(fn)(self.model)(*args)
@@ -167,11 +167,11 @@ class RankActor:
         return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts)
 
     def forward(self, work: ReplicaWork, method: str) -> ForwardShare | None:
-        """Put a number for every token of the replica's shards into the object store; None but on the output rank.
+        """Put a number for every token of the replica's shards into the object store; None except on the output rank.
 
         Args:
             work: the replica's part of the batch, and microbatches that hold all of its sequences.
-            method: name of the method of the rank's model that gives the numbers of all sequences.
+            method: name of the method of the rank's model that computes the numbers.
         """
         import numpy as np
         import ray
@@ -190,7 +190,7 @@ class RankActor:
         )
 
     def _fetch(self, batch: StepBatch, loss_fn: Any) -> Any:
-        """Get the fields that this rank's stage reads from the object store; no others are moved to its node."""
+        """Get from the object store the fields that this rank's stage reads; no others are moved to its node."""
         import ray
 
         from megatron_grpo.data.batch import TokenBatch
@@ -215,7 +215,7 @@ class RankActor:
 
     @phase("end_profile")
     def end_profile(self, folder: str) -> None:
-        """Stop, and write RANK.json (a trace for chrome://tracing or Perfetto) and on a GPU RANK.memory.pickle.
+        """Stop recording; write RANK.json (a trace for chrome://tracing or Perfetto) and on a GPU RANK.memory.pickle.
 
         Args:
             folder: an existing folder; every rank's files have names of their own.

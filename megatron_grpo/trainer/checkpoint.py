@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def errors_in_one_line(what: str) -> Iterator[None]:
     """Turn an error of reading or writing a distributed checkpoint into a RunError of one line.
 
-    The line begins with `what`: which folder cannot be loaded, or written. The error is its cause.
+    The line begins with `what`, which says which folder cannot be loaded or written. The error becomes its cause.
     """
     try:
         yield
@@ -63,33 +63,33 @@ logger = logging.getLogger(__name__)
 
 
 class ResultsFile:
-    """Takes one result, from this process or from one that it forked; the file is gone once the result was taken.
+    """A queue for one result, put by this process or by a process that it forked; taking the result deletes the file.
 
-    Pipes hold a limited amount that somebody has to read meanwhile. Megatron-Core starts a manager for each save: a
-    process that imports everything anew, which takes seconds, and that outlives a rank that is killed.
+    A pipe would block the writer once it is full, unless somebody reads it meanwhile. Megatron-Core starts a manager
+    process for each save, which takes seconds to import everything anew and outlives a rank that is killed.
     """
 
     def __init__(self) -> None:
         self._file = Path(tempfile.gettempdir()) / f"megatron_grpo_{os.getpid()}_{id(self)}.results"
 
     def put(self, result: Any) -> None:
-        """Leave the result, in one piece."""
+        """Write the result, which appears in one piece."""
         partial = self._file.with_suffix(".partial")
         partial.write_bytes(pickle.dumps(result))
         partial.replace(self._file)
 
     def get_nowait(self) -> Any:
-        """The result.
+        """Take the result.
 
         Raises:
-            queue.Empty: nobody has left one.
+            queue.Empty: no result was put yet.
         """
         try:
             content = self._file.read_bytes()
         except FileNotFoundError:
             raise queue.Empty from None
         self._file.unlink()
-        return pickle.loads(content)  # of a process that this one forked
+        return pickle.loads(content)  # safe: written by a process that this one forked
 
 
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
@@ -97,10 +97,10 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class RankCheckpoint:
-    """Writes and reads a rank's part of checkpoints; collective over all ranks of the model, but for `is_written`.
+    """Writes and reads a rank's part of checkpoints; collective over all ranks of the model, except `is_written`.
 
-    In the background a forked process writes, which keeps host tensors as they are at the fork; tensors on a GPU are
-    copied to the host first.
+    In the background a forked process writes, which sees host tensors as they were at the fork; tensors on a GPU are
+    copied to the host before the fork.
     """
 
     def __init__(self, rank: ModelRank) -> None:
@@ -112,10 +112,10 @@ class RankCheckpoint:
     def save(self, folder: str, background: bool = False) -> None:
         """Write this rank's part to an existing, empty folder.
 
-        What replicas hold equally is shared out: each writes a part. Of the optimizer's state a rank writes its own.
+        Replicas divide the writing of equal weights. Of the optimizer's state each rank writes its own.
 
         Args:
-            background: return when the rank may go on; `finish` has to follow.
+            background: return as soon as the rank may train on; `finish` has to follow.
         """
         assert self._finishing is None, "one checkpoint is written at a time"
         rank = self._rank
@@ -147,7 +147,7 @@ class RankCheckpoint:
         logger.info("process %d writes this rank's part of the checkpoint", self._writer.pid)
 
     def is_written(self) -> bool:
-        """Whether the process in the background has ended, well or not."""
+        """Whether the background process has ended, with or without an error."""
         return self._writer is None or not self._writer.is_alive()
 
     def finish(self) -> None:
@@ -175,8 +175,8 @@ class RankCheckpoint:
         draws from it as long as the model has no dropout.
 
         Raises:
-            RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed; or it has
-                other adapters, see policy.lora.
+            RunError: the checkpoint's optimizer state is of the other kind (policy.optimizer.distributed), or its
+                adapters differ (policy.lora).
         """
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be loaded"):
@@ -211,7 +211,7 @@ def _refuse_another_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Load what `state` asks for; of weights, each replica reads a part and sends it to the others."""
+    """Load the entries that `state` lists; of weights, each replica reads a part and sends it to the others."""
     shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _replicas())
     common = {name: state.pop(name) for name in ("model", "reference") if name in state}
     loaded: dict[str, Any] = dist_checkpointing.load(common, folder, shared)
@@ -246,7 +246,7 @@ def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _adapters_text(adapters: dict[str, Any] | None) -> str:
-    """Adapters, as the configuration spells them."""
+    """Settings of adapters, as the configuration spells them."""
     if adapters is None:
         return "policy.lora.rank=0"
     targets = ",".join(adapters["target_modules"])
@@ -254,7 +254,7 @@ def _adapters_text(adapters: dict[str, Any] | None) -> str:
 
 
 def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """The checkpoint's entries of a rank's weights, by number of the chunk; of a model with adapters only these.
+    """The checkpoint's entries of a rank's weights, by number of the chunk; with adapters, entries of adapters alone.
 
     Names in the checkpoint are those of the whole model, so that another layout can load it. Megatron-Core adds process
     groups to the checkpoint's `metadata`.

@@ -34,13 +34,13 @@ class TrainResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """The loss function's metrics, reduced over all tokens of the step."""
     optimizer_steps: int = 1
-    """Optimizer steps whose outcome this is."""
+    """Number of optimizer steps that the result covers."""
 
 
 class NonFiniteGradientError(RunError):
     """The norm of a gradient is NaN or infinite; the optimizer step was not made.
 
-    `sequences` are the numbers in the step of those that the gradient can come from.
+    `sequences` are the numbers, in the step, of the sequences that may have caused it.
     """
 
     def __init__(self, grad_norm: float, sequences: list[int]) -> None:
@@ -52,7 +52,7 @@ class NonFiniteGradientError(RunError):
 def cost_of(shape: ModelShape) -> Cost:
     """Floating-point operations of a sequence's forward pass in a model of these sizes.
 
-    Read off the family's count, which is linear in tokens and in the pairs of both kinds of layers.
+    Coefficients come from `forward_flops`, which is linear in tokens and in query-key pairs of both kinds of layers.
     """
 
     def of(length: int) -> float:
@@ -68,17 +68,17 @@ def cost_of(shape: ModelShape) -> Cost:
 
 
 Microbatches = list[NDArray[np.int64]]
-"""For each microbatch of a replica [sequences of the microbatch], int64: their numbers in the step."""
+"""For each microbatch of a replica the numbers, in the step, of its sequences: [sequences], int64."""
 
 SETTLE_S = 3.0
-"""Time in which the end of a rank becomes known, once one has failed."""
+"""Seconds in which the ends of other ranks become known, once a rank has failed."""
 
 
 class RankGroup:
     """A model spread over a Ray worker group, one actor per rank of tensor * pipeline * context * data.
 
     Args:
-        settings: what every rank builds.
+        settings: settings that every rank is built from.
         actor_options: Ray options by rank.
         startup_timeout_s: deadline for all ranks to be up.
     """
@@ -86,7 +86,7 @@ class RankGroup:
     label: ClassVar[str]
     """Name of the model in messages."""
     output_method: ClassVar[str]
-    """Method of a rank's model that gives the model's output for every token."""
+    """Name of the method of a rank's model that computes the model's output for every token."""
 
     def __init__(
         self, settings: RankSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
@@ -124,12 +124,12 @@ class RankGroup:
         """One optimizer step, split over data-parallel ranks and microbatches.
 
         Args:
-            batch: the step's batch, whose shards hold the entries that the loss function reads.
-            sequences: [chosen], int64: numbers of the sequences to train on, ascending; one has a token in the loss.
+            batch: the step's batch, whose shards hold the fields that the loss function reads.
+            sequences: [chosen], int64, ascending: the sequences to train on, at least one with a token in the loss.
             loss_fn: loss function whose sum over all microbatches is the loss.
 
         Raises:
-            NonFiniteGradientError: the weights are untouched.
+            NonFiniteGradientError: the gradient is not finite; the weights are unchanged.
         """
         counts = GlobalCounts.of(batch, sequences)
         plans = self._plan(batch, sequences, self._config.microbatch_tokens)
@@ -185,12 +185,12 @@ class RankGroup:
         self._gather(self.submit("checkpoint.load", folder), "loading the checkpoint")
 
     def devices(self) -> list[str]:
-        """The GPU of each rank as Ray calls it; none on a CPU. Ranks need not have started."""
+        """Ray's id of each rank's GPU; empty on a CPU. Ranks need not have started."""
         found = self._gather([actor.gpus.remote() for actor in self.actors], "looking after GPUs")
         return [device for devices in found for device in devices]
 
     def offload(self, *, weights: bool) -> None:
-        """Move the optimizer's state to host memory, and with `weights` these too, and forget gradients."""
+        """Move the optimizer's state to host memory, with `weights` the weights too, and drop gradients."""
         self._gather(self.submit("memory.give_up", weights), "moving to host memory")
 
     def onload(self) -> None:
@@ -225,10 +225,10 @@ class RankGroup:
             raise ModelLostError(f"{text}; {listed(others)} is gone" if others else text) from error
 
     def _suspects(self, batch: StepBatch, plans: Sequence[Microbatches], shares: Sequence[StepShare]) -> list[int]:
-        """Sequences that a gradient which is not finite can come from.
+        """Numbers of the sequences that may have caused a gradient that is not finite.
 
-        Those of the microbatches whose loss is not finite (of all when every loss is); and of these, if there are any,
-        those with a sampled token whose output is not finite.
+        Candidates are the sequences of microbatches whose loss is not finite, or all if every loss is finite. Returned
+        are the candidates with a sampled token whose output is not finite, or all candidates if there are none.
         """
         found: list[int] = []
         for place, share in zip(self._places, shares, strict=True):
@@ -241,7 +241,7 @@ class RankGroup:
         return [number for number in suspects if not finite[number]] or suspects
 
     def _forward(self, batch: StepBatch, method: str, what: str) -> tuple[list[ray.ObjectRef], NDArray[np.bool_]]:
-        """A number for every token, from a method of the ranks' model.
+        """Compute a number for every token with a method of the ranks' model.
 
         Returns:
             For each shard a reference to [tokens of the shard], float32; and [sequences], bool: whether all numbers at
@@ -261,17 +261,17 @@ class RankGroup:
         return [part for share in shares for part in share.shards], finite
 
     def _shares(self, batch: StepBatch) -> list[slice]:
-        """The shards of each replica, equally many."""
+        """For each replica the slice of shards that it works on; all slices are equally long."""
         each, left = divmod(len(batch.shards), self._config.parallel.data)
         assert not left, "every replica has whole shards"
         return [slice(start, start + each) for start in range(0, len(batch.shards), each)]
 
     def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[Microbatches]:
-        """For each replica the microbatches that it makes of those sequences, [chosen], int64, that its shards have.
+        """Plan each replica's microbatches from the wanted sequences in its shards.
 
         Args:
             batch: the step's batch.
-            sequences: numbers of the wanted sequences.
+            sequences: [chosen], int64: numbers of the wanted sequences.
             microbatch_tokens: most tokens of a microbatch, padding included.
         """
         numbers = [np.intersect1d(np.concatenate(batch.shards[mine]), sequences) for mine in self._shares(batch)]
@@ -279,7 +279,7 @@ class RankGroup:
         return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
 
     def _works(self, batch: StepBatch, plans: Sequence[Microbatches]) -> list[tuple[Any, ray.ObjectRef]]:
-        """Every rank with the `ReplicaWork` of its replica: a part of the batch, and the microbatches of a plan."""
+        """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""
         works = []
         for mine, plan in zip(self._shares(batch), plans, strict=True):
             numbers = np.concatenate(batch.shards[mine])
@@ -290,7 +290,7 @@ class RankGroup:
 
 
 class MegatronPolicy(RankGroup):
-    """The policy; its checkpoints hold the reference policy too once that has moved."""
+    """The policy; its checkpoints hold the reference policy too once the reference has moved."""
 
     label = "policy"
     output_method = "logprobs"
@@ -305,7 +305,7 @@ class MegatronPolicy(RankGroup):
         return finite
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """`add_logprobs` under the frozen reference policy, as reference_logprobs."""
+        """Add reference_logprobs to the batch: the `add_logprobs` of the frozen reference policy."""
         batch.fields["reference_logprobs"], finite = self._forward(
             batch, "reference_logprobs", "reference log-probabilities"
         )

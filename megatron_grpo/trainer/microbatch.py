@@ -1,4 +1,4 @@
-"""A microbatch on the device: packed sequences, the tokens that the head computes, and the entries of these tokens."""
+"""A microbatch on the device: packed sequences, the tokens that the head computes, and the fields of these tokens."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ class Microbatch:
     tensors between stages, [tokens of this rank, 1, hidden], differ from one microbatch to the next. The stages
     therefore send the shape ahead of each tensor, and neither seq_length nor micro_batch_size of the schedule is looked
     at. All stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
-    The head computes only some tokens, here called rows: the log-probability of a prompt's token is of no use, and the
+    The head computes only some tokens, here called rows: nobody needs the log-probability of a prompt's token, and the
     logits of all tokens would be the largest tensor of the step. A microbatch has one row at least, so that every rank
     goes through the same collectives, also a context-parallel rank without a sampled token.
     """
 
     token_ids: Tensor
-    """[1, tokens of this rank], int64; zeros on padding, and where the stage does not look at them."""
+    """[1, tokens of this rank], int64; zeros on padding, and everywhere on stages that do not read them."""
     sequences: PackedSequences
     rows: Tensor
-    """[rows], int64: positions, among this rank's tokens, of the tokens that predict those of the rows."""
+    """[rows], int64: index, among this rank's tokens, of the token whose hidden state predicts each row."""
     tokens: TokenFields
-    """Entries of the predicted tokens, each [rows]; token_ids is always there, int64."""
+    """Fields of the predicted tokens, each [rows]; token_ids is always there, int64."""
     segments: Segments
     """The sequences of the predicted tokens."""
     flat: NDArray[np.int64]
-    """[rows], on the host: indices of the predicted tokens in the flat batch; -1: a row whose result is dropped."""
+    """[rows], on the host: index of each predicted token in the flat batch; -1: a row whose result is dropped."""
 
 
 class MicrobatchMaker:
-    """Makes microbatches of the batches of a rank.
+    """Makes microbatches from a rank's batches.
 
-    Sequences are padded only to what the layout needs with `packing`, else to the longest of the microbatch; the tokens
-    of a rank, after sequence parallelism, are a multiple of what FP8's products take.
+    With `packing` sequences are padded only as the layout needs, else to the longest of the microbatch. The number of
+    tokens of a rank, after sequence parallelism, is a multiple of what FP8 products require.
     """
 
     def __init__(self, config: PolicyConfig, shape: ModelShape) -> None:
@@ -85,8 +85,8 @@ class MicrobatchMaker:
 
         Args:
             batch: the rank's sequences, on the host.
-            indices: which of them; empty: a microbatch of one token without a row of its own.
-            asked: the field that marks the tokens to compute; without it, all that have one before them.
+            indices: numbers of the chosen sequences; empty: a microbatch of one token without a row of its own.
+            asked: the field that marks the tokens to compute; in a batch without it, all but first tokens are computed.
         """
         selected = batch.select(indices) if indices else _nothing(batch)
         layout = self.place(selected.lengths)
@@ -99,7 +99,7 @@ class MicrobatchMaker:
         assert fields.token_ids is not None
         no_rows = len(tokens) == 0
         flat = tokens if no_rows else token_places(np.asarray(batch.lengths), np.asarray(indices))[tokens]
-        if no_rows:  # the head computes one row all the same, which the loss leaves out: an empty maximum is an error
+        if no_rows:  # the head computes one row that the loss leaves out, because an empty maximum is an error
             rows, tokens, flat = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
         at = torch.from_numpy(tokens)
         # The layers replay the recorded experts; the head has no use for them.
@@ -125,9 +125,9 @@ class MicrobatchMaker:
         )
 
     def _packed(self, layout: PackedLayout, routed: Tensor | None, real: bool, move: Move) -> PackedSequences:
-        """The layout of the tokens for the layers; `real`: whether they come from the batch.
+        """The layout of the tokens for the layers; `real`: whether the tokens come from the batch.
 
-        `routed`, [tokens of the flat sequences, numbers of a token], int8 or int16, are their recorded experts.
+        `routed` are the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
         """
         members = held = None
         if self._shape.experts is not None:
@@ -142,20 +142,20 @@ class MicrobatchMaker:
 
 
 def _nothing(batch: TokenBatch) -> TokenBatch:
-    """A sequence of one token with the entries of a batch, all 0: nothing predicts it, so it has no row of its own."""
+    """A sequence of one token with the fields of a batch, all 0: nothing predicts it, so it has no row of its own."""
     zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.present().items()}
     return TokenBatch([1], TokenFields(**zeros))
 
 
 def joined_over_context(values: Tensor) -> Tensor:
-    """[...], floating point: the sum over the ranks that share the sequences, on each of them."""
+    """Sum of values, [...], floating point, over the context-parallel ranks that share the sequences; all get it."""
     total = values.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total
 
 
 def _to_device() -> Move:
-    """Copies an array to the device; from pinned memory, so that the copy runs beside the host."""
+    """A function that copies an array to the device, from pinned memory so that the host does not wait for the copy."""
     platform = current_platform()
     if platform.name == "cpu":
         return torch.from_numpy

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMemory:
-    """The memory of a rank's model on its device: the weights, and what only training needs.
+    """The device memory of a rank's model: weights, gradients and optimizer state.
 
     Memory is released storage by storage, by resizing each storage to 0 bytes and later back. The distributed optimizer
     makes this necessary: Megatron-Core keeps parameters and gradients in flat buffers, of which every parameter and
@@ -30,7 +30,7 @@ class DeviceMemory:
     neither Megatron-Core nor the optimizer notices. Three kinds of memory are told apart by what they cost to restore:
 
     - the optimizer's float32 weights and moments are copied to pinned host memory and back;
-    - gradients are forgotten, and come back as zeros;
+    - gradients are dropped, and come back as zeros;
     - weights are copied only if asked (`weights=True`), since a refit reads them while engines already run.
 
     A storage can be of two kinds: without bfloat16 the optimizer's float32 weights are the weights themselves.
@@ -39,7 +39,7 @@ class DeviceMemory:
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
         self._emptied: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        """Storages that are empty now, with the number of bytes they had."""
+        """Storages that are empty now, each with its full size in bytes."""
         self._hosts: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         """Host copies of storages, [bytes], uint8; kept for the next time, since pinning takes longer than copying."""
         self._without_weights = False
@@ -53,7 +53,7 @@ class DeviceMemory:
     def give_up(self, weights: bool) -> None:
         """Move the optimizer's state to host memory and drop gradients; collective over data-parallel ranks.
 
-        Storages that are empty already stay so.
+        Storages that are already empty stay empty.
 
         Args:
             weights: move the weights too, including those of a reference policy on the device.

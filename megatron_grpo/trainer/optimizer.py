@@ -1,4 +1,4 @@
-"""AdamW over Megatron's gradient buffers: schedule, clipping, and its state in checkpoints of any layout."""
+"""AdamW over Megatron's gradient buffers: schedule, clipping, and optimizer state in checkpoints of any layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DECAY_STYLES = {
     "cosine_with_min_lr": "cosine",
     "inverse_sqrt": "inverse-square-root",
 }
-"""Megatron-Core's names of schedules that transformers calls otherwise."""
+"""Megatron-Core's names of schedules, by transformers' names where the two differ."""
 
 
 class ModelOptimizer:
@@ -57,7 +57,7 @@ class ModelOptimizer:
                 config=chunk.config,
                 ddp_config=replace(buffers),
                 module=chunk,
-                # The backward pass of the first chunk comes last, and hides the communication of the others whole.
+                # The first chunk's backward pass comes last, and hides the communication of the other chunks.
                 disable_bucketing=number > 0,
             )
             for number, chunk in enumerate(chunks)
@@ -100,7 +100,7 @@ class ModelOptimizer:
         self.optimizer.zero_grad()
 
     def finish_gathering(self) -> None:
-        """Complete the all-gathers of weights that the last step left to the next forward pass; collective over
+        """Complete the all-gathers of weights that the last step deferred to the next forward pass; collective over
         data-parallel ranks, idempotent."""
         if not self._gathers_late:
             return
@@ -121,7 +121,7 @@ class ModelOptimizer:
         Returns:
             The learning rate that was used. The schedule counts this step first, so warm-up does not start at zero.
         """
-        # With the norm over all ranks and chained optimizers, so that all gradients are scaled by one factor.
+        # Clipped by the norm over all ranks and chained optimizers, so that all gradients are scaled by one factor.
         if self.max_grad_norm > 0:
             for optimizer in self.optimizer.chained_optimizers:
                 parameters = optimizer.get_parameters()
@@ -139,7 +139,7 @@ class ModelOptimizer:
     def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
         """Load a checkpoint's moments and position in the schedule; the settings stay those of this run.
 
-        Loading would otherwise restore the settings of the run that saved, which parameter groups contain.
+        Parameter groups also contain settings of the run that saved, which loading would otherwise restore.
         """
         # Empty expert optimizers save step 0; restore the real step.
         for group in _parameter_groups(state):
@@ -171,7 +171,7 @@ def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, 
 
 
 def _overlaps(config: PolicyConfig) -> tuple[bool, bool]:
-    """Whether gradients are reduced during the backward pass, and whether weights are gathered during the next forward.
+    """Whether gradients are reduced during the backward pass, and weights gathered during the next forward pass.
 
     By default on GPUs only, and never without data-parallel neighbours.
     """
@@ -234,7 +234,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while start < stop:
-        # The largest slices that begin here and fit: of the outermost such dimension, up to that dimension's end.
+        # Whole slices of the outermost dimension of which one begins here and fits, up to that dimension's end.
         axis = next(a for a, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
         offset = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
         slices = min((stop - start) // strides[axis], shape[axis] - offset[axis])
@@ -269,7 +269,7 @@ def _set_own_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> Non
 
 
 def _own_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """The parameters that this rank updates, each with the range of its elements that are this rank's."""
+    """The parameters that this rank updates, each with the range of elements that belongs to this rank."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -280,7 +280,7 @@ def _own_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _boxes_of(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, state: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """The checkpoint's entries of one kind of state, [stop - start], of a range of a parameter; they share its memory.
+    """Checkpoint entries for one state of a parameter's range, [stop - start]; they share the state's memory.
 
     The parameter's entry `weight` is a factory if it is stored as several tensors (gate and up projections).
     """

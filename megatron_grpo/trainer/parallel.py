@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import current_platform
 
 _KEPT = 16
-"""Sends that may still be in flight, whose tensors must stay alive."""
+"""Number of exchanges of shapes, the latest ones, whose tensors stay alive because sends may still be in flight."""
 
 
 @cache
@@ -86,7 +86,7 @@ def initialize_parallel(
     """Join the other ranks, form the tensor, context, expert, data and pipeline groups, and seed the random states.
 
     Args:
-        parallel: their sizes, whose product is the number of ranks.
+        parallel: sizes of the groups.
         rank: number of the calling process; tensor-parallel neighbours have consecutive numbers.
         store: rendezvous of the ranks.
         timeout_s: deadline of the start-up and of every later collective.
@@ -124,10 +124,10 @@ def initialize_parallel(
 
 
 def make_deterministic() -> None:
-    """Let torch, cuBLAS and NCCL repeat their results on a GPU; before this process's first product and communicator.
+    """Make torch, cuBLAS and NCCL deterministic on a GPU; call before the process's first product and communicator.
 
-    torch refuses operations that have no deterministic form: Megatron-Core's unpermutation of tokens would otherwise
-    add in the order in which threads come.
+    torch then refuses operations that have no deterministic form. Without this, Megatron-Core's unpermutation of tokens
+    adds in the order in which threads arrive.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ.setdefault("NCCL_ALGO", "Ring")

@@ -87,7 +87,7 @@ class ModelRank(ABC):
         return self.chunks
 
     def parameters(self) -> list[Any]:
-        """All parameters of `whole_chunks`, which is collective; trained ones have a `main_grad`."""
+        """All parameters of `whole_chunks` (collective); trained parameters have a `main_grad`."""
         return [parameter for chunk in self.whole_chunks() for parameter in chunk.parameters()]
 
     @property
@@ -126,7 +126,7 @@ class ModelRank(ABC):
     ) -> StepShare:
         """One optimizer step on this replica's `batch`; `counts` are global, over all replicas.
 
-        When the gradient is not finite (grad_norm of the result) the weights stay as they are.
+        When the gradient's norm (`grad_norm` of the result) is not finite, the weights do not change.
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         grad_norm = self.optimizer.grad_norm()
@@ -175,7 +175,7 @@ class ModelRank(ABC):
             chunk.eval()
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
-            """[rows, hidden] to a loss and a count of 0, each [], and numbers, [rows], float32, with their indices."""
+            """[rows, hidden] to a loss and a count of 0, each [], and outputs, [rows], float32, with their indices."""
             values, _ = self._outputs(chunks[-1], output, microbatch.tokens)
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.flat)
 
@@ -184,7 +184,7 @@ class ModelRank(ABC):
             return None
         found = torch.cat([values for values, _ in pieces])
         places = torch.from_numpy(np.concatenate([flat for _, flat in pieces]))
-        result = found.new_zeros(sum(batch.lengths) + 1)  # the last entry takes rows that stand for no token (index -1)
+        result = found.new_zeros(sum(batch.lengths) + 1)  # the last entry takes the rows of no token (index -1)
         result[places.to(result.device)] = found
         if self.config.parallel.context > 1:  # each rank has its tokens, and 0 for the others
             result = joined_over_context(result)
@@ -211,7 +211,7 @@ class ModelRank(ABC):
         padded = [*microbatches, *[[]] * self._empty_microbatches(len(microbatches))]
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            """The stage's output for the next microbatch, [1, tokens or rows, ...], and what finishes it."""
+            """The stage's output for the next microbatch, [1, tokens or rows, ...], and a call of `finish` on it."""
             microbatch = next(data)
             inner = getattr(module, "module", module)
             if inner.post_process:
@@ -306,10 +306,10 @@ class PolicyRank(ModelRank):
 
 
 def _reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:
-    """The policy's configuration, as the reference is built from it.
+    """The configuration that the reference is built from: the policy's, without FP8 parameters if it is offloaded.
 
-    A reference that moves to host memory has its parameters in bfloat16: of an FP8 parameter only the outer tensor
-    would move. Its products are the same, since the numbers it holds are those of the policy's FP8 parameters.
+    Moving an FP8 parameter to host memory would move its outer tensor alone. In bfloat16 products stay the same, since
+    the reference holds the values of the policy's FP8 parameters.
     """
     if not reference.offload or not config.fp8.parameters:
         return config

@@ -22,7 +22,7 @@ from megatron_grpo.weights.shape import ModelShape
 def _taken(tokens: Tensor, index: Tensor) -> Tensor:
     """Rows of [tokens, ...], any float type, at indices [...], int64: [..., ...].
 
-    A look-up as of embeddings, whose backward is much faster than that of indexing.
+    The look-up is that of embeddings, whose backward is much faster than that of indexing.
     """
     return F.embedding(index, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
@@ -97,12 +97,12 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):
-    """Self-attention of models that rotate queries and keys otherwise in layers with a window (Gemma 3)."""
+    """Self-attention of models whose layers with a window have another rotary embedding (Gemma 3)."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **named: Any
     ) -> Any:
-        """Megatron-Core's; rotary_pos_emb, [2, length, 1, 1, head_dim], float32, is from `GlobalAndLocalRotary`."""
+        """Megatron-Core's forward, with the angles of `GlobalAndLocalRotary`: [2, length, 1, 1, head_dim], float32."""
         rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary, **named)
 
@@ -110,8 +110,8 @@ class LocalOrGlobalSelfAttention(SelfAttention):
 class RotaryAtPositions(torch.nn.Module):
     """Replaces Megatron-Core's rotary embedding in the torch layers: angles at given positions, not at 0 to length.
 
-    Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so the microbatch
-    says each token's position. Frequencies are those of the wrapped embedding.
+    Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so positions come
+    with the microbatch. Frequencies are those of the wrapped embedding.
     """
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
@@ -132,7 +132,7 @@ class RotaryAtPositions(torch.nn.Module):
 
 
 class GlobalAndLocalRotary(RotaryAtPositions):
-    """Two rotary embeddings at once: of layers that see the whole sequence, and of those with a window."""
+    """Two rotary embeddings at once: one for layers that see the whole sequence, one for layers with a window."""
 
     def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__(everywhere)

@@ -1,5 +1,5 @@
-"""A rank's shard of the policy or of the value model: the decoder, whose head is applied to chosen tokens, and how it
-is built."""
+"""Building a rank's shard of the policy or of the value model: a decoder whose head is applied to chosen tokens
+alone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DecoderModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """A number for each token: hidden state times weight plus bias, in float32, equal on all tensor-parallel ranks.
+    """Head of a value model: hidden state times weight plus bias, in float32, equal on all tensor-parallel ranks.
 
     Sequence parallelism does not split its input (`DecoderModel.rows`): every rank computes all of the head and its
     gradient.
@@ -101,7 +101,7 @@ def build_model(config: PolicyConfig, shape: ModelShape) -> list[DecoderModel]:
 def _build_chunk(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> DecoderModel:
-    """One chunk of the rank's shard; vp_stage None: the only one."""
+    """One chunk of the rank's shard; vp_stage None: the only chunk."""
     model = DecoderModel(
         config=settings,
         transformer_layer_spec=layer_spec(settings, config, shape, vp_stage),

@@ -30,15 +30,15 @@ class RoutingReplay:
         self.known = (self._record >= 0).all(dim=1)
         """[tokens], bool: whether the token's experts are on record."""
         self.agreed: Tensor | None = None
-        """[tokens], int64: how many of the router's own choices are on record; None before the routing."""
+        """[tokens], int64: number of the router's own choices that are among the recorded; None before the routing."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         """The experts of each token, int64, with their scores, through which the gradient comes back to the router.
 
-        `scores`, [tokens, experts], floating point, are what experts are chosen by. `compute`, the router's own choice,
-        takes the arguments before it; it gives scores and numbers of experts, both [tokens, topk], as this does.
+        Experts are chosen by `scores`, [tokens, experts], floating point. `compute`, the router's own choice, takes the
+        arguments before it and returns, like this method, scores and numbers of experts, both [tokens, topk].
         """
         _, own = compute(scores, topk, num_groups, group_topk)
         self.agreed = (own[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
@@ -73,7 +73,7 @@ class ExpertRouter(TopKRouter):
         """Reset the counts at the start of a step."""
         device = current_platform().device
         self.chosen = torch.zeros(self.num_experts, device=device)
-        """[experts], float32: this rank's real tokens by chosen expert."""
+        """[experts], float32: number of this rank's real tokens that chose each expert."""
         self.losses = torch.zeros(2, device=device)
         """[2], float32: this rank's share of the auxiliary and of the z loss."""
         self.agreement = torch.zeros(2, device=device)
@@ -81,9 +81,9 @@ class ExpertRouter(TopKRouter):
         recorded experts."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights of the experts, 0 for those that are not chosen, and bool: which are chosen; both [tokens, experts].
+        """Weights of the experts, 0 for those not chosen, and bool: whether each is chosen; both [tokens, experts].
 
-        The logits are [tokens of this rank, 1, experts], float32; `padding_mask` is unused, since `membership` has it.
+        The logits are [tokens of this rank, 1, experts], float32; `padding_mask` is unused: `membership` marks padding.
         """
         flat = logits.view(-1, self.num_experts)
         config = self.config
@@ -161,10 +161,10 @@ def _over_parts(shares: Tensor) -> Tensor:
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer, which hands its router the sequences and recorded experts of the microbatch.
+    """Megatron-Core's layer, which passes the sequences and recorded experts of the microbatch to its router.
 
-    Recomputation calls a layer again in the backward pass, after other microbatches; so both are set from the arguments
-    of every call.
+    Recomputation calls a layer again in the backward pass, after other microbatches; so both are set in every call,
+    from its arguments.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -186,7 +186,7 @@ class DecoderLayer(TransformerLayer):
         return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
-        """Megatron-Core's forward."""
+        """Set the router's sequences and recorded experts, then run Megatron-Core's forward."""
         if self.is_moe_layer:
             known = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
             router = self.mlp.router
@@ -195,14 +195,14 @@ class DecoderLayer(TransformerLayer):
         return super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
 
     def _own_columns(self, routed: Tensor) -> Tensor:
-        """[tokens, layers with experts * experts of a token] to this layer's, [tokens, experts of a token]."""
+        """[tokens, layers with experts * experts of a token] to this layer's columns, [tokens, experts of a token]."""
         before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for each layer with experts, else 0
         top_k = self.config.moe_router_topk
         return routed[:, before * top_k : (before + 1) * top_k]
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Mark the experts' parameters for Megatron-Core's gradient reduction, whatever the layout.
+    """Mark the experts' parameters for Megatron-Core's gradient reduction in every layout.
 
     Megatron-Core marks them only with expert parallelism, and reduces gradients over the wrong ranks if only the
     expert-tensor size differs from the tensor size.
@@ -235,7 +235,7 @@ class StepRouting:
             router.sequences_in_step = sequences
 
     def counts(self) -> Tensor:
-        """Tokens of the step by expert, [layers of this rank, experts], float32; collective over a pipeline stage."""
+        """Number of the step's tokens by expert, [layers of this rank, experts], float32; collective over a stage."""
         if not self.routers:
             return torch.zeros(0, 1, device=current_platform().device)
         counts = torch.stack([router.chosen for router in self.routers])

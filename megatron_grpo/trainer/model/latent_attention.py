@@ -1,4 +1,4 @@
-"""Multi-latent attention (DeepSeek-V2, section 2.1) of the torch layers: packed, and split in every way."""
+"""Multi-latent attention (DeepSeek-V2, section 2.1) of the torch layers, for packed sequences in every layout."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class LatentAttentionParts:
 class LatentAttention(MegatronModule):
     """Queries, keys and values of all heads, made of short vectors, and one rotated key that all heads share.
 
-    Parameters have the names that Megatron-Core's own module gives them. That one splits the projections to the short
-    vectors in its torch layers, and loses part of their gradients. `softmax_scale` is the factor of the product of a
-    query and a key, `rope_factor` that of the rotated parts (YaRN).
+    Parameters have the names of Megatron-Core's own module, whose torch layers split the projections to the short
+    vectors and lose part of their gradients. `softmax_scale` is the factor of query-key products, `rope_factor` that of
+    the rotated parts (YaRN).
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of every token to those before it in its sequence: [length, 1, hidden], any float type, to the same
-        and no bias; with sequence parallelism they are this rank's tokens.
+        """Causal attention within each sequence: [length, 1, hidden], any float type, to the same shape, and no bias;
+        with sequence parallelism `length` counts this rank's tokens.
 
         The angles of all tokens are [length, 1, 1, rope_dim], float32; the core attention ignores the mask.
         """
@@ -121,7 +121,7 @@ class LatentAttention(MegatronModule):
             [latent.plain_dim, latent.value_dim], dim=-1
         )
         if self.config.sequence_parallel:
-            # Every rank's heads have a gradient for the one key, which backward adds up.
+            # The heads of every rank contribute a gradient to the shared key, and backward sums them.
             group = parallel_state.get_tensor_model_parallel_group()
             shared_key = gather_from_sequence_parallel_region(shared_key, group=group)
         plain, rotated = queries.split([latent.plain_dim, latent.rope_dim], dim=-1)
@@ -136,8 +136,8 @@ class LatentAttention(MegatronModule):
     def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
         """[length, sequences, heads, rope_dim] rotated by angles, [length, 1, 1, rope_dim], float32."""
         if self.latent.rope_interleaved:
-            # Pairs that stand side by side are put half a vector apart: the same for queries and keys, so that their
-            # products are those of the pairs as they stood.
+            # Neighbouring elements are moved half a vector apart, in queries as in keys, which leaves query-key
+            # products unchanged.
             vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         cos, sin = (angles.cos() * self.rope_factor), (angles.sin() * self.rope_factor)
         first, second = vectors.chunk(2, dim=-1)

@@ -99,8 +99,8 @@ def layer_spec(
 def keep_empty_states() -> None:
     """Let Transformer Engine's grouped linear layers be saved where their FP8 recipe keeps no state.
 
-    Only delayed scaling has a state beside the weights; with the other recipes Transformer Engine gives an empty
-    tensor, in which Megatron-Core looks for the state of each expert.
+    Only delayed scaling has a state beside the weights. With other recipes Transformer Engine returns an empty tensor,
+    which Megatron-Core would split into a state for each expert.
     """
     from megatron.core.extensions import transformer_engine
 
@@ -114,7 +114,7 @@ def keep_empty_states() -> None:
 
 
 def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool, engine_attention: bool) -> ModuleSpec:
-    """The spec of one layer, with so many experts; None: with one feed-forward network."""
+    """The spec of one layer with this number of experts; None: with a dense feed-forward network."""
     if engine:
         if experts is not None:
             keep_empty_states()
@@ -124,7 +124,7 @@ def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool, engine_a
     if experts is not None:
         layer.module = DecoderLayer
         layer.submodules.mlp.submodules.router = ExpertRouter
-        # In checkpoints the norm keeps its own name, as in Transformer Engine's layers with experts.
+        # In checkpoints the norm is not renamed, as in Transformer Engine's layers with experts.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return layer
 

@@ -22,8 +22,8 @@ class RMSNorm(torch.nn.Module):
     With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the factor is 1 + weight, and
     everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
 
-    Ours because Megatron-Core's wrapper of torch's norm refuses sequence parallelism. With it each tensor-parallel rank
-    sees only part of the tokens; the mark `sequence_parallel` on the weight has Megatron-Core add the gradients up.
+    Ours because Megatron-Core's wrapper of torch's norm refuses sequence parallelism, in which each tensor-parallel
+    rank sees only some tokens. Megatron-Core sums the gradients of weights that are marked `sequence_parallel`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -61,10 +61,10 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 def with_front(block: TransformerBlockSubmodules, front: type, **arguments: Any) -> TransformerBlockSubmodules:
-    """Give every linear layer of a stage's spec of torch modules, which is changed, `front` as its first base class.
+    """Make `front` the first base class of every linear layer in a stage's spec of torch modules, in place.
 
-    The front overrides methods of the layer's own class, the next base; `arguments` are keyword arguments of its
-    constructor, besides those of the layer.
+    The front overrides methods of the layer's own class, the next base; `arguments` are keyword arguments of the
+    front's constructor, in addition to the layer's.
     """
     for layer in block.layer_specs:
         _put_in_front(layer.submodules, front, arguments)
@@ -73,17 +73,17 @@ def with_front(block: TransformerBlockSubmodules, front: type, **arguments: Any)
 
 @cache
 def fronted(front: type, layer: type) -> type:
-    """A subclass of one of Megatron-Core's linear layers whose methods are those of `front` first."""
+    """A subclass of one of Megatron-Core's linear layers, in which the methods of `front` override the layer's."""
     return type(f"{front.__name__}{layer.__name__}", (front, layer), {})
 
 
 def spec_of(part: Any) -> tuple[Any, dict[str, Any]]:
-    """Class and keyword arguments of a submodule of a spec, which is a ModuleSpec or the class itself."""
+    """Class and keyword arguments of a spec's submodule, which is a ModuleSpec or the class itself."""
     return (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
 
 
 def _put_in_front(parts: Any, front: type, arguments: dict[str, Any]) -> None:
-    """Change the linear layers among the submodules of a spec, and among theirs."""
+    """Change the linear layers among a spec's submodules, recursively."""
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         kind, params = spec_of(part)

@@ -50,10 +50,10 @@ class AdaptedLinear:
     lora_b: Tensor
     tp_group: Any
     adapter_on = True
-    """False: the layer computes as the base model's."""
+    """Whether the adapter acts; without it the layer computes what the base model's layer does."""
 
     def __init__(self, *arguments: Any, lora: LoraConfig, stacked: bool, **keywords: Any) -> None:
-        """`stacked`: a rank's rows are those of two matrices, one above the other."""
+        """`stacked`: whether a rank's rows are those of two matrices, one above the other."""
         super().__init__(*arguments, **keywords)
         self.scale, self.stacked = lora.alpha / lora.rank, stacked
         self.split = "lora_b" if isinstance(self, ColumnParallelLinear) else "lora_a"
@@ -71,7 +71,7 @@ class AdaptedLinear:
 
     @torch.no_grad()
     def draw(self, name: str) -> None:
-        """A: uniform within 1 / sqrt(columns) of the whole matrix, as a linear layer of torch; B: zero.
+        """Draw A uniformly within 1 / sqrt(columns of the whole matrix), as torch's linear layers do; set B to zero.
 
         The layer's `name` in the whole model seeds the draw, so that it is the same in every layout.
         """
@@ -137,7 +137,7 @@ def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> Transf
 
 
 def train_adapters_alone(chunk: Any) -> None:
-    """Freeze every parameter of a model but the adapters', and draw the first values of these."""
+    """Freeze every parameter of a model except the adapters', and draw the adapters' initial values."""
     chunk.requires_grad_(False)
     for name, layer in _adapted_layers(chunk):
         layer.draw(name)

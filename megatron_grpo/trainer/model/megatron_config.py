@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def transformer_config(config: PolicyConfig, shape: ModelShape) -> TransformerConfig:
-    """Megatron-Core's settings of a decoder without dropout; the fields that users pass on override the others."""
+    """Megatron-Core's settings of a decoder without dropout; fields that users pass override the others."""
     parallel, dtype = config.parallel, getattr(torch, config.precision)
     recomputes = config.activation_checkpointing
     engine = uses_transformer_engine(shape, config.precision)
@@ -63,7 +63,7 @@ def transformer_config(config: PolicyConfig, shape: ModelShape) -> TransformerCo
         recompute_granularity="full" if recomputes else None,
         recompute_method="uniform" if recomputes else None,
         recompute_num_layers=1 if recomputes else None,
-        # What not all families share.
+        # Settings that differ between families.
         activation_func={"silu": F.silu, "gelu_tanh": gelu_tanh}[shape.activation],
         layernorm_zero_centered_gamma=shape.zero_centered_norms,
         softmax_scale=shape.softmax_scale,
@@ -77,7 +77,7 @@ def transformer_config(config: PolicyConfig, shape: ModelShape) -> TransformerCo
 
 
 def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Fields, by section of the configuration, that the installed Megatron-Core lacks or has with another type."""
+    """Problems of passed fields, by section of the configuration: unknown to the installed version, or a wrong type."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
@@ -95,7 +95,7 @@ def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Pro
 
 
 def transformer_fields(config: PolicyConfig) -> dict[str, Any]:
-    """Fields of TransformerConfig that follow from the settings of speed and memory, and those that the user passes on.
+    """Fields of TransformerConfig for speed and memory, and the fields that the user passes.
 
     With policy.deterministic it also sets the environment variable that Transformer Engine reads.
     """
@@ -111,10 +111,10 @@ def transformer_fields(config: PolicyConfig) -> dict[str, Any]:
 
 
 def made(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
-    """One of Megatron-Core's configuration objects; a ValueError if it refuses the combination of fields.
+    """Make one of Megatron-Core's configuration objects; ValueError if it refuses the combination of fields.
 
-    The user's fields, names and types checked, override ours; their dtypes and members of enumerations are written by
-    name.
+    The user's fields, whose names and types were checked, override ours; users write dtypes and members of enumerations
+    by name.
     """
     hints = typing.get_type_hints(kind)
     try:
@@ -125,7 +125,7 @@ def made(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T
 
 
 def _converted(hint: Any, value: Any) -> Any:
-    """A value of a configuration as a field of this type takes it."""
+    """Convert a value of the configuration to a field's type."""
     if isinstance(value, str):
         for one in typing.get_args(hint) or (hint,):
             if one is torch.dtype:
@@ -138,7 +138,7 @@ def _converted(hint: Any, value: Any) -> Any:
 
 
 def _fuses_accumulation(config: PolicyConfig) -> bool:
-    """Whether a matrix's gradient is added to its sum where it is made, which apex's extension can on a GPU."""
+    """Whether the product that makes a weight's gradient also accumulates it, which apex's extension does on a GPU."""
     if config.gradient_accumulation_fusion is not None:
         return config.gradient_accumulation_fusion
     if config.quantization is not None or config.fp8.simulated:
@@ -221,7 +221,7 @@ def _expert_settings(shape: ModelShape, *, engine: bool) -> dict[str, Any]:
 
 
 def _leave_as_is(weight: Tensor) -> None:
-    """Initialisation of weights that are about to be loaded: does nothing to a weight of any shape [...] and dtype."""
+    """Do nothing to a weight, [...], any dtype: the initialisation of weights that are about to be loaded."""
 
 
 def gelu_tanh(gate: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def gelu_tanh(gate: Tensor) -> Tensor:
 
 
 def _platform_settings(shape: ModelShape, *, engine: bool, interleaved: bool) -> dict[str, Any]:
-    """Fused kernels where there is a GPU for them."""
+    """Megatron-Core's settings of fused kernels and of communication between stages, for this platform."""
     cuda = current_platform().name == "cuda"
     return {
         "apply_rope_fusion": engine,

@@ -54,7 +54,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Parts of sequences that one attention call computes, as a rectangle; shorter ones repeat their last token."""
+    """Parts of sequences that one attention call computes, as a rectangle; shorter parts repeat their last token."""
 
     queries: Tensor
     """[parts, most queries], int64: index of each query in this rank's tokens."""
@@ -89,12 +89,12 @@ class PackedSequences(PackedSeqParams):
     membership: Membership | None = None
     """Sequences of this rank's tokens, or of its part of them under sequence parallelism; None: a dense model."""
     routed: Tensor | None = None
-    """[tokens of the same part, layers with experts * experts of a token], int8 or int16: experts to route tokens to;
-    -1 where the router chooses; None: it chooses everywhere."""
+    """[tokens as in `membership`, layers with experts * experts of a token], int8 or int16: experts to route tokens to;
+    -1 where the router chooses; None: the router always chooses."""
     calls: AttentionCalls | None = None
-    """For layers in which a token sees all tokens before it."""
+    """Attention calls of layers in which a token sees all tokens before it."""
     windowed_calls: AttentionCalls | None = None
-    """For layers with a window; None: the model has none."""
+    """Attention calls of layers with a window; None: the model has no such layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class _Parts:
     """[parts]: index of the first key among all tokens in sequence order."""
 
     def within(self, window: int) -> _Parts:
-        """These parts, cut into parts of at most `window` queries without the keys that none of these sees.
+        """Cut these parts into parts of at most `window` queries, each without the keys that its queries do not see.
 
         A part then has fewer than 2 * window keys, however long its sequence is.
         """
@@ -149,7 +149,7 @@ class PackedLayout:
         return len(self.source)
 
     def predicting(self, wanted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Find the hidden states of this rank that predict wanted tokens: each is that of the token before.
+        """Find this rank's hidden states that predict wanted tokens; the state of a token predicts the next token.
 
         With context parallelism the token before may be on another rank than the token itself; the rank that holds the
         hidden state computes the token's loss.

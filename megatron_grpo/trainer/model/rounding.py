@@ -1,7 +1,7 @@
 """Linear layers of torch whose operands are rounded: simulated FP8 on any machine, and quantisation-aware training.
 
-In both, gradients pass the rounding unchanged (straight-through estimator), and scales follow from the values at hand,
-so that nothing is calibrated or kept in a checkpoint.
+In both, gradients pass the rounding unchanged (straight-through estimator), and scales are computed from the current
+values, so that nothing is calibrated or kept in a checkpoint.
 
 - Simulated FP8 applies Transformer Engine's recipes: values are scaled so that the largest becomes E4M3's largest,
   rounded to E4M3 and scaled back. Scales are of the whole matrix or of whole blocks in every layout.
@@ -27,9 +27,9 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def round_tensor(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Values at one scale for the whole matrix, 448 / max |x| (Transformer Engine's current scaling).
+    """Round values at one scale for the whole matrix, 448 / max |x| (Transformer Engine's current scaling).
 
-    This rank's part of the matrix is [...], any float type, as is the result; `group` are the ranks with the others.
+    Values and result are this rank's part of the matrix, [...], any float type; `group`: ranks with the other parts.
     """
     largest = values.abs().amax().float()
     if group is not None and group.size() > 1:
@@ -39,7 +39,7 @@ def round_tensor(values: Tensor, group: dist.ProcessGroup | None = None) -> Tens
 
 
 def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
-    """Values at one scale a block: the largest power of two that keeps max |x| of the block within 448.
+    """Round values at one scale a block: the largest power of two that keeps max |x| of the block within 448.
 
     This is Transformer Engine's block scaling (blocks of 1 x 128 in activations, 128 x 128 in weights), and, in blocks
     of 1 x 32, that of MXFP8 (OCP Microscaling 1.0, its scale rounded so that nothing overflows).
@@ -82,14 +82,14 @@ class RoundedLinear:
 
     @torch.no_grad()
     def _rounded(self, values: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-        """An operand whose blocks have so many rows in block scaling; `group` are the ranks with other parts of it."""
+        """Round an operand by the recipe; `rows`: height of its blocks, `group`: ranks with other parts of it."""
         if self._recipe == "tensorwise":
             return round_tensor(values, group)
         return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, rows, 128)
 
 
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
-    """Switch rounding off in the first and last layers of a chunk, as many as `fp8` says of the model's `layers`."""
+    """Switch rounding off in a chunk's share of the model's first and last layers, as many as `fp8` says."""
     for layer in chunk.decoder.layers:
         outer = layer.layer_number <= fp8.first_layers_bf16 or layer.layer_number > layers - fp8.last_layers_bf16
         for module in layer.modules():
@@ -98,7 +98,7 @@ def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
 
 
 def _rounded_at(values: Tensor, scale: Tensor) -> Tensor:
-    """Values, [...], float32, at scales that broadcast to them, rounded to E4M3 (to even) and scaled back: float32."""
+    """Scale values, [...], float32, by scales that broadcast, round to E4M3 (ties to even), and scale back: float32."""
     # Clamped: rounding may put the product just above 448, which E4M3 (it has no infinity) would turn into NaN.
     return (values * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() / scale
 
@@ -136,11 +136,11 @@ class QuantizedLinear:
 
 
 NUM_BITS = {"int8": 8, "fp8": (4, 3)}
-"""modelopt's name of a format: bits of an integer, or of exponent and mantissa."""
+"""modelopt's names of the formats: bits of an integer, or of exponent and mantissa."""
 
 
 def _quantizer(quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None) -> Any:
-    """A quantiser with a scale for each index of the dimensions `axis`; all columns are on the ranks of `group`."""
+    """A quantiser with a scale for each index of the dimensions `axis`; ranks of `group` (if any) split the columns."""
     from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
 
     # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
