@@ -1,7 +1,6 @@
 """A vLLM engine on a CPU: its arguments, its cores, and how its processes are forked.
 
-If each process of an engine imported vLLM, each would take ten seconds of a core. So they are forked from a process
-that has imported it.
+Importing vLLM takes ten seconds of a core, so an engine's processes are forked from one that has imported it.
 
 vLLM itself spawns them: a Ray actor must not be forked, because a fork lacks its threads, and vLLM sets the number and
 the cores of OpenMP's threads by environment variables, which a process reads at its start. So a process without threads
