@@ -63,7 +63,7 @@ def train(
         train_dataset: training rows: a list of dicts, a `datasets.Dataset`, or a path or hub name; kept in the folder
             of the run, so that it can be resumed. None: as the configuration says.
         val_dataset: validation rows of the same kinds, or a mapping of several such sets by name.
-        rewards: reward functions, import paths of such, and folders of reward models, or one of these, in place of the
+        rewards: one or several reward functions, their import paths, or folders of reward models; they replace the
             environment that data.task_name names.
         environments: environments by task name: classes that can be imported
             (`megatron_grpo.environments.interface.Environment`), or values of env.NAME.type.
@@ -119,7 +119,7 @@ def _checked(
     if composed.config is None:
         raise ConfigError(composed.named(composed.problems))
     task, run_dir = composed.config.data.task_name, composed.config.run_dir
-    overrides.append(f"run_dir={run_dir}")  # its name may contain the time
+    overrides.append(f"run_dir={run_dir}")  # fixed here, because its name may contain the time
     overrides += _reward_overrides(task, rewards, functions)
     overrides += environment_overrides(environments)
     folder = Path(run_dir) / DATA_FOLDER
@@ -295,7 +295,7 @@ def _reward_overrides(
             continue
         entry = _import_path(reward)
         if entry is None:
-            # Named in metrics after the function, or after the class of an object.
+            # The name in metrics is that of the function, or of an object's class.
             name = getattr(reward, "__name__", type(reward).__name__)
             name = re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
             entry = f"{GIVEN}.{name}"

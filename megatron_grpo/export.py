@@ -74,7 +74,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _trained_policy(config_file: Path) -> PolicyConfig:
-    """Model, precision, adapters and quantisation of a run; other keys are ignored, which may be another version's."""
+    """Model, precision, adapters and quantisation of a run; other keys, which may be another version's, are ignored."""
     try:
         policy = read_config_file(config_file).get("policy")
     except FileNotFoundError:

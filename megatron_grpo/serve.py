@@ -1,4 +1,4 @@
-"""A vLLM server that runs can train against: python -m megatron_grpo.serve MODEL."""
+"""Starts a vLLM server that runs can train against: python -m megatron_grpo.serve MODEL."""
 
 from __future__ import annotations
 

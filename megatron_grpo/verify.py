@@ -72,7 +72,7 @@ class Request:
     model: str = "tiny:qwen3"
     """A folder in Hugging Face format, a hub name, or `tiny:` and a family."""
     layouts: Layouts | None = None
-    """None: the default layouts that the model can be split into."""
+    """Layouts to verify; None: the default layouts that fit the model."""
     packing: tuple[bool, ...] = (True,)
     shrink: bool = False
     """Verify a small copy of the model's own configuration, with random weights."""
@@ -172,7 +172,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     """The request of a command line.
 
     Raises:
-        ValueError: something in it is wrong.
+        ValueError: an argument is wrong.
     """
     values: dict[str, Any] = {}
     for argument in arguments:

@@ -116,14 +116,14 @@ class Composed:
 
     job: Job
     config: Config | None = None
-    """None: the values cannot be typed."""
+    """The typed configuration; None: the values cannot be typed."""
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Given and default values, resolved, wrong ones included; empty when nothing could be composed."""
     problems: list[Problem] = dataclasses.field(default_factory=list)
     defaulted: set[str] = dataclasses.field(default_factory=set)
     """Keys of the schema that have their default because the given value is wrong."""
     given_as: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The name that a key of the algorithm was given under, where that is the other algorithm's."""
+    """The given name of each shared key that was given under the other algorithm's name."""
 
     @property
     def already(self) -> set[str]:

@@ -82,7 +82,7 @@ class DatasetConfig(Section):
     next epoch. Not used for validation sets."""
 
     def visits(self, rows: int) -> int:
-        """Visits to the rows of this set in one epoch, if it has this many rows."""
+        """Visits to rows of this set in one epoch, given its number of rows."""
         return int(self.weight) * rows + round(self.weight % 1 * rows)
 
 
@@ -138,12 +138,12 @@ class DataConfig(PromptConfig):
     """Most tokens of a prompt; long_prompts says what happens to longer prompts."""
 
     long_prompts: Literal["filter", "cut_left", "error"] = "filter"
-    """Rows whose prompt is too long: filter leaves them out, and the run says how many; cut_left drops tokens at the
-    beginning of the prompt; error ends the start."""
+    """Rows whose prompt is too long: filter leaves them out, and the run reports how many; cut_left drops tokens at the
+    beginning of the prompt; with error the run does not start."""
 
     bad_rows: Literal["fail", "skip"] = "fail"
-    """Rows that cannot be read or used: fail names them and ends the start, skip names the first ones, counts all and
-    leaves them out."""
+    """Rows that cannot be read or used: with fail the run reports them and does not start; skip reports the first ones,
+    counts all and leaves them out."""
 
     rows_rendered_at_start: Positive = 50000
     """Most rows of each set that are rendered and tokenized before training, to find prompts that are too long or that

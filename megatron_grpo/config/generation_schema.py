@@ -27,12 +27,12 @@ EngineMemory = Literal["weights", "kv_cache"]
 """Parts of an engine's device memory that are restored separately, under vLLM's names."""
 
 RefitMode = Literal["reshard", "broadcast", "files"]
-"""How the policy's weights reach generation."""
+"""Ways to send the policy's weights to the engines."""
 
 
 @dataclass(kw_only=True)
 class GenerationParallelConfig(Section):
-    """How vLLM is laid out: engines = data, ranks of an engine = tensor * pipeline."""
+    """Layout of vLLM: engines = data, ranks of an engine = tensor * pipeline."""
 
     tensor: Positive = 1
     """Ranks that split every weight matrix of an engine."""
@@ -91,7 +91,7 @@ class EngineConfig(Section):
     """Reuse the KV cache of shared prompt beginnings within one weight version."""
 
     enable_chunked_prefill: bool | None = None
-    """Cut long prompts into pieces that share forward passes with responses; null: on GPUs. A CPU engine cannot."""
+    """Cut long prompts into pieces that share forward passes with responses; null: on GPUs. Not on CPUs."""
 
     max_num_batched_tokens: Positive | None = None
     """Most tokens of one forward pass, prompts and responses together; null: 4096 on a CPU, and at least the longest
@@ -114,7 +114,7 @@ class StructuredConfig(Section):
     """JSON schema, as JSON text: the response is a JSON document of this form."""
 
     choice: list[str] | None = None
-    """Texts of which the response is one."""
+    """Allowed responses: every response is one of these texts."""
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from megatron_grpo.config.section import (
 )
 
 VALIDATION_PREFIX = "val_"
-"""Metrics that only validation produces begin with this."""
+"""Prefix of metrics that only validation produces."""
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
 """Metrics of a validation, without the prefix."""
 
@@ -46,7 +46,7 @@ class EarlyStopConfig(Section):
     """End after this many validations in a row that did not improve on the best one; null is off."""
 
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """The best value has to be exceeded by more than this to count as an improvement."""
+    """Least improvement: a value improves on the best one only if it is better by more than this."""
 
 
 @dataclass(kw_only=True)
@@ -204,7 +204,7 @@ class PPOAdvantageConfig(Section):
 
 @dataclass(kw_only=True)
 class PPOConfig(LoopConfig):
-    """What only PPO has; read with algorithm=ppo."""
+    """Keys that only PPO has; read with algorithm=ppo."""
 
     num_generations_per_prompt: Positive = 1
     """Responses sampled for each prompt; the value model is the baseline, so one is enough."""

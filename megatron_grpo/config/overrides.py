@@ -97,7 +97,7 @@ def _listed(value: str) -> list[str]:
 
 
 def _unfit(folder: Path) -> str | None:
-    """Why a folder cannot be added, or None."""
+    """The reason why a folder cannot be added, or None."""
     if not folder.is_dir():
         return "no such folder"
     own = resources.files(CONF_MODULE)

@@ -80,7 +80,7 @@ class OptimizerConfig(Section):
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section):
-    """How a model is laid out over ranks: world size = tensor * pipeline * context * data."""
+    """Layout of a model over ranks: world size = tensor * pipeline * context * data."""
 
     tensor: Positive = 1
     """Ranks that split every weight matrix (TP). Must divide the attention heads; and divide the key/value heads, or be
@@ -142,7 +142,7 @@ RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "sh
 
 @dataclass(kw_only=True)
 class ModelConfig(Section):
-    """Which model is trained."""
+    """The model that is trained."""
 
     path: PathText = MISSING
     """What the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""

@@ -24,10 +24,10 @@ class ClusterConfig(Section):
     """Address of a running Ray cluster; null starts one on this machine that ends with the run."""
 
     startup_timeout_s: Seconds = 900.0
-    """Deadline for all processes to be up."""
+    """Deadline for the start of all processes."""
 
     peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
-    """Peak of one policy rank's device, for model_flop_utilization; null: known for common GPUs, else not reported."""
+    """Peak TFLOP/s of a policy rank's device, for model_flop_utilization; null: known for common GPUs, else none."""
 
     @property
     def gpus(self) -> int:
@@ -144,7 +144,7 @@ class PrepareConfig(Section):
     tiny Qwen3 that adds numbers and plays a game of several turns; null: nothing is made."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
-    """Where the model and its data are made, once; later runs reuse them."""
+    """Folder in which the model and its data are made, once; later runs reuse them."""
 
 
 @dataclass(kw_only=True)

@@ -60,7 +60,7 @@ from megatron_grpo.config.section import MISSING, PathText, Positive, Section
 
 @dataclass(kw_only=True)
 class GRPOConfig(LoopConfig):
-    """What only GRPO has; read with algorithm=grpo."""
+    """Keys that only GRPO has; read with algorithm=grpo."""
 
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of rewards."""

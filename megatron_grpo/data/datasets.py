@@ -61,7 +61,7 @@ def in_our_form(
 
 
 def _multiplier(given: Any) -> float:
-    """A loss_multiplier: 0 or 1."""
+    """The loss_multiplier as a number; ValueError unless it is 0 or 1."""
     try:
         multiplier = float(given)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers

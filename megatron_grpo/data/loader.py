@@ -189,7 +189,7 @@ def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
     """The prompts of an iterator over a dataset.
 
     Raises:
-        RunError: a row makes no prompt, which only its processor could find out.
+        RunError: a row makes no prompt, which shows only when its processor runs.
     """
     try:
         yield from rows

@@ -128,9 +128,9 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
 
 
 def _rectangles(widths: list[int], microbatches: int, largest: int) -> list[tuple[int, int]]:
-    """Cut sequences into `microbatches` rectangles, as small as possible; the result is as of `_cut`, largest first.
+    """Cut sequences into `microbatches` rectangles, as small as possible; the result is that of `_cut`, largest first.
 
-    Rectangles of the area `largest` must suffice.
+    With the area `largest`, so many rectangles must suffice.
     """
     # Bisection: a larger area never needs more rectangles, because each then reaches at least as far.
     areas = range(1, largest)

@@ -22,9 +22,9 @@ class RoutedForm:
     layers: tuple[int, ...]
     """Numbers of the layers with experts among all layers, from 0."""
     top_k: int
-    """Experts of a token in one layer."""
+    """Number of experts of a token in one layer."""
     experts: int
-    """Experts of one layer."""
+    """Number of experts in one layer."""
 
     @staticmethod
     def of(shape: ModelShape) -> RoutedForm:

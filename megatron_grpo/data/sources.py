@@ -151,7 +151,7 @@ class JsonLines:
         return row
 
     def each(self) -> Iterator[Row | str]:
-        """All rows in order; instead of one that cannot be read, the reason as text."""
+        """All rows in order; a row that cannot be read is replaced by the reason, a text."""
         return (parse_line(self._line(number)) for number in range(len(self)))
 
     def place(self, number: int) -> str:
@@ -188,7 +188,7 @@ class Table:
         return row
 
     def each(self) -> Iterator[Row | str]:
-        """All rows in order; instead of one that cannot be read, the reason as text."""
+        """All rows in order; a row that cannot be read is replaced by the reason, a text."""
         for begin in range(0, len(self._dataset), BATCH_ROWS):
             try:
                 columns = self._dataset[begin : begin + BATCH_ROWS]

@@ -20,9 +20,9 @@ class StepBatch:
     """
 
     lengths: NDArray[np.int64]
-    """[sequences], int64: tokens of each, prompt included."""
+    """[sequences], int64: tokens of each sequence, prompt included."""
     response_tokens: NDArray[np.int64]
-    """[sequences], int64: sampled tokens of each."""
+    """[sequences], int64: number of sampled tokens of each sequence."""
     in_loss: NDArray[np.bool_]
     """[sequences], bool: whether the loss is taken over the sampled tokens."""
     positive: NDArray[np.bool_] | None = None
@@ -40,7 +40,7 @@ class StepBatch:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens that the loss is taken over."""
+        """Number of tokens that the loss is taken over."""
         return int(self.response_tokens[self.in_loss].sum())
 
     def minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:

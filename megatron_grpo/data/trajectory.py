@@ -56,7 +56,7 @@ class Outcome(Sample):
     tokens: int
     """Length of the whole sequence, prompt and responses."""
     response_tokens: int
-    """Sampled tokens of the sequence."""
+    """Number of sampled tokens of the sequence."""
     truncated: bool
     """Whether the response was cut off by a length limit."""
     version: int
@@ -77,11 +77,11 @@ class Trajectory(Sample):
     """
 
     token_ids: NDArray[np.int32]
-    """[tokens], prompt and response."""
+    """[tokens], int32: prompt and response."""
     spans: list[Span]
     """Spans of the sampled tokens, over which the loss is taken; in order, disjoint."""
     logprobs: NDArray[np.float32]
-    """[sampled tokens], log-probability under which each sampled token was drawn, in the order of the spans."""
+    """[sampled tokens], float32: log-probability under which each token was drawn, in the order of the spans."""
     response: str
     stop_reason: StopReason
     notes: dict[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Trajectory(Sample):
 
     @property
     def response_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return sum(span.end - span.start for span in self.spans)
 
     @property

@@ -1,1 +1,1 @@
-"""How good a model is on prompts that it was not trained on: estimates with their uncertainty, and comparisons."""
+"""Evaluation of a model on held-out prompts: estimates with confidence intervals, and comparisons of two models."""

@@ -35,7 +35,7 @@ class EvaluatedSet:
     """A set of prompts to evaluate on."""
 
     key: str
-    """The key that its path was given under."""
+    """Key under which the path of the set was given."""
     rows: DatasetConfig
 
 
@@ -103,7 +103,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     """The request of a command line.
 
     Raises:
-        ConfigError: something in it is wrong; names every key.
+        ConfigError: the command line has problems; the text names every key.
         ValueError: the configuration of the checkpoint's run cannot be read.
     """
     own, overrides, files = _split(arguments)

@@ -83,7 +83,7 @@ def _too_few(config: Config, rows: int) -> Iterator[Problem]:
 
 
 def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
-    """The report on a set, either from its rows or, for a set that prepare.name makes, from what is known of it."""
+    """The report on a set, from its rows or, for a set that prepare.name makes, from PREPARED_PROMPTS."""
     subject = f"{key}={one.path}"
     if not made_before_the_run(config, one.path):
         return report_of_rows(config, subject, one)

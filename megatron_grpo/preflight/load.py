@@ -85,7 +85,7 @@ class Checked:
     """A command line after all checks."""
 
     config: Config | None
-    """None: the command line could not be composed."""
+    """The configuration; None: the command line could not be composed."""
     values: dict[str, Any]
     """The configuration as plain values; empty when it could not be composed."""
     problems: list[Problem] = field(default_factory=list)
@@ -94,10 +94,10 @@ class Checked:
     """Settings that are allowed and may not be intended."""
 
     def require(self) -> Config:
-        """The configuration.
+        """The configuration, if it has no problems.
 
         Raises:
-            ConfigError: there are problems.
+            ConfigError: it has problems.
         """
         if self.problems:
             raise ConfigError(self.problems)

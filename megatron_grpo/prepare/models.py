@@ -77,7 +77,7 @@ def _move_into_place(made: Path, target: Path, wanted: str) -> None:
 
 
 def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Mapping[str, int]) -> None:
-    """Write a Hugging Face model as released models are stored, float32, with its config.json and tokenizer."""
+    """Write a Hugging Face model in the format of released models, in float32, with its config.json and tokenizer."""
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -97,7 +97,7 @@ class _Unwritable:
 
 
 _DtypeName = Literal["float32", "bfloat16", "float16"]
-"""How a configuration writes a torch.dtype."""
+"""Names of torch.dtype in a configuration."""
 
 
 def _plain(kind: Any) -> Any:
