@@ -231,7 +231,7 @@ class RefitConfig(Section):
 
     mode: RefitMode = "reshard"
     """reshard: every rank of an engine gets the slices that it needs, from the ranks of the policy that have them.
-    broadcast: every rank of an engine gets whole tensors, and cuts out its share with vLLM's own loaders.
+    broadcast: every rank of an engine gets its own copy of the whole model, of which vLLM's loaders keep its share.
     files: each pipeline stage writes the tensors that have changed into a folder, and every rank reads them there; for
     engines that share no network with the policy."""
 
@@ -249,7 +249,7 @@ class RefitConfig(Section):
     sent unrounded, and each engine rounds them."""
 
     shared_memory: bool = True
-    """With reshard, on CPUs: processes of one machine exchange messages through shared memory, where the system allows
+    """Except with files, on CPUs: processes of one machine exchange messages in shared memory, where the system allows
     it; false: they send them as between machines."""
 
     timeout_s: Seconds = 600.0
