@@ -36,7 +36,7 @@ class StepSamples:
     """Outcomes of all rollouts that were sampled, including those that dynamic sampling dropped."""
     metrics: dict[str, float] = field(default_factory=dict)
     engines: dict[str, float] = field(default_factory=dict)
-    """Load and speed of the engines, which differ between identical runs."""
+    """Load and speed of the engines, which depend on timing."""
     dropped: list[Outcome] = field(default_factory=list)
     """The part of `sampled` that dynamic sampling dropped."""
     carried: int = 0

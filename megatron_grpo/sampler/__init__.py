@@ -1,1 +1,1 @@
-"""Sampling from the policy: the interface and the vLLM engines behind it."""
+"""Sampling from the policy: vLLM engines, rollout workers and their rollouts, and the endpoint for agents."""

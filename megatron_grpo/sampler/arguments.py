@@ -1,4 +1,4 @@
-"""The settings of an engine, and vLLM's arguments that follow from them."""
+"""The settings of an engine, and the vLLM arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from megatron_grpo.platform.device import current_platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """Everything that one engine is built from; plain values, so that it travels to the actor."""
+    """All settings of one engine; plain values, so that they can be sent to the actor."""
 
     index: int
     model_path: str
     """Folder of the model in Hugging Face format."""
     config: GenerationConfig
     precision: str
-    """Type of weights and activations, unless the config names another."""
+    """Dtype of weights and activations, unless config.engine.dtype is set."""
     max_total_sequence_length: int
     """Most tokens of prompt and response together."""
     routed: RoutedForm | None = None
-    """Form of the experts that responses come with; None: they come without."""
+    """Form of the experts that are recorded for responses; None: none are recorded."""
     in_flight: AsyncGRPOConfig | None = None
-    """What happens to the cache when weights change under responses; None: they never do."""
+    """Settings for weight changes while responses are generated; None: weights never change meanwhile."""
     token: str | None = field(default=None, repr=False)
-    """Bearer token of the server that is the engine (generation.server); None: it requires none."""
+    """Bearer token of an external server (generation.server); None: the server requires none."""
 
     @property
     def sleeps(self) -> bool:
-        """Whether vLLM gives up device memory while models train on the same devices; its CPU build cannot."""
+        """Whether vLLM frees device memory while models train on the same devices; its CPU build cannot do that."""
         return self.config.colocated and current_platform().name == "cuda"
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether responses continue from the cache of the old weights when new ones come."""
+        """Whether responses continue with the KV cache of the old weights after a refit."""
         return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
 
 
@@ -70,8 +70,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     else:
         import ray
 
-        # An engine within a node owns its GPUs through this actor, or shares those that the actor is shown; a larger
-        # one has a placement group of its own.
+        # An engine that fits a node owns its GPUs through this actor, or shares the GPUs that the actor sees; a
+        # larger engine has its own placement group.
         fits = len(ray.get_gpu_ids()) >= config.parallel.ranks_per_engine
         arguments["distributed_executor_backend"] = "mp" if fits or config.colocated else "ray"
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
@@ -85,7 +85,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Arguments by section (generation.engine_args) that the installed vLLM lacks, or has with another type."""
+    """Problems of passed-through arguments by section (generation.engine_args): unknown to vLLM, or of a wrong type."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     kinds = {one.name: one.type for one in fields(AsyncEngineArgs)}
@@ -94,7 +94,7 @@ def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Pro
 
 
 def _made(name: str, value: Any) -> Any:
-    """The value of an argument that users pass on: mappings become vLLM's settings, names members of enumerations."""
+    """Convert a passed-through argument: mappings to vLLM's settings classes, names to members of enumerations."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     declared = next(one.type for one in fields(AsyncEngineArgs) if one.name == name)

@@ -1,4 +1,4 @@
-"""A rollout whose turns an agent makes: its calls become one sequence, of tokens as they were sampled."""
+"""A rollout that an agent drives: its calls form one sequence, which keeps the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ChatMessage = Mapping[str, Any]
 
 OVER = "the rollout is over"
 HERE = "\u2402\u2403here\u2403\u2402"
-"""Stands for the model's last message where a template is rendered, so that its own text is not."""
+"""Placeholder for the model's last message when the chat template is rendered."""
 
 
 class BadCallError(ValueError):
-    """A call that cannot be answered in this rollout; its text is for the agent."""
+    """A call that cannot be answered in this rollout; the message is for the agent."""
 
 
 class Conversation:
-    """The calls of one rollout, each of which continues the one before.
+    """The calls of one rollout, each of which continues the previous one.
 
-    What the model wrote is never put into tokens again: a call's prompt is all tokens so far, and behind them those of
-    what the call adds.
+    The model's text is never tokenized again: the prompt of a call is all tokens so far, followed by the tokens of the
+    text that the call adds.
     """
 
     def __init__(
@@ -35,33 +35,33 @@ class Conversation:
     ) -> None:
         """
         Args:
-            engine: samples the responses.
+            engine: engine that samples the responses.
             settings: how tokens are drawn.
-            tokenizer: tokenizer of the model, as transformers has it.
-            seed: seed of the response with this number.
+            tokenizer: the model's tokenizer, from transformers.
+            seed: function from a response's number to its seed.
             longest: most tokens of prompts and responses together.
         """
         self.pieces: list[NDArray[np.int32]] = []
-        """Given and sampled tokens in turns, [tokens] each, int32."""
+        """Given and sampled tokens, alternating, [tokens] each, int32."""
         self.outputs: list[GenerationOutput] = []
         self.failure: Exception | None = None
-        """The engine's error over the last call: the agent learns only that its call failed."""
+        """The engine's error in the last call; the agent learns only that its call failed."""
         self.settings = settings
         self._engine, self._tokenizer = engine, tokenizer
         self._seed, self._longest = seed, longest
         self._known: list[ChatMessage] | str | None = None
-        """The conversation as messages or as text, in the form of the last call; None: that was of tokens."""
+        """The conversation so far in the form of the last call, messages or text; None: the call had token ids."""
         self._one_at_a_time = asyncio.Lock()
         self._asking: asyncio.Task[GenerationOutput] | None = None
         self._over = False
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return sum(len(piece) for piece in self.pieces)
 
     def end(self) -> None:
-        """From here on nothing is answered; a call under way is given up."""
+        """End the rollout: cancel a call under way, and refuse further calls."""
         self._over = True
         if self._asking is not None:
             self._asking.cancel()
@@ -69,15 +69,15 @@ class Conversation:
     async def chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None, max_tokens: int | None
     ) -> GenerationOutput:
-        """The model's next message.
+        """Sample the model's next message.
 
         Args:
-            messages: the whole conversation, the model's own messages as they were answered.
+            messages: the whole conversation, with the model's own messages unchanged.
             tools: tools for the chat template.
-            max_tokens: most tokens of the answer; None: as many as the run allows.
+            max_tokens: most tokens of the answer; None: the run's limit.
 
         Raises:
-            BadCallError: the call does not continue the one before, or there is no room.
+            BadCallError: the call does not continue the previous one, or there is no room for a response.
         """
         async with self._one_at_a_time:
             output = await self._sample(self._chat_piece(messages, tools), max_tokens)
@@ -85,10 +85,10 @@ class Conversation:
             return output
 
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
-        """The response to a text or to tokens, which in later calls are everything before and an addition.
+        """Sample the response to a text or to token ids; in later calls these begin with the conversation so far.
 
         Raises:
-            BadCallError: the call does not continue the one before, or there is no room.
+            BadCallError: the call does not continue the previous one, or there is no room for a response.
         """
         async with self._one_at_a_time:
             output = await self._sample(self._completion_piece(prompt), max_tokens)
@@ -148,10 +148,10 @@ class Conversation:
             if self._over:
                 raise BadCallError(OVER) from None
             raise
-        except Exception as error:  # the rollout fails with it, even if the agent goes on
+        except Exception as error:  # the rollout fails with this error even if the agent continues
             self.failure = error
             raise
-        self.failure = None  # the agent, or its client, has asked again
+        self.failure = None  # the agent, or its client, has repeated the call
         self.pieces += [given, output.token_ids]
         self.outputs.append(output)
         return output
@@ -171,12 +171,12 @@ class Conversation:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokens of a text; `special`: with those that the tokenizer puts before any text."""
+        """Tokenize a text; `special`: with the tokens that the tokenizer adds to every text."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
     def _without_end(self, rest: str) -> str:
-        """What follows a message, less the token that ends it if the model has sampled that itself."""
+        """Text after the model's message, without the end-of-message token if the model has sampled it itself."""
         end = [int(token) for token in self.outputs[-1].token_ids[-1:]]
         if self._tokenizer.decode(end, skip_special_tokens=True):
             return rest  # an ordinary token, which is in the message
@@ -184,11 +184,11 @@ class Conversation:
 
 
 def _continues(messages: Sequence[ChatMessage], known: Sequence[ChatMessage]) -> bool:
-    """Whether messages begin with those that are known, and add some."""
+    """Whether messages begin with the known messages and add at least one."""
     same = all(_said(one) == _said(other) for one, other in zip(messages, known, strict=False))
     return len(messages) > len(known) and same
 
 
 def _said(message: ChatMessage) -> dict[str, Any]:
-    """What is set in a message: clients send back fields that they were given empty."""
+    """Fields of a message without empty ones, because clients send back empty fields that they received."""
     return {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}

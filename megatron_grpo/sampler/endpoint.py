@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint of a rollout worker: agents ask the run's engines, each under its rollout's name."""
+"""The OpenAI-compatible endpoint of a rollout worker, at which agents call the run's engines, one URL per rollout."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Application = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class TokenGuard:
-    """ASGI middleware over every path but /health. vLLM's own leaves those open that change weights."""
+    """ASGI middleware that requires a token on every path but /health; vLLM's own leaves weight updates open."""
 
     def __init__(self, app: Application, bearer: str | None = None) -> None:
         """
         Args:
             app: the guarded application.
-            bearer: the token; None: that of the environment, and without one every request is let through.
+            bearer: the token; None: the token of the environment variable; without one, all requests are let through.
         """
         self._app, self._bearer = app, bearer or token()
 
@@ -52,14 +52,14 @@ class TokenGuard:
 
 
 def is_let_through(header: bytes, bearer: str | None) -> bool:
-    """Whether a request with this Authorization header has the token, if there is one."""
+    """Whether an Authorization header has the required token; always true if no token is required."""
     return bearer is None or secrets.compare_digest(header, b"Bearer " + bearer.encode())
 
 
 MODEL = "policy"
 """Name of the model in requests and answers."""
 BODY_BYTES = 2**26
-"""Largest request."""
+"""Largest body of a request, in bytes."""
 
 _OF_EVERY_CALL = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
 _OF_CHAT = {*_OF_EVERY_CALL, "messages", "max_completion_tokens", "tools"}
@@ -72,38 +72,38 @@ class EndpointSettings:
 
     host: str
     port: int
-    """0: any that is free."""
+    """Port of the endpoint; 0: any free port."""
     token: str | None = field(repr=False)
-    """Bearer token; None: none is needed, since only this machine reaches the endpoint."""
+    """Bearer token; None: no token is required, because only this machine reaches the endpoint."""
     model_path: str
     """Folder with the tokenizer."""
 
     def of_worker(self, index: int) -> EndpointSettings:
-        """The settings of one of the workers, which listen on consecutive ports."""
+        """Settings of the worker with this index; workers listen on consecutive ports."""
         return replace(self, port=self.port + index) if self.port else self
 
 
 def endpoint_settings(config: EndpointConfig, model: Path) -> EndpointSettings | None:
-    """The settings of the endpoints (generation.endpoint) before a model folder; None: they are not enabled."""
+    """Settings of the endpoints from generation.endpoint; None: endpoints are not enabled."""
     if not config.enabled:
         return None
     return EndpointSettings(host=config.host, port=config.port, token=token(), model_path=str(model))
 
 
 class Endpoint:
-    """Answers within rollouts that are open, and nowhere else: each sampled token is one of a trajectory."""
+    """Answers calls only within open rollouts, so that every sampled token belongs to a trajectory."""
 
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._open: dict[str, Conversation] = {}
         self.tokenizer: Any = None
-        """The model's, as transformers has it."""
+        """The model's tokenizer, from transformers; set by `start`."""
         self.port = 0
-        """Where it listens."""
+        """Port on which the endpoint listens; set by `start`."""
 
     async def start(self) -> None:
         """Load the tokenizer and listen; SamplingError when the address cannot be used."""
-        from transformers import AutoTokenizer  # here: seconds to import, for a process that may have no endpoint
+        from transformers import AutoTokenizer  # here: it takes seconds to import
 
         self.tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
@@ -123,7 +123,7 @@ class Endpoint:
 
     @contextmanager
     def opened(self, conversation: Conversation) -> Iterator[ModelAccess]:
-        """Let an agent make the turns of a rollout while the body runs."""
+        """Open a rollout to an agent's calls while the body runs; yields its address."""
         name = secrets.token_urlsafe(16)
         self._open[name] = conversation
         try:
@@ -165,11 +165,11 @@ class Endpoint:
             return web.json_response(self._answer(output, call, conversation))
         except (json.JSONDecodeError, BadCallError) as error:
             return _error(400, str(error))
-        except Exception as error:  # noqa: BLE001 - the rollout itself fails over what the conversation remembers
+        except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
             return _error(500, str(error))
 
     def _answer(self, output: GenerationOutput, call: Any, conversation: Conversation) -> dict[str, Any]:
-        """The answer to a call, with the sampled tokens beside the text."""
+        """Make the answer to a call, with the sampled token ids beside the text."""
         token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
         choice: dict[str, Any] = {"index": 0, "finish_reason": output.stop_reason, "token_ids": token_ids}
         if "messages" in call:
@@ -199,14 +199,14 @@ class Endpoint:
 
 
 def _reached_at(host: str) -> str:
-    """The host of a URL for a server that listens on this one."""
-    if host in ("0.0.0.0", "::"):  # all addresses of the machine
+    """Host for the URL of a server that listens on `host`."""
+    if host in ("0.0.0.0", "::"):  # the server listens on all addresses of the machine
         host = node_address()
     return f"[{host}]" if ":" in host else host
 
 
 def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> None:
-    """BadCallError for what is not there, or would sample otherwise than the run does."""
+    """Raise BadCallError for a malformed call, or one that asks for other sampling than the run's."""
     if not isinstance(call, dict):
         raise BadCallError("the request is no JSON object")
     given = {name: value for name, value in call.items() if value is not None}
@@ -228,7 +228,7 @@ def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> No
 
 
 def _are(kind: type, values: Any) -> bool:
-    """Whether values are a list of this kind of things, one at least."""
+    """Whether `values` is a non-empty list whose items all have this type."""
     return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
 
 

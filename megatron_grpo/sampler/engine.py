@@ -1,4 +1,4 @@
-"""One vLLM engine inside a Ray actor: a stream of responses to many requests, and its half of a refit."""
+"""One vLLM engine inside a Ray actor: streams of responses to requests, and the receiving side of a refit."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 def prepare_processes(settings: VllmSettings, name: str) -> None:
-    """Set vLLM's variables in this process, whose children inherit them; variables that the user has set stay.
+    """Set vLLM's environment variables in this process, whose children inherit them; keep those that the user has set.
 
     `name` is the engine's name in logs and heartbeats.
     """
     os.environ[ENGINE_MARKER] = name
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # for the other workers, when one has died
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # for the other workers when one has died
     if settings.config.engine.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if current_platform().name == "cpu":
@@ -58,10 +58,10 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
 
 
 class VllmEngine:
-    """Ray actor. While nothing is in flight, generation is paused and its prefix cache empty.
+    """Ray actor with one vLLM engine. While no request is in flight, it is paused and its prefix cache is empty.
 
     So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
-    with `VllmSettings.in_flight` may weights change while something is in flight, and a cache outlast a pause.
+    with `VllmSettings.in_flight` may weights change while requests are in flight, and the cache outlast a pause.
     """
 
     _pauses: Pauses
@@ -76,15 +76,15 @@ class VllmEngine:
         self._asleep = False
         self._statistics = EngineStatistics()
         self._salt: str | None = None
-        """Separates prompts that are cached under different weights, where a cache outlasts them."""
+        """Cache salt that separates prompts cached under different weights; None: the cache never outlasts weights."""
 
     @phase("start")
     async def start(self) -> tuple[dict[str, float], EngineProcesses]:
         """Start the processes, load the weights of the model folder and run one small batch.
 
         Returns:
-            Seconds by part: "imports" of vLLM in this process; "processes": starting the others and loading weights;
-            "warm_up": the batch. And the engine's processes, for the driver to end when this actor no longer can.
+            Seconds by part: "imports" (vLLM in this process), "processes" (starting the others and loading weights),
+            "warm_up" (the batch). And the engine's processes, which the driver ends if this actor no longer can.
         """
         times = [time.monotonic()]
         require_gpus(ray.get_gpu_ids())
@@ -107,7 +107,7 @@ class VllmEngine:
         times.append(time.monotonic())
         await self._warm_up()
         self._statistics.take()
-        # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
+        # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         times.append(time.monotonic())
         parts = ("imports", "processes", "warm_up")
@@ -117,20 +117,20 @@ class VllmEngine:
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
     ) -> AsyncIterator[Any]:
-        """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
+        """Sample all requests, and yield responses as they become complete; called as a streaming generator of Ray.
 
-        The same requests under the same weights give the same bits when they come to an engine that is idle: every
-        request has its own seed, and the scheduler sees all of them, in order, before it takes the first. Calls that
-        come while others are in flight join them.
+        An idle engine gives bitwise equal responses to equal requests under equal weights: every request has its own
+        seed, and the scheduler sees all of them, in order, before it takes the first. Calls that come while others are
+        in flight are batched with them.
 
         Args:
-            requests: the responses to sample, each with its prompt and seed.
+            requests: prompt and seed of each response to sample.
             settings: temperature, filters and stop conditions of all requests.
             call: name of this call among those in flight, for `abort`.
 
         Yields:
-            Some responses, as a list[tuple[int, GenerationOutput | str]] when it arrives: each with the number of its
-            request, and instead of a response the reason why there is none.
+            Pickled list[tuple[int, GenerationOutput | str]]: numbers of requests, each with its response, or with the
+            reason why there is none.
 
         Raises:
             EngineLostError: a process of the engine has ended.
@@ -160,13 +160,13 @@ class VllmEngine:
                     self._pauses.left(len(waiting))
 
     async def abort(self, call: str, indices: list[int]) -> None:
-        """Stop sampling these requests of a call in flight; each is answered with the reason."""
+        """Stop sampling some requests of a call in flight; each is answered with the reason."""
         assert self._llm is not None, "start() comes first"
         with deaths_explained():
             await self._llm.abort([f"{call}.{index}" for index in indices])
 
     def take_counts(self) -> EngineCounts:
-        """The engine's work since the last call."""
+        """Take the counts of the engine's work since the last call."""
         return self._statistics.take()
 
     @phase("connect the refit")
@@ -176,15 +176,15 @@ class VllmEngine:
         Args:
             mode: transport of the weights.
             rendezvous: fields of refit.groups.Rendezvous; with files, `folder` and `session`.
-            first_receiver: number of workers that the engines before this one have together.
+            first_receiver: total number of workers of the engines before this one.
         """
         await self._on_workers("connect_refit", mode, rendezvous, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
-        """Take one version into every worker. From here until it is committed the engine refuses to generate.
+        """Receive one version in every worker. Until it is committed, the engine refuses to generate.
 
-        With `in_flight`, requests that come meanwhile wait for the commit, and those in flight are paused until then.
+        With `in_flight`, new requests wait for the commit instead, and requests in flight are paused until then.
         """
         self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
         if self._settings.in_flight is not None:
@@ -193,18 +193,18 @@ class VllmEngine:
 
     @phase("commit weights")
     async def commit_weights(self, version: int) -> None:
-        """Serve what was received, under this version.
+        """Serve the received weights as this version.
 
         Raises:
-            EngineLostError: a process of the engine has ended: every worker is asked whether it is there.
+            EngineLostError: a process of the engine has ended; every worker must confirm the version.
         """
         llm = await self._pauses.paused()
-        # All at once: each takes a turn of vLLM's processes, and nothing is served before all have answered.
+        # All calls at once, since each takes a round trip; nothing is served before all have answered.
         calls: list[Any] = [self._on_workers("confirm_refit", version)]
         calls.append(while_alive(llm, llm.update_weight_version(str(version))))
         if not self._settings.keeps_cache:
             calls.append(while_alive(llm, llm.reset_prefix_cache()))
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)  # what fails leaves none of them under way
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)  # wait for all, even if one fails
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -215,21 +215,21 @@ class VllmEngine:
 
     @phase("sleep")
     async def sleep(self) -> None:
-        """Give up the memory of the devices, and refuse to sample until all of it is back. Weights stay in host memory.
+        """Free device memory, and refuse to sample until all of it is back. Weights stay in host memory.
 
-        vLLM's CPU build has nothing to give up; there the engine only refuses.
+        With vLLM's CPU build the engine only refuses to sample.
         """
         llm = await self._pauses.paused()
         self._asleep = True
         if self._settings.sleeps:
-            # Level 1 forgets nothing but the cache; at 2 only parameters and buffers would come back.
+            # Level 1 loses only the cache; after level 2 only parameters and buffers would come back.
             await while_alive(llm, llm.sleep(level=1))
 
     @phase("wake")
     async def wake(self, part: EngineMemory) -> None:
-        """Take back a part of the memory of the devices: the weights first, then the cache, which is empty.
+        """Take back a part of the device memory: first the weights, then the cache, which is empty.
 
-        An engine that is awake stays so.
+        Does nothing if the engine is awake.
         """
         if not self._asleep:
             return
@@ -237,7 +237,7 @@ class VllmEngine:
         if self._settings.sleeps:
             await while_alive(llm, llm.wake_up([part]))
         if part == "kv_cache":
-            if self._settings.sleeps:  # its scheduler goes on once all memory is back
+            if self._settings.sleeps:  # waking resumes the scheduler
                 self._pauses.pause()
             self._asleep = False
 
@@ -248,7 +248,7 @@ class VllmEngine:
             self._llm = None
 
     async def _on_workers(self, method: str, *args: Any) -> None:
-        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
+        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
         llm = await self._pauses.paused()
         problems = await while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
@@ -257,7 +257,7 @@ class VllmEngine:
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings
     ) -> dict[asyncio.Task[RequestOutput], int]:
-        """Give the scheduler all requests, in their order and before it runs, if it is idle; tasks of their outputs."""
+        """Add all requests in order, before an idle scheduler runs; returns tasks for their outputs."""
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None
@@ -277,14 +277,14 @@ class VllmEngine:
         return {asyncio.create_task(queue.get()): index for index, queue in enumerate(queues)}
 
     async def _abandon(self, call: str, indices: Iterable[int]) -> None:
-        """Give up requests that nobody waits for any more: vLLM would sample them beside those that come later."""
+        """Abort requests whose caller is gone, which vLLM would otherwise continue to sample."""
         with suppress(EngineLostError):
             await self.abort(call, list(indices))
 
     async def _warm_up(self) -> None:
-        """Sample a full batch, which allocates and compiles, so that the first real one does not.
+        """Sample a full batch, so that memory is allocated and kernels are compiled before the first real batch.
 
-        It has the structure of the real ones, so that vLLM says at the start what it cannot make of it.
+        It uses the configured structured output, so that vLLM reports problems with it at the start.
         """
         config = self._settings.config
         settings = SamplingSettings(max_new_tokens=2, structured=config.structured)

@@ -1,4 +1,4 @@
-"""The pool of vLLM engines as the driver sees it."""
+"""The driver's handle of the vLLM engines."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megatron_grpo.sampler.server import ServerEngine
 from megatron_grpo.sampler.shutdown import END_S, EngineProcesses, end_processes
 
 SLEEP_S = 60.0
-"""Time that engines have to go to sleep beside one that has failed to."""
+"""Seconds that the other engines have to go to sleep when one has failed to."""
 SHUTDOWN_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 class VllmGeneration:
-    """Engines in Ray actors; for servers that run elsewhere, an actor beside each.
+    """The run's engines in Ray actors; for external servers, one actor per server.
 
-    `start()` returns at once, so that the policy can start meanwhile; then `wait_ready()`.
+    `start()` returns at once, so that the policy can start meanwhile; then call `wait_ready()`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VllmGeneration:
         routed: RoutedForm | None = None,
         in_flight: AsyncGRPOConfig | None = None,
     ) -> None:
-        """The arguments are fields of the engines' `VllmSettings`, but for two.
+        """Arguments without a description are fields of the engines' `VllmSettings`.
 
         Args:
             actor_options: Ray options (resources, placement) of the engine with this index.
@@ -77,7 +77,7 @@ class VllmGeneration:
         self.startup_s: list[dict[str, float]] = []
         """Seconds that each engine took to start, by part, as `VllmEngine.start` returns them."""
         self.restarts = [0] * config.parallel.data
-        """How often each engine was replaced."""
+        """Number of replacements of each engine."""
 
     def start(self) -> None:
         """Begin to start every engine."""
@@ -86,10 +86,10 @@ class VllmGeneration:
         self._starting = self.submit("start")
 
     def wait_ready(self) -> None:
-        """Return when every engine can generate.
+        """Wait until every engine can generate.
 
         Raises:
-            RuntimeError: an engine failed or the deadline passed; the message names the engine and the cause.
+            RunError: an engine failed or the deadline passed; the message names the engine and the cause.
         """
         left = self._startup_timeout_s - (time.monotonic() - self._started_at)
         started = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
@@ -97,16 +97,16 @@ class VllmGeneration:
         self._processes = [processes for _, processes in started]
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Replace engines, whose processes are ended first; returns when the new ones are up.
+        """Replace engines after ending their processes; returns when the new engines are up.
 
-        These hold the weights of the model folder: they may serve nothing before a refit.
+        New engines have the weights of the model folder, so they must not serve before a refit.
 
         Args:
-            lost: why each has to be replaced, by its number.
+            lost: reason for the replacement of each engine, by its number.
 
         Raises:
-            RunError: an engine was replaced as often as `generation.engine_restarts` allows, or does not come up; or
-                engines share devices with models, which would have to leave them first.
+            RunError: an engine was already replaced generation.engine_restarts times, or does not start; or engines
+                share devices with models, which would have to be offloaded first.
         """
         limit = self.config.engine_restarts
         for index, reason in lost.items():
@@ -131,28 +131,28 @@ class VllmGeneration:
             self._processes[index] = processes
 
     def submit(self, method: str, *args: Any, engines: Sequence[int] | None = None) -> list[ray.ObjectRef]:
-        """Call a method of engine actors (None: all) without waiting; references to the results, in their order."""
+        """Call a method of engine actors (None: all) without waiting; returns references to the results, in order."""
         numbers = range(len(self.engines)) if engines is None else engines
         return [getattr(self.engines[number], method).remote(*args) for number in numbers]
 
     def sleep(self) -> None:
-        """Let models in training have the devices; the other engines sleep even if one fails to.
+        """Put all engines to sleep, so that models can use the devices; if one fails, the others sleep all the same.
 
         Raises:
-            RunError: an engine has responses in flight, failed, or is late.
+            RunError: an engine has responses in flight, failed, or missed the deadline.
         """
         calls = self.submit("sleep")
         try:
             self._gather(calls, "engines going to sleep")
         except RunError:
-            ray.wait(calls, num_returns=len(calls), timeout=SLEEP_S)  # models take back their devices all the same
+            ray.wait(calls, num_returns=len(calls), timeout=SLEEP_S)  # models return to the devices all the same
             raise
 
     def wake(self, part: EngineMemory) -> None:
-        """Take back a part of the devices' memory: the weights first, then the cache, after which engines sample.
+        """Let engines take back device memory: first the part for weights, then the cache, after which they can sample.
 
         Raises:
-            RunError: an engine failed, or is late.
+            RunError: an engine failed or missed the deadline.
         """
         self._gather(self.submit("wake", part), "engines waking up")
 
@@ -167,12 +167,12 @@ class VllmGeneration:
             ray.kill(engine)
 
     def _new(self, settings: VllmSettings) -> Any:
-        """An actor for an engine, not yet started."""
+        """Make the actor of an engine, whose `start` is not called yet."""
         kind = ServerEngine if settings.config.server.urls else VllmEngine
         return ray.remote(kind).options(**self._actor_options(settings.index)).remote(settings)
 
     def _end(self, index: int) -> None:
-        """End every process of an engine whose actor may be past doing so itself."""
+        """End every process of an engine, whose actor may be unable to."""
         processes = self._processes[index]
         ray.kill(self.engines[index])
         there = NodeAffinitySchedulingStrategy(processes.node, soft=False)

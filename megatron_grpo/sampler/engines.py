@@ -1,4 +1,4 @@
-"""The engines as a rollout worker sees them: requests of one moment leave as one call per engine."""
+"""A rollout worker's clients of its engines: requests made at the same time go out as one call per engine."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class _Asked:
     settings: SamplingSettings
     answer: asyncio.Future[GenerationOutput]
     call: str = ""
-    """Name of the call that the request went out with; empty: none yet."""
+    """Name of the call in which the request was sent; empty: not sent yet."""
     index: int = 0
-    """Place of the request in the call that it went out with."""
+    """Position of the request in the call in which it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoss:
-    """The loss of an engine, which can answer no more."""
+    """The loss of an engine, which cannot answer any more."""
 
     restarts: int
-    """How often it had been replaced before."""
+    """Number of earlier replacements of the engine."""
     reason: str
 
 
 class EngineClient:
-    """One engine. Requests of one round of the event loop leave together, in their order.
+    """Client of one engine. Requests of one round of the event loop are sent together, in their order.
 
-    An engine may be lost. Callers that ask it then, or wait for it, get an error until another one has taken its place.
+    While an engine is lost, callers that ask it or wait for it get an error, until it is replaced.
     """
 
     def __init__(self, actor: Any, index: int, user: str) -> None:
@@ -55,17 +55,17 @@ class EngineClient:
         Args:
             actor: Ray actor with `generate` and `abort` (see `VllmEngine`).
             index: number of the engine, for messages.
-            user: name of the asking process, which makes the names of its calls unique.
+            user: name of the calling process, which makes the names of its calls unique.
         """
         self.name, self.number = ENGINE_NAME(index), index
         self.load = 0
-        """Rollouts that are placed here and not through with sampling."""
+        """Number of rollouts that are placed on this engine and still sampling."""
         self.loss: EngineLoss | None = None
-        """Why the engine is lost; None: it is not."""
+        """The current loss of the engine; None: it is not lost."""
         self.restarts = 0
-        """How often the engine has been replaced."""
+        """Number of replacements of the engine."""
         self.since = 0.0
-        """When it was last replaced, on the clock of the event loop."""
+        """Time of the last replacement, on the clock of the event loop."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called when the engine is lost."""
         self._actor = actor
@@ -80,11 +80,11 @@ class EngineClient:
         self._streams: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
-        """One response; the engine stops sampling it when the caller is cancelled.
+        """Sample one response; the engine stops sampling it if the caller is cancelled.
 
         Raises:
-            RolloutFailure: the engine gave up this request.
-            EngineLostError: the engine is lost; `replaced` returns when there is another.
+            RolloutFailure: the engine ended this request without a response.
+            EngineLostError: the engine is lost; `replaced` waits for its replacement.
             SamplingError: the engine failed, or is lost and not replaced.
         """
         if self._given_up is not None:
@@ -107,11 +107,11 @@ class EngineClient:
 
     @property
     def busy(self) -> bool:
-        """Whether a response is waited for."""
+        """Whether a caller waits for a response."""
         return bool(self._waiting)
 
     def lose(self, reason: str) -> None:
-        """Count the engine as lost: all waiting callers get an EngineLostError."""
+        """Mark the engine as lost: all waiting callers get an EngineLostError."""
         if self.loss is None:
             self.loss = EngineLoss(self.restarts, reason)
             self._usable.clear()
@@ -119,7 +119,7 @@ class EngineClient:
             self.on_loss()
 
     def replace(self, actor: Any) -> None:
-        """Ask this actor from now on; callers that still wait for the one before get an EngineLostError."""
+        """Use this actor from now on; callers that still wait for the previous one get an EngineLostError."""
         self._actor, self.loss = actor, None
         self.restarts += 1
         self.since = asyncio.get_running_loop().time()
@@ -127,19 +127,19 @@ class EngineClient:
         self._usable.set()
 
     def give_up(self, reason: str) -> None:
-        """Record that nothing replaces the engine: callers get a SamplingError with this text from now on."""
+        """Record that the engine is not replaced: callers get a SamplingError with this text from now on."""
         self._given_up = reason
         _fail(self._waiting, SamplingError(reason))
         self._usable.set()
 
     async def replaced(self) -> None:
-        """Return when the engine is not lost, or no more; SamplingError when it will not be replaced."""
+        """Wait until the engine is usable; SamplingError if it is not replaced."""
         await self._usable.wait()
         if self._given_up is not None:
             raise SamplingError(self._given_up)
 
     async def is_lost(self) -> bool:
-        """Whether an engine that was late is lost; one with a hanging process is."""
+        """Check whether an overdue engine is lost; an engine with a hanging process counts as lost."""
         if self.loss is None:
             if self._look is None or self._look.done():
                 self._look = asyncio.create_task(self._look_for_hanging())
@@ -186,7 +186,7 @@ class EngineClient:
 
     def _abort(self, asked: _Asked) -> None:
         if not asked.call:
-            return  # `_send` leaves it out
+            return  # not sent yet: `_send` leaves it out
         if not self._aborted:
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._aborted.append(asked)
@@ -198,14 +198,14 @@ class EngineClient:
 
 
 def _fail(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception) -> None:
-    """Raise an error from those answers that have not come."""
+    """Set an error on the answers that are still pending."""
     for answer in answers:
         if not answer.done():
             answer.set_exception(error)
 
 
 class Engines:
-    """The engines that a rollout worker uses, and the placement of rollouts on them."""
+    """The engines of a rollout worker, and the placement of rollouts on them."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.clients = list(clients)
@@ -214,14 +214,14 @@ class Engines:
             client.on_loss = self._changed.set
 
     def by_number(self, number: int) -> EngineClient:
-        """The engine of this number."""
+        """The client of the engine with this number."""
         return next(client for client in self.clients if client.number == number)
 
     def place(self, sizes: Sequence[int]) -> list[EngineClient]:
-        """An engine for each group of rollouts, so that all engines come as close to equal load as groups allow.
+        """Choose an engine for each group of rollouts, so that loads become as equal as groups allow.
 
-        A group stays together, for the sake of the prefix cache, and neighbouring groups share an engine; among equally
-        loaded engines the first ones are filled first. Each client's `load` counts the rollouts placed on it.
+        A group stays on one engine, for the prefix cache, and neighbouring groups share an engine; among equally loaded
+        engines the first ones are filled first. Each client's `load` is increased by the rollouts placed on it.
 
         Args:
             sizes: rollouts of each group.
@@ -242,9 +242,9 @@ class Engines:
         return placed
 
     async def lose_late(self, deadline_s: float) -> None:
-        """Count engines as lost whose responses are overdue, counted from now or from the engine's replacement.
+        """Mark engines as lost whose responses are overdue, counted from now or from the engine's replacement.
 
-        Goes on until it is cancelled. Reading the late ones' stacks takes seconds, in which this process goes on.
+        Runs until it is cancelled. The stacks of overdue engines are read on a thread, because that takes seconds.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -261,7 +261,7 @@ class Engines:
                     client.lose(reason)
 
     async def losses(self) -> dict[int, EngineLoss]:
-        """The lost engines, by number; returns as soon as there is one that was not returned before."""
+        """Wait for a loss that was not returned before; returns all lost engines by number."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -271,7 +271,7 @@ class Engines:
 
 
 def _water_level(loads: Sequence[int], amount: int) -> float:
-    """The level that `amount` more, poured over engines that are filled to `loads`, reaches."""
+    """Common level that the least loaded engines reach when `amount` rollouts are added to `loads` (water filling)."""
     lowest: list[int] = []
     for load in sorted(loads):
         if lowest and (sum(lowest) + amount) / len(lowest) <= load:

@@ -1,4 +1,4 @@
-"""An environment as a rollout worker sees it: a queue of calls before the processes that it has for itself."""
+"""A rollout worker's client of an environment: a queue of calls to the environment processes of this worker."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.plan import RolloutFailure
 
 STARTUP_S = 900.0
-"""Deadline for the start of an environment's process, and of all rollout workers."""
+"""Deadline in seconds for the start of an environment process, and of all rollout workers."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call that waits for a process, or for its answer."""
+    """A call that is queued or waits for its answer."""
 
     method: str
     arguments: tuple[Any, ...]
     answer: asyncio.Future[Any]
     alone: bool = False
-    """Whether it goes out by itself, as the last attempt."""
+    """Whether the call is sent by itself, as the last attempt."""
 
     def settle(self, outcome: Any) -> None:
-        """Answer the call, with an exception by raising it, unless it is answered or its caller has gone."""
+        """Set the result or exception of the call, unless it is answered or its caller is cancelled."""
         if self.answer.done():
             return
         if isinstance(outcome, Exception):
@@ -47,10 +47,10 @@ class _Call:
 
 
 class EnvironmentClient:
-    """Calls go out as soon as a process is free, all that wait then together.
+    """Client of an environment. Queued calls are sent as soon as a process is free, several at once.
 
-    When a process dies or passes the deadline, it is replaced, and all its calls are made once more, sample by sample,
-    so that only the sample that caused it fails.
+    When a process dies or misses the deadline, it is replaced, and its calls are repeated sample by sample, so that
+    only the sample that caused the failure fails.
     """
 
     def __init__(self, handle: EnvironmentHandle) -> None:
@@ -65,26 +65,26 @@ class EnvironmentClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Return when every process is up; SamplingError when one does not come up."""
+        """Wait until every process is up; SamplingError if one does not start."""
         for described in await asyncio.gather(*(self._describe(process) for process in self._handle.processes)):
             self.multi_turn, self.agent = described["multi_turn"], described["agent"]
             self.reads_token_ids = described["reads_token_ids"]
             self._keep(self._serve(described))
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
-        """State of a rollout that begins; None in an environment of a single turn."""
+        """Return the first state of a rollout; None in a single-turn environment."""
         return await self._ask_or_fail("reset", prompt, extra_env_info) if self.multi_turn else None
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn:
-        """What follows a response that ends in a token; in an environment of a single turn, the end."""
+        """Return the turn after a response, given its last token too; a single-turn environment ends the rollout."""
         return await self._ask_or_fail("step", state, response, last_token) if self.multi_turn else Turn()
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
-        """State of a rollout whose turns the environment's agent has made, in a process for itself meanwhile."""
+        """Run the environment's agent, with a process to itself, and return the state of the rollout."""
         return await self._ask_or_fail("act", prompt, extra_env_info, access, alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """A score for each sample, or why there is none after a second attempt.
+        """Return for each sample a score, or the reason why a second attempt failed too.
 
         Raises:
             SamplingError: a process died and could not be replaced.
@@ -107,9 +107,9 @@ class EnvironmentClient:
         return await call.answer
 
     def _take(self) -> list[_Call]:
-        """What one process is asked next: its share of what waits, or a single call that has to be by itself."""
+        """Take the next calls for one process: its share of the queue, or a single call that must be sent by itself."""
         while self._queue and self._queue[0].answer.done():
-            self._queue.popleft()  # its caller has gone
+            self._queue.popleft()  # its caller is cancelled
         taken: list[_Call] = []
         share = -(-len(self._queue) // len(self._handle.processes))
         while self._queue and len(taken) < share and not (taken and self._queue[0].alone):
@@ -121,7 +121,7 @@ class EnvironmentClient:
         return taken
 
     async def _serve(self, process: dict[str, Any]) -> None:
-        """Keep one process busy, and replace it when it has to be."""
+        """Send calls to one process, and replace it when it fails."""
         calls: list[_Call] = []
         try:
             while True:
@@ -140,7 +140,7 @@ class EnvironmentClient:
                 call.settle(broken)
 
     async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
-        """Ask a process; None when it answered, else the reason why it did not."""
+        """Send calls to a process; None: it answered; else the reason why it did not."""
         name, timeout_s = self._handle.name, self._handle.timeout_s
         jobs = pickled([(call.method, call.arguments) for call in calls])
         try:
@@ -155,14 +155,14 @@ class EnvironmentClient:
         except RayActorError:
             self.remarks.append(f"environment {name} worker {process['pid']} ended; another process takes its place")
             return f"environment {name}: its process ended over this response"
-        except RayError as error:  # an answer that cannot be pickled, memory
+        except RayError as error:  # for example an answer that cannot be pickled, or a lack of memory
             return f"environment {name}: its process {explain(error)}"
         for call, answer in zip(calls, answers, strict=True):
             call.settle(answer)
         return None
 
     def _again(self, calls: list[_Call], reason: str) -> None:
-        """Make the calls of a lost process once more, each sample by itself; those that were by themselves fail."""
+        """Repeat the calls of a lost process, each sample by itself; calls that already were by themselves fail."""
         for call in calls:
             if call.answer.done():
                 continue
@@ -184,7 +184,7 @@ class EnvironmentClient:
             call.settle(error)
 
     async def _describe(self, actor: Any) -> dict[str, Any]:
-        """The description that a process returns when it is up, and its actor."""
+        """Wait until a process is up; returns its description, with its actor."""
         name = self._handle.name
         try:
             async with asyncio.timeout(STARTUP_S):
@@ -200,7 +200,7 @@ class EnvironmentClient:
         ray.kill(process["actor"])
         if process["node"] == ray.get_runtime_context().get_node_id():
             with suppress(ProcessLookupError):
-                os.kill(process["pid"], signal.SIGKILL)  # one that was stopped does not hear Ray
+                os.kill(process["pid"], signal.SIGKILL)  # a stopped process does not react to Ray
 
     def _keep(self, work: Any) -> None:
         task = asyncio.create_task(work)

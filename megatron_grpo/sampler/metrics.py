@@ -1,4 +1,4 @@
-"""Metrics of a set of outcomes: lengths, truncation, comparison within groups, rewards by function, age."""
+"""Metrics of a set of outcomes: reward, length, truncation, comparison within groups, rewards by function, age."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_grpo.data.trajectory import Outcome
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Reward, accuracy and length statistics of a set of outcomes.
 
-    reward and accuracy are means over the responses for which the environment gave one, and left out without any.
+    reward and accuracy are means over the responses that have one, and are left out if none has.
     """
     rewards = [one.reward for one in outcomes if one.reward is not None]
     judged = [one.correct for one in outcomes if one.correct is not None]
@@ -33,7 +33,7 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 def task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[str, float]:
     """task_reward/NAME, task_accuracy/NAME and task_response_length/NAME: means over the responses of one environment.
 
-    Empty with a single one of `tasks`, the names of the run's environments.
+    Empty if `tasks`, the names of the run's environments, has only one name.
     """
     metrics: dict[str, float] = {}
     for task in tasks if len(tasks) > 1 else ():
@@ -44,7 +44,7 @@ def task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[st
 
 
 def length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Percentiles of the response length in tokens, linearly interpolated, and the share that ended by itself."""
+    """Percentiles of the response length in tokens, linearly interpolated, and the share of untruncated responses."""
     lengths = torch.tensor([float(outcome.response_tokens) for outcome in outcomes])
     metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in (50, 90, 99)}
     metrics["natural_termination_rate"] = fmean(not outcome.truncated for outcome in outcomes)
@@ -52,19 +52,20 @@ def length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
-    """Comparison of the samples of a prompt, which are neighbours.
+    """Metrics that compare the samples of a prompt, which are neighbours in `outcomes`.
 
     Returns:
-        reward_std: mean of the groups' standard deviations (divisor n - 1), as TRL reports it; with a single sample to
-        a prompt, that of all rewards. groups_all_wrong, groups_mixed and groups_all_right: shares of groups with no,
-        some and only correct responses, among those whose responses can all be judged; left out when there is none.
+        reward_std: mean of the groups' standard deviations (divisor n - 1), as in TRL; with one sample per prompt, the
+        standard deviation of all rewards. groups_all_wrong, groups_mixed and groups_all_right: shares of groups with
+        no, some and only correct responses, among the groups whose responses are all judged; left out without such
+        groups.
     """
     starts = range(0, len(outcomes), samples_per_prompt)
     groups = [outcomes[start : start + samples_per_prompt] for start in starts]
     by_group = [[one.reward for one in group if one.reward is not None] for group in groups]
     if samples_per_prompt == 1:
         by_group = [[reward for rewards in by_group for reward in rewards]]
-    # stdev is exact, and slow; rewards are often 0 or 1, so that few groups differ in more than their order.
+    # stdev is exact but slow, so it is computed once per distinct multiset of rewards.
     known = {rewards: stdev(rewards) for rewards in {tuple(sorted(one)) for one in by_group if len(one) > 1}}
     deviations = [known[tuple(sorted(one))] for one in by_group if len(one) > 1]
     metrics = {"reward_std": fmean(deviations)} if deviations else {}
@@ -80,11 +81,11 @@ def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[
 
 
 def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) over what the function scored.
+    """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) of each function's rewards.
 
-    With reward functions also unscored_rate, the share of the responses that none of them scored; with failures that
-    env.NAME.on_reward_error=none passes over also reward_errors, their number. Figures that environments report have
-    their own names, and are means over the responses that have them.
+    With reward functions also unscored_rate, the share of responses that no function scored; with failures that
+    env.NAME.on_reward_error=none ignores also reward_errors, their number. Metrics that environments report keep their
+    names, and are means over the responses that have them.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     reported: defaultdict[str, list[float]] = defaultdict(list)
@@ -103,11 +104,11 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
-    """How old trajectories are when a step takes them, and how many versions of the weights each was drawn from.
+    """Age of trajectories when a step takes them, and number of weight versions from which each was sampled.
 
     Args:
-        outcomes: trajectories that the step trains on; failed ones without a token do not count.
-        version: version of the weights that the step begins with.
+        outcomes: outcomes that the step trains on; failed rollouts without a token do not count.
+        version: version of the weights with which the step begins.
 
     Returns:
         trajectory_age and trajectory_age_max: steps since the weights of a trajectory's oldest token;

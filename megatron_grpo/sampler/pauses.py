@@ -1,11 +1,11 @@
-"""When vLLM's scheduler is paused: while no request is in flight, and while weights change under requests in flight.
+"""Pauses of vLLM's scheduler: while no request is in flight, and while weights change under requests in flight.
 
 Why every token has exactly one weight version: `hold` first closes the entry, then pauses vLLM with mode="keep". The
 scheduler stops between two forward passes, so no pass computes with a mixture of weights, and requests in flight keep
 the tokens that they have. The workers then load the new weights, vLLM is told the new version, and `release` resumes
-the scheduler: each request goes on where it stopped, and vLLM labels what it samples from here on with the new version.
+the scheduler: each request continues where it stopped, and vLLM labels tokens from then on with the new version.
 A response may therefore span versions (`GenerationOutput.spans`), a token cannot. Requests that arrive meanwhile wait
-outside: their prompts are cached under the salt of a version, which is known only once that version is committed.
+outside, because prompts are cached under the salt of a version, which is known only once the version is committed.
 Keys and values of tokens before the pause are those of the old weights if the cache outlasts pauses; otherwise the
 pause clears the cache, and the scheduler computes the sequences in flight again under the new weights.
 """
@@ -24,38 +24,38 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 LEAVE_S = 10.0
-"""Seconds that aborted requests have to drain before an operation that needs the engine paused is refused."""
+"""Seconds that aborted requests have to drain before an operation that needs a paused engine is refused."""
 LOOK_S = 0.05
 
 
 class Pauses:
-    """The pauses of one engine, which begins paused. A pause empties the prefix cache unless `keeps_cache`.
+    """The pauses of one engine, which starts paused. A pause empties the prefix cache unless `keeps_cache`.
 
     Args:
         llm: the engine.
-        keeps_cache: whether its cache outlasts a pause.
-        tell: called with the number of requests in flight when that changes.
+        keeps_cache: whether the engine's cache outlasts a pause.
+        tell: function that is called with the number of requests in flight when it changes.
     """
 
     def __init__(self, llm: AsyncLLM, *, keeps_cache: bool, tell: Callable[[int], None]) -> None:
         self._llm, self._keeps_cache, self._tell = llm, keeps_cache, tell
         self._in_flight = 0
         self._entry = asyncio.Lock()
-        """Held while requests are added, and from `hold` to `release`."""
+        """Lock that is held while requests are added, and from `hold` to `release`."""
         self._held = False
         self._parking: asyncio.Task[None] | None = None
-        """Pausing, or paused when done; None: responses are in flight."""
+        """Task that pauses the scheduler, which is paused when it is done; None: responses are in flight."""
         self.pause()
 
     def pause(self) -> None:
-        """Begin a pause; `paused` waits until the scheduler stands still."""
+        """Begin a pause; `paused` waits until the scheduler has stopped."""
         self._parking = asyncio.create_task(self._park())
 
     async def paused(self) -> AsyncLLM:
-        """The engine, once its scheduler stands still.
+        """Wait until the scheduler has stopped, and return the engine.
 
         Raises:
-            RuntimeError: responses are in flight, and stay so.
+            RuntimeError: responses are still in flight after LEAVE_S.
         """
         began = time.monotonic()
         while self._parking is None and time.monotonic() < began + LEAVE_S:
@@ -67,12 +67,12 @@ class Pauses:
 
     @asynccontextmanager
     async def entering(self, requests: int) -> AsyncIterator[None]:
-        """Context in which requests are added, while no weights change.
+        """Context in which requests are added; weights do not change meanwhile.
 
         A paused engine resumes at the end of the context: its scheduler sees all requests before it takes the first.
         """
         async with self._entry:
-            self._change(requests)  # from here on nobody pauses
+            self._change(requests)  # from here on no pause begins
             try:
                 if self._parking is not None:
                     await self._parking
@@ -84,21 +84,21 @@ class Pauses:
                 raise
 
     def left(self, requests: int) -> None:
-        """Count requests that are no longer in flight; after the last one the engine is paused."""
+        """Record that requests are no longer in flight; after the last one the engine is paused."""
         self._change(-requests)
         if requests and not self._in_flight and self._parking is None:
             self.pause()
 
     async def hold(self) -> None:
-        """Keep new requests waiting until `release`, and pause those in flight."""
+        """Make new requests wait until `release`, and pause requests in flight."""
         if not self._held:
-            await self._entry.acquire()  # requests that are being added are in flight first
+            await self._entry.acquire()  # wait until requests that are being added are in flight
             self._held = True
         if self._parking is None:
             self.pause()
 
     async def release(self) -> None:
-        """Resume requests in flight, and let waiting ones enter."""
+        """Resume requests in flight, and let waiting requests enter."""
         if self._in_flight:
             await self._resume()
         if self._held:

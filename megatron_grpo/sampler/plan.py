@@ -22,19 +22,19 @@ class RolloutPlan:
     settings: SamplingSettings
     run_seed: int
     step: int
-    """Number of the generation batch: part of every sample's seed."""
+    """Number of the generation batch, which is part of every sample's seed."""
     max_total_sequence_length: int
-    """Tokens of prompt, responses and observations together."""
+    """Most tokens of prompt, responses and observations together."""
     max_turns: int = 1
     """Most responses of one rollout."""
     timeout_s: float
-    """Deadline of an attempt at a rollout, and of a second attempt at its scoring."""
+    """Deadline in seconds of an attempt at a rollout, and of a second attempt at scoring it."""
     trainer_state: TrainerState = field(default_factory=TrainerState)
     """Progress of the run, for reward functions."""
 
 
 def sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
-    """Seed of one response, from what identifies it alone: a resumed run or another layout draws equal tokens.
+    """Seed of one response, which depends only on its identity, so that a resume or another layout draws equal tokens.
 
     Returns:
         An integer in [0, 2^62).
@@ -47,11 +47,11 @@ REASONS_SHOWN = 3
 
 
 class RolloutFailure(Exception):  # noqa: N818 - a status of a rollout, not an error of the run
-    """One rollout failed, for the reason in the text. Others go on."""
+    """One rollout failed for the reason in the message; other rollouts continue."""
 
 
 def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float) -> None:
-    """SamplingError with the reasons if more rollouts of a generation batch failed than this fraction."""
+    """Raise SamplingError with the reasons if more than this fraction of rollouts failed."""
     failed = [one for one in outcomes if one.failure is not None]
     if len(failed) <= max_failed_fraction * len(outcomes):
         return
@@ -62,7 +62,7 @@ def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float
 
 
 def reasons(failed: Sequence[Outcome]) -> str:
-    """Why rollouts failed, the most frequent reasons first, each with the row of one example."""
+    """Reasons why rollouts failed, most frequent first, each with the data row of one example."""
     rows: dict[str, int] = {}
     for one in failed:
         rows.setdefault(str(one.failure), one.prompt_idx)

@@ -1,4 +1,4 @@
-"""What every vLLM process of ours loads at start (entry point of the group `vllm.general_plugins`)."""
+"""The plugin that every vLLM process of ours loads at start (entry point in the group `vllm.general_plugins`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
 from megatron_grpo.platform.hooks import check_hooks
 
 QUEUE_SEGMENTS = "/dev/shm/psm_"
-"""How Python names the segments that vLLM's queues live in; the rest of the name is random."""
+"""Beginning of the names that Python gives to the shared-memory segments of vLLM's queues; the rest is random."""
 
 
 def queue_segments(process: psutil.Process) -> set[Path]:
-    """Files of the queue segments that a process has mapped; empty when the process is gone."""
+    """Files of the queue segments that a process has mapped; empty if the process is gone."""
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -31,16 +31,16 @@ def queue_segments(process: psutil.Process) -> set[Path]:
 
 
 def free(segments: Iterable[Path]) -> None:
-    """Remove the files; the memory goes with the last process that has it mapped."""
+    """Remove the segments' files; memory is freed when the last process that has mapped it ends."""
     for segment in segments:
         segment.unlink(missing_ok=True)
 
 
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
-"""Environment variable in which our engine actor tells its processes its name; other users of vLLM are left alone."""
+"""Environment variable by which our engine actor gives its name to its processes; other uses of vLLM lack it."""
 
 SERVER_MARKER = "MEGATRON_GRPO_SERVER"
-"""Environment variable that tells the processes of a server of `megatron_grpo.serve` what they are."""
+"""Environment variable that marks the processes of a server of `megatron_grpo.serve`."""
 
 PARENT_CHECK_S = 1.0
 
@@ -49,14 +49,14 @@ _registered = False
 
 
 def register() -> None:
-    """Tie the process to its parent. Does nothing outside our engines; safe to repeat."""
+    """Prepare a vLLM process of ours: patches, log, and its end with its parent. Does nothing in others; idempotent."""
     global _registered
     if _registered or not {ENGINE_MARKER, SERVER_MARKER} & os.environ.keys():
         return
     _registered = True
-    # Of layers without weights of their own, a tied head for one, it warns at every refit.
+    # vLLM warns at every refit about layers without weights of their own, such as a tied head.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
-    if ENGINE_MARKER not in os.environ:  # a server's processes are vLLM's own in everything else
+    if ENGINE_MARKER not in os.environ:  # a server's processes are otherwise unchanged vLLM
         return
     from vllm.platforms import current_platform
 
@@ -70,7 +70,7 @@ def register() -> None:
 
 
 def _role() -> str:
-    """What this process is to its engine; one that a Ray executor placed learns its rank only later."""
+    """Role of this process in its engine; a process of the Ray executor, which has no rank yet, gets host and pid."""
     vllm_name = multiprocessing.current_process().name
     if vllm_name.startswith("EngineCore"):
         return "core"
@@ -80,16 +80,16 @@ def _role() -> str:
 
 
 def begin_process() -> None:
-    """Give this process its log, and end it when its parent is gone.
+    """Open this process's log, and start the thread that ends it when its parent is gone.
 
-    To be called in each process of an engine: a fork takes no threads along.
+    Must be called in each process of an engine, because a fork does not copy threads.
     """
     begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}", lasting_phase="serve")
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 
 def parent_is_gone() -> bool:
-    """Whether the process that asked for this one has ended; the fork server in between may live on."""
+    """Whether the process that requested this one has ended; the fork server in between may still live."""
     parent = multiprocessing.parent_process()
     if isinstance(multiprocessing.current_process(), ForkServerProcess):
         return parent is None or not parent.is_alive()
@@ -97,8 +97,8 @@ def parent_is_gone() -> bool:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process, however busy it is, when its parent is gone: the driver was killed, so nobody needs it."""
-    # A process that multiprocessing started knows who its parent was even if that one is gone already.
+    """End this process, however busy, when its parent is gone, for example because the driver was killed."""
+    # A process started by multiprocessing knows its parent even if the parent is already gone.
     while os.getppid() == parent and not parent_is_gone():
         time.sleep(PARENT_CHECK_S)
     free(queue_segments(psutil.Process()))

@@ -1,4 +1,4 @@
-"""The rollout workers as the driver sees them: prompts in, groups out; the driver holds outcomes and references."""
+"""The driver's handle of the rollout workers: prompts in, groups out, as outcomes and references to tokens."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from megatron_grpo.sampler.step_tokens import StepTokens
 from megatron_grpo.sampler.worker_group import WORKER_NAME, LostEngines, Restore, WorkerGroup, not_replaced
 
 COUNTS_S = 20.0
-"""Deadline for the counts of all engines together."""
+"""Deadline for fetching the counts of all engines, in seconds."""
 
 GRACE_S = 20.0
-"""Time that the driver waits longer than workers do, whose messages say more and come once the stacks are read."""
+"""Seconds by which the driver's deadlines exceed those of workers, whose messages say more but come later."""
 
 
 class Complete(NamedTuple):
-    """A prompt whose group is complete, and waits to be taken."""
+    """A prompt whose group is complete and can be taken."""
 
     batch: int
-    """Number of the batch that the prompt was begun in."""
+    """Number of the batch in which the prompt was begun."""
     number: int
     """Number of the prompt, as given to `RolloutPool.begin`."""
     worker: int
@@ -50,20 +50,20 @@ class UnderWay:
     """Prompts that `RolloutPool.begin` has begun."""
 
     batch: int
-    """Number of the batch, which no other one has."""
+    """Unique number of the batch."""
     sampled: dict[int, Any]
-    """By worker, a reference that is there when its responses are sampled."""
+    """By worker, a reference that is ready when all its responses are sampled."""
     calls: dict[int, Any]
-    """By worker that is not through, a generator (Ray's) of references to numbers of complete prompts."""
+    """By worker that is not done, a Ray generator of references to numbers of complete prompts."""
 
     def is_done(self) -> bool:
-        """Whether everything is sampled and scored, or has failed."""
+        """Whether all prompts are sampled and scored, or have failed."""
         ends = [call.completed() for call in self.calls.values()]
         return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends) if ends else True
 
 
 class RolloutPool:
-    """Rollout workers in Ray actors. `start()` returns at once; then `wait_ready()`."""
+    """The driver's handle of rollout workers in Ray actors. `start()` returns at once; then call `wait_ready()`."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class RolloutPool:
     ) -> None:
         """
         Args:
-            config: how long a rollout may take and how many may fail.
+            config: deadline of a rollout, and the fraction that may fail.
             workers: the rollout workers, not yet started.
-            max_total_sequence_length: longest prompt plus responses in tokens.
+            max_total_sequence_length: most tokens of prompt and responses together.
             max_turns: most responses of one rollout.
-            restore: replaces lost engines in `workers.engines` itself, and raises SamplingError if it does not.
+            restore: replaces lost engines in `workers.engines` in place, or raises SamplingError.
         """
         self._config, self._workers = config, workers
         self._engines = workers.engines
@@ -95,7 +95,7 @@ class RolloutPool:
         self._timeout_s = workers.generation_timeout_s
         self._scoring_s = ATTEMPTS * config.timeout_s + GRACE_S
         self.tokens = StepTokens(workers)
-        """Work of the workers on the tokens of complete groups."""
+        """Calls that work on the tokens of complete groups."""
 
     def start(self) -> None:
         """Begin to start the environments and the workers."""
@@ -104,13 +104,13 @@ class RolloutPool:
             self._lost.watch(actor, numbers)
 
     def wait_ready(self) -> None:
-        """Return when every worker and its environments are up; RunError, which names the worker, if one is not."""
+        """Wait until every worker and its environments are up; RunError, which names the worker, if one fails."""
         self._workers.wait_ready()
 
     def plan(self, samples_per_prompt: int, settings: SamplingSettings, run_seed: int, step: int) -> RolloutPlan:
-        """The plan of a generation batch, for `collect` and `begin`.
+        """Make the plan of a generation batch, for `collect` and `begin`.
 
-        `run_seed`, `step`, the prompt's row and the sample's number decide what is drawn.
+        The seed of a response comes from `run_seed`, `step`, the prompt's row, and the numbers of the sample and turn.
 
         Args:
             samples_per_prompt: responses to each prompt.
@@ -130,27 +130,26 @@ class RolloutPool:
         )
 
     def collect(self, prompts: Sequence[DatumSpec], plan: RolloutPlan, timer: StepTimer) -> list[SampledGroup]:
-        """Sample responses to each prompt, and have them scored.
+        """Sample responses to each prompt and score them.
 
-        The time until the last response is there is counted as "generation", and that of scoring beyond it as
-        "environment".
+        The time until the last response is sampled counts as "generation", the scoring after that as "environment".
 
         Returns:
-            A group for each prompt, in their order.
+            A group for each prompt, in the order of the prompts.
 
         Raises:
-            SamplingError: an engine or an environment failed, or too many rollouts did.
+            SamplingError: an engine or an environment failed, or too many rollouts failed.
         """
         with timer.phase("generation"):
             under_way = self.begin(dict(enumerate(prompts)), plan)
         return self.finish(under_way, timer)
 
     def begin(self, prompts: Mapping[int, DatumSpec], plan: RolloutPlan) -> UnderWay:
-        """Begin to sample and score, beside everything under way already; then `finish`, or `arrived` and `take`.
+        """Begin to sample and score, beside batches that are under way; then call `finish`, or `arrived` and `take`.
 
         Args:
-            prompts: by the number that they have in the batch, in ascending order.
-            plan: what `plan` returns.
+            prompts: prompts by their number in the batch, in ascending order.
+            plan: plan of the batch, from `RolloutPool.plan`.
         """
         self._lost.hand_on()
         batch = next(self._batches)
@@ -163,7 +162,7 @@ class RolloutPool:
         return UnderWay(batch, {number: workers[number].generated.remote(batch) for number in parts}, calls)
 
     def finish(self, under_way: UnderWay, timer: StepTimer) -> list[SampledGroup]:
-        """Wait for everything that was begun; returns and raises what `collect` does."""
+        """Wait for all prompts of a batch; returns and raises the same as `collect`."""
         with timer.phase("generation"):
             limit = self._timeout_s + GRACE_S
             self._lost.wait(under_way.sampled, limit, "generation")
@@ -177,7 +176,7 @@ class RolloutPool:
             return self.take(sorted(complete))
 
     def arrived(self, batches: Sequence[UnderWay]) -> list[Complete]:
-        """Prompts that have become complete since the last call; without waiting.
+        """Return the prompts that have become complete since the last call, without waiting.
 
         Raises:
             SamplingError: an engine or an environment failed.
@@ -196,10 +195,10 @@ class RolloutPool:
         return found
 
     def take(self, complete: Sequence[Complete]) -> list[SampledGroup]:
-        """The groups of prompts that are complete, in this order.
+        """Fetch the groups of complete prompts, in this order; workers then forget them.
 
         Raises:
-            SamplingError: a worker failed, or too many of the rollouts did.
+            SamplingError: a worker failed, or too many of the rollouts failed.
         """
         by_worker: dict[int, list[Complete]] = {}
         for one in complete:
@@ -217,21 +216,21 @@ class RolloutPool:
         outcomes = [one for group in groups for one in group.outcomes]
         try:
             require_few_failures(outcomes, self._config.max_failed_fraction)
-        except SamplingError as error:  # an engine that hangs is late for its rollouts before the generation is
+        except SamplingError as error:  # a hanging engine misses rollout deadlines before the generation deadline
             engines = [ENGINE_NAME(number) for number in range(len(self._engines))]
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
         return groups
 
     def wait_for_groups(self, batches: Sequence[UnderWay], since: float) -> None:
-        """Return when `arrived` may have something new; engines that are lost meanwhile are replaced.
+        """Wait until `arrived` may return a prompt; engines that are lost meanwhile are replaced.
 
         Args:
-            batches: everything under way.
-            since: when the caller began to wait for groups, on the clock of time.monotonic(): the deadlines of
-                generation and of scoring count from there.
+            batches: all batches under way.
+            since: time.monotonic() when the caller began to wait for groups, from which the deadlines of generation and
+                scoring count.
 
         Raises:
-            SamplingError: nothing has come within the deadline.
+            SamplingError: no group arrived within the deadline.
         """
         self._wait(batches, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
 
@@ -243,7 +242,7 @@ class RolloutPool:
             raise SamplingError(str(overdue(what, [WORKER_NAME(worker) for worker in late], deadline_s)))
 
     def take_engine_counts(self) -> list[EngineCounts]:
-        """Counts of each engine since the last call; zeros for one that fails, which its next request reports."""
+        """Take each engine's counts since the last call; zeros for a failed engine, which its next request reports."""
         calls = [engine.take_counts.remote() for engine in self._engines]
         over, _ = ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)
         counts = []

@@ -1,4 +1,4 @@
-"""Requests and responses between our types and vLLM's, calls of vLLM's processes, and an engine's statistics."""
+"""Conversion of requests and responses to and from vLLM's types, calls of vLLM's processes, engine statistics."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 PACE_S = 0.02
-"""Responses that come within this time of each other leave together: few large messages instead of many small ones."""
+"""Responses that complete within this many seconds of each other are sent together, to save messages."""
 
 SAME_NAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Fields of SamplingSettings that vLLM calls the same."""
+"""Fields of SamplingSettings that have the same name in vLLM."""
 
 DEATH_CHECK_S = 1.0
-"""Seconds between two looks at whether vLLM's processes are still there, while they are waited for."""
+"""Seconds between two checks that vLLM's processes still live, during a call of them."""
 
 
 async def in_bunches(waiting: dict[asyncio.Task[Result], int]) -> AsyncIterator[dict[int, asyncio.Task[Result]]]:
-    """Tasks of a call's requests, as they are done; each is removed from `waiting`, which has them by request number.
+    """Yield tasks of a call's requests as they finish, and remove them from `waiting` (request numbers by task).
 
     Yields:
-        Those done within PACE_S of the first, by number of their request.
+        Tasks that finished within PACE_S of the first, by number of their request.
     """
     while waiting:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -48,10 +48,10 @@ async def in_bunches(waiting: dict[asyncio.Task[Result], int]) -> AsyncIterator[
 
 
 async def while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a call of vLLM's processes, which vLLM itself awaits forever when they end under it.
+    """Await a call of vLLM's processes, for which vLLM itself waits forever if a process ends during it.
 
     Raises:
-        EngineLostError: one has ended.
+        EngineLostError: a process has ended.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -66,7 +66,7 @@ async def while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Resul
 
 @contextmanager
 def deaths_explained() -> Iterator[None]:
-    """Let calls of vLLM's processes raise EngineLostError when one has ended, in whatever way that shows."""
+    """Turn all errors of calls of vLLM's processes that mean an ended process into EngineLostError."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -75,12 +75,12 @@ def deaths_explained() -> Iterator[None]:
         raise EngineLostError("a vLLM process of this engine has ended") from None
     except (RuntimeError, ValueError):
         raise
-    except Exception as error:  # noqa: BLE001 - a call that a process ends under raises just that
+    except Exception as error:  # noqa: BLE001 - a call whose process ends raises a bare Exception
         raise EngineLostError(f"a vLLM process of this engine failed: {error}") from None
 
 
 def sampling_params(request: GenerationRequest, settings: SamplingSettings, longest: int) -> SamplingParams:
-    """A request as vLLM takes it; arguments and errors of `sampling_arguments`."""
+    """Convert a request to vLLM's SamplingParams; takes and raises the same as `sampling_arguments`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -96,7 +96,7 @@ def sampling_params(request: GenerationRequest, settings: SamplingSettings, long
 
 
 def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, longest: int) -> dict[str, Any]:
-    """How a request is sampled, by vLLM's names, in types that JSON has; no two requests share a value.
+    """Sampling parameters of a request by vLLM's names, in JSON types; requests share no mutable value.
 
     Args:
         request: the response to sample.
@@ -132,15 +132,15 @@ def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, l
 
 
 async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """For each finished request, [prompt and response tokens but the last, numbers of a token]: its experts in a form.
+    """Recorded experts of each finished request: [prompt and response tokens but the last, experts recorded per token].
 
-    `finals` are the last outputs of the requests.
+    `finals`: last outputs of the requests; `form`: form of the experts.
     """
     if current_platform().name == "cpu":
         from megatron_grpo.cpu.engine import recorded_experts
 
         return [form.from_engine(one) for one in await recorded_experts(llm, finals, form)]
-    # A request that was aborted before its first token has none.
+    # A request that was aborted before its first token has no experts.
     found = [final.outputs[0].routed_experts for final in finals]
     return [form.laid_end_to_end([]) if one is None else form.from_engine(one) for one in found]
 
@@ -148,15 +148,15 @@ async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: R
 async def responses(
     llm: AsyncLLM, finals: Mapping[int, RequestOutput], form: RoutedForm | None
 ) -> list[tuple[int, GenerationOutput | str]]:
-    """The responses of finished requests, their texts without special tokens.
+    """Make the responses of finished requests; their texts have no special tokens.
 
     Args:
         llm: the engine.
         finals: the last output of each request, by the request's number in its call.
-        form: form of the experts that each response comes with; None: responses come without.
+        form: form of the recorded experts; None: none are recorded.
 
     Returns:
-        Each request's number, with its response or the reason why there is none.
+        Numbers of the requests, each with its response or the reason why there is none.
     """
     outputs = list(finals.values())
     token_ids = [final.outputs[0].token_ids for final in outputs]
@@ -168,7 +168,7 @@ async def responses(
 
 
 def _response(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> GenerationOutput | str:
-    """A response with its experts `routed`, [tokens, numbers of a token], or why there is none."""
+    """Make a response with its experts `routed`, [tokens, experts recorded per token]; or the reason of its failure."""
     completion = final.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return f"vLLM ended a request early: {completion.finish_reason}"
@@ -187,24 +187,24 @@ def _response(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> G
 
 
 class EngineStatistics:
-    """A stat logger of vLLM, by its methods: it cannot inherit from vLLM's, which takes seconds to import."""
+    """A stat logger for vLLM; it has the methods but not the base class of vLLM's, which takes seconds to import."""
 
     def __init__(self) -> None:
         self._counts = EngineCounts()
         self._busy_since: float | None = None
 
     def __call__(self, _config: Any, _engine: int) -> EngineStatistics:
-        """Itself: vLLM takes loggers as functions that make them."""
+        """Return this object, because vLLM expects a factory of loggers."""
         return self
 
     def attach(self, llm: AsyncLLM) -> None:
-        """Be the only logger of an engine: vLLM adds one for Prometheus, which nobody asks and which takes its time."""
+        """Become the only logger of an engine: drops vLLM's Prometheus logger, which is unused and costs time."""
         manager = llm.logger_manager
         assert manager is not None, "an engine with loggers has a manager of them"
         manager.stat_loggers = [self]
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
-        """Called by vLLM after every pass."""
+        """Update the counts; called by vLLM after every forward pass."""
         stats, counts = scheduler_stats, self._counts
         if stats is None:
             return
@@ -218,17 +218,17 @@ class EngineStatistics:
             counts.accepted += stats.spec_decoding_stats.num_accepted_tokens
 
     def log_engine_initialized(self) -> None:
-        """Called by vLLM at its start."""
+        """Do nothing; called by vLLM at its start."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Called by vLLM when the engine falls asleep or wakes."""
+        """Do nothing; called by vLLM when the engine falls asleep or wakes."""
 
     def completed(self, tokens: int) -> None:
-        """So many tokens of responses are complete."""
+        """Count the tokens of complete responses."""
         self._counts.tokens += tokens
 
     def in_flight(self, requests: int) -> None:
-        """So many requests are in flight now."""
+        """Record the number of requests that are now in flight."""
         if requests and self._busy_since is None:
             self._busy_since = time.monotonic()
         elif not requests:
@@ -236,7 +236,7 @@ class EngineStatistics:
             self._busy_since = None
 
     def take(self) -> EngineCounts:
-        """What was counted since the last call."""
+        """Return the counts since the last call, and reset them."""
         self._count_time()
         taken, self._counts = self._counts, EngineCounts()
         return taken

@@ -1,4 +1,4 @@
-"""Rollouts as coroutines: the samples of a prompt take their turns, are tried again on failure, and are scored."""
+"""Rollouts as coroutines: the samples of a prompt run their turns, are retried on failure, and are scored."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan, sample_seed
 
 ATTEMPTS = 2
-"""A rollout that failed is tried once more."""
+"""Attempts at a rollout, and at scoring it."""
 
 
 class GroupRollout:
-    """The samples of one prompt: `sample`, then `score`."""
+    """The rollouts of one prompt's samples: call `sample`, then `score`."""
 
     def __init__(
         self,
@@ -40,20 +40,20 @@ class GroupRollout:
             group: number of the prompt in its generation batch.
             datum: the prompt.
             plan: samples of the prompt, sampling settings, seeds and deadlines.
-            engines: chooses another engine for a second attempt.
-            environment: answers and scores the prompt's task.
-            agents: where the environment's agent asks the model; None: the environment answers turn by turn.
+            engines: the worker's engines, from which a second attempt gets another one.
+            environment: environment of the prompt's task.
+            agents: endpoint at which the environment's agent calls the model; None: the environment has no agent.
         """
         self._group, self._datum, self._plan = group, datum, plan
         self._engines, self._environment, self._agents = engines, environment, agents
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
         self._prompt_ids = np.array(ids, dtype=np.int32)
         self._sampled: list[tuple[Trajectory, Any]] = []
-        """Each sample with the environment's state after its turns."""
+        """Each sample with the state of the environment after the last turn."""
         self._deadline = 0.0
 
     async def sample(self, engine: EngineClient) -> None:
-        """Let every sample go through its turns, beginning at this engine, which counts them in its load.
+        """Run the turns of every sample, first on this engine, whose load already includes these samples.
 
         Raises:
             SamplingError: an engine failed.
@@ -68,10 +68,10 @@ class GroupRollout:
             raise
 
     async def score(self) -> list[Trajectory]:
-        """All samples, with their scores or the reason why there is none.
+        """Score the samples; returns all of them, with scores or with the reason of their failure.
 
         Raises:
-            SamplingError: the environment cannot be kept up.
+            SamplingError: a process of the environment could not be replaced.
         """
         whole = [(one, state) for one, state in self._sampled if one.failure is None]
         if whole:
@@ -109,11 +109,11 @@ class GroupRollout:
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(samples)
 
     async def _one(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """One sample, which is tried again, with equal seeds, when it fails."""
+        """Run one sample; if it fails, try again with equal seeds."""
         reason = ""
         for attempt in range(ATTEMPTS):
             if attempt:
-                # Chosen while the engine that failed still counts this sample: a stuck one would look idle otherwise.
+                # Place before releasing the failed engine's load: otherwise a stuck engine would look idle.
                 failed_on, (engine,) = engine, self._engines.place([1])
                 failed_on.load -= 1
             try:
@@ -133,7 +133,7 @@ class GroupRollout:
         return failed, None
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """One attempt at a sample: from its beginning again, with equal seeds, whenever the engine is replaced."""
+        """Make one attempt at a sample; it starts over, with equal seeds, whenever the engine is replaced."""
         turns = self._turns_of_environment if self._agents is None else self._turns_of_agent
         while True:
             try:
@@ -147,7 +147,7 @@ class GroupRollout:
             await engine.replaced()
 
     async def _turns_of_environment(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """One sample whose responses the environment answers."""
+        """Run one sample in which the environment answers the responses."""
         datum, plan = self._datum, self._plan
         state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
@@ -171,7 +171,7 @@ class GroupRollout:
             pieces.append(turn.observation)
 
     async def _turns_of_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """One sample whose turns the environment's agent makes, by its calls."""
+        """Run one sample in which the environment's agent calls the model."""
         datum, plan = self._datum, self._plan
         assert self._agents is not None
         talk = Conversation(
@@ -202,7 +202,7 @@ class GroupRollout:
         outputs: list[GenerationOutput],
         stop_reason: StopReason,
     ) -> Trajectory:
-        """The trajectory of given and sampled pieces in turns, [tokens] each, int32; sampled ones are the outputs'."""
+        """Make a trajectory of alternating given and sampled pieces ([tokens] each, int32); `outputs`: sampled ones."""
         spans: list[Span] = []
         routed: NDArray[Any] | None = None
         start = 0
@@ -212,7 +212,7 @@ class GroupRollout:
             start += len(output.token_ids)
             if routed is None or output.routed is None:
                 routed = output.routed
-            else:  # the engine looks at the whole conversation again; tokens keep the experts of their first pass
+            else:  # each output covers the whole conversation; tokens keep the experts of their first pass
                 routed = np.concatenate([routed, output.routed[len(routed) :]])
         return Trajectory(
             prompt_idx=self._datum["idx"],
@@ -234,5 +234,5 @@ def _fail(trajectory: Trajectory, reason: str) -> None:
 
 
 def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
-    """Arrays [tokens] of one dtype laid end to end; a single one is not copied."""
+    """Concatenate arrays [tokens] of one dtype; a single array is not copied."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

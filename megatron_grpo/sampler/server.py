@@ -1,4 +1,4 @@
-"""A vLLM server that runs elsewhere, behind an actor with the methods of `VllmEngine`."""
+"""An engine that is an external vLLM server: an actor with the methods of `VllmEngine`, and its HTTP client."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ from megatron_grpo.weights.families import shape_of_folder
 
 CONNECT_S = 10.0
 PROBE_S = 1.0
-"""Seconds between two looks for a server that does not answer."""
+"""Seconds between two attempts to reach a server that does not answer."""
 NO_NUMBER = -9999.0
-"""What the server writes in the place of a log-probability that is NaN."""
+"""Number that the server writes for a log-probability that is NaN."""
 
 logger = logging.getLogger(__name__)
 
 
 class ServerGoneError(RuntimeError):
-    """The connection could not be made, or ended before the answer."""
+    """The connection to the server could not be made, or ended before the answer."""
 
 
 class ServerClient:
-    """One server. To be made inside an event loop.
+    """HTTP client of one server. It must be created inside an event loop.
 
     Args:
-        url: "http://HOST:PORT".
-        bearer: token that the server requires; None: it requires none.
+        url: address of the server, "http://HOST:PORT".
+        bearer: token that the server requires; None: none.
     """
 
     def __init__(self, url: str, bearer: str | None) -> None:
         self.url = url
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # vLLM's scheduler decides what waits
+            connector=aiohttp.TCPConnector(limit=0),  # no limit of connections: vLLM's scheduler queues requests
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
         )
 
     async def post(self, path: str, body: Any = None, **query: str) -> Any:
-        """The answer to a POST, as JSON.
+        """Send a POST and return the answer, parsed from JSON.
 
         Raises:
-            ServerGoneError: the server went away, or is not there.
-            RuntimeError: the server refuses; its answer is in the message.
+            ServerGoneError: the connection could not be made, or ended before the answer.
+            RuntimeError: the server answered with an error, which is in the message.
         """
         return await self.ask("POST", path, json={} if body is None else body, params=query)
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of every worker of the server to a method of refit.worker.RefitWorker; raises as `post` does."""
+        """Call a method of refit.worker.RefitWorker on every worker of the server; returns all answers."""
         answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
         return list(answer["results"])
 
     async def wait_until_up(self, timeout_s: float) -> None:
-        """Return when the server answers; RuntimeError with the reason if it does not within the time."""
+        """Wait until the server answers; RuntimeError with the reason if it does not in time."""
         end, reason = time.monotonic() + timeout_s, "it says nothing"
         while time.monotonic() < end:
             try:
@@ -85,7 +85,7 @@ class ServerClient:
         raise RuntimeError(f"no vLLM server answers within generation.server.timeout_s={timeout_s:g} s: {reason}")
 
     async def ask(self, method: str, path: str, **given: Any) -> Any:
-        """The answer to a request of any HTTP method, as JSON; `given` are aiohttp's options. Raises as `post` does."""
+        """Send a request of any HTTP method, with aiohttp's options `given`; returns and raises like `post`."""
         try:
             async with self._session.request(method, self.url + path, **given) as answer:
                 if answer.status == 401:
@@ -100,15 +100,14 @@ class ServerClient:
 
 
 class OtherWeightsError(Exception):
-    """A response was sampled by weights that are not this run's."""
+    """A response was sampled by weights that do not belong to this run."""
 
 
 class ServerEngine:
-    """Ray actor, beside one server, with the methods of `VllmEngine`.
+    """Ray actor that stands for one external server, with the methods of `VllmEngine`.
 
-    The server calls each version of the weights by a name that no other run has. So every response says whether this
-    run's weights sampled it, and a server that was started again is found out, brought to the current version, and
-    asked again.
+    The server names each version of the weights with a prefix that is unique to the run. So every response tells
+    whether this run's weights sampled it; a restarted server is detected, given the current version, and asked again.
     """
 
     _client: ServerClient
@@ -124,11 +123,11 @@ class ServerEngine:
         self._asked: dict[str, asyncio.Task[GenerationOutput | str]] = {}
         self._statistics = EngineStatistics()
         self._source: tuple[RefitMode, dict[str, Any], int] | None = None
-        """Where weights come from: the arguments of `connect_weights`."""
+        """Arguments of the last `connect_weights`: the source of the weights."""
         self._version: int | None = None
-        """The version that was committed last; None: none was."""
+        """The version that was committed last; None: no version was committed."""
         self._serving = asyncio.Event()
-        """Whether the server may be asked; not while its weights change, nor when that has failed."""
+        """Set while the server may be asked: not during a change of weights, nor after a failed one."""
         self._mending = asyncio.Lock()
 
     @phase("start")
@@ -136,9 +135,9 @@ class ServerEngine:
         """Find the server and check that it serves the run's model.
 
         Returns:
-            Seconds by part: "server": until it answered and was checked. And this actor's processes.
+            Seconds by part: "server", until it answered and was checked. And this actor's processes.
         """
-        from transformers import AutoTokenizer  # here: seconds to import, in which the server may come up
+        from transformers import AutoTokenizer  # here: it takes seconds to import
 
         began = time.monotonic()
         self._tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
@@ -153,7 +152,7 @@ class ServerEngine:
         if self._settings.in_flight is None:
             if not self._serving.is_set():
                 raise RuntimeError(f"{self._url}: the weights are incomplete: a refit was not committed")
-            await self._mend()  # so that it is known to serve the version before it samples anything
+            await self._mend()  # make sure that the server has the current version
         tasks: dict[asyncio.Task[GenerationOutput | str], int] = {}
         for index, request in enumerate(requests):
             name = f"{call}.{index}"
@@ -166,7 +165,7 @@ class ServerEngine:
                     yield pickled([(index, self._outcome(task)) for index, task in done.items()])
         finally:
             for task in tasks:
-                task.cancel()  # which ends the connection, and with it the request
+                task.cancel()  # closes the connection, which aborts the request
             for index in range(len(requests)):
                 self._asked.pop(f"{call}.{index}", None)
             self._statistics.in_flight(len(self._asked))
@@ -198,12 +197,12 @@ class ServerEngine:
         self._serving.set()
 
     def shutdown(self) -> None:
-        """The server goes on; it is not this run's."""
+        """Do nothing: the server does not belong to this run and keeps running."""
 
     async def _answer(
         self, name: str, request: GenerationRequest, settings: SamplingSettings
     ) -> GenerationOutput | str:
-        """A response that this run's weights sampled, whatever becomes of the server meanwhile."""
+        """Get a response that this run's weights sampled, even if the server is restarted meanwhile."""
         arguments = sampling_arguments(request, settings, self._settings.max_total_sequence_length)
         body = {
             "request_id": name,
@@ -212,7 +211,7 @@ class ServerEngine:
         }
         while True:
             await self._serving.wait()
-            if self._settings.keeps_cache:  # prompts that are cached under different weights are different
+            if self._settings.keeps_cache:  # separates prompts cached under different weights
                 body["cache_salt"] = f"{self._prefix}{self._version}"
             try:
                 answer = await self._client.post("/inference/v1/generate", body)
@@ -222,10 +221,10 @@ class ServerEngine:
                 await self._mend()
 
     def _read(self, answer: dict[str, Any]) -> GenerationOutput | str:
-        """The response in an answer of the server, or why there is none.
+        """Parse the server's answer into a response, or the reason why there is none.
 
         Raises:
-            OtherWeightsError: some token is of weights that are not this run's.
+            OtherWeightsError: a token was sampled by weights that do not belong to this run.
         """
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
@@ -245,10 +244,10 @@ class ServerEngine:
         )
 
     async def _mend(self) -> None:
-        """Return when the server serves the current version; one that has lost it is given it again.
+        """Make sure that the server serves the current version, which a restarted server is given again.
 
         Raises:
-            RuntimeError: the server stays away, or cannot be given the version.
+            RuntimeError: the server does not come back, or cannot be given the version.
         """
         async with self._mending:
             version = self._version
@@ -271,14 +270,14 @@ class ServerEngine:
             await self._commit(version)
 
     async def _served(self) -> str:
-        """What the server calls the weights that it serves."""
+        """Name of the weight version that the server serves."""
         served: str = (await self._client.ask("GET", "/weight_info"))["weight_version"]
         if ":" in served and not served.startswith(self._prefix) and self._version is not None:
             raise RuntimeError(f"{self._url} was given weights by another run; a server serves one at a time")
         return served
 
     async def _receive(self, version: int) -> None:
-        """Pause the server and let its workers take a version, which is what it calls its weights from then on."""
+        """Pause the server, let its workers receive a version, and set the name of its weights to that version."""
         await self._client.post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
         started_anew = self._version is not None and not (await self._served()).startswith(self._prefix)
         if started_anew and self._source is not None and self._source[0] == "files":
@@ -287,7 +286,7 @@ class ServerEngine:
         await self._client.post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
 
     async def _commit(self, version: int) -> None:
-        """Let the server serve the version that it received; RuntimeError if it has lost that."""
+        """Let the server serve the version that it received; RuntimeError if the server was restarted since."""
         if await self._served() != f"{self._prefix}{version}":
             raise RuntimeError(f"{self._url} was started anew since it received version {version}")
         if not self._settings.keeps_cache and not (await self._client.post("/reset_prefix_cache"))["success"]:
@@ -295,13 +294,13 @@ class ServerEngine:
         await self._client.post("/resume")
 
     async def _on_workers(self, method: str, *arguments: Any) -> None:
-        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
+        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
         problems = await self._client.on_workers(method, *arguments)
         if any(problems):
             raise RuntimeError("; ".join(f"{self._url}: {problem}" for problem in problems if problem))
 
     async def _require_fitting(self) -> None:
-        """RuntimeError unless the server can be refitted, and serves the run's model in the run's layout."""
+        """Raise RuntimeError unless the server can be refitted and serves the run's model in the run's layout."""
         url = self._url
         try:
             worker, *_ = await self._client.on_workers("describe")

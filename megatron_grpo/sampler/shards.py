@@ -22,19 +22,19 @@ from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 
 
 def shard_fields(routed: RoutedForm | None) -> tuple[str, ...]:
-    """Entries of each token that rollouts bring; `routed`: form of the experts that engines return, or None."""
+    """Names of the entries of each token that rollouts have; `routed`: form of recorded experts, or None."""
     fields = ("token_ids", "sampled", "generation_logprobs")
     return fields if routed is None else (*fields, "routed_experts")
 
 
 def places_of(sequences: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """For every sequence of every shard, its group and its place in the group.
+    """Return for every sequence of every shard its group and its place in the group.
 
     Args:
-        sequences: per shard [sequences of the shard], int64: numbers of its sequences, which count group by group.
+        sequences: per shard [sequences of the shard], int64: numbers of its sequences, numbered group by group.
         sizes: number of sequences of each group.
     """
-    # Searched from the right, so that a group without sequences owns none.
+    # side="right", so that a group without sequences owns none.
     ends = np.cumsum(sizes)
     begins = ends - np.asarray(sizes)
     places = []
@@ -45,11 +45,11 @@ def places_of(sequences: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> l
 
 
 def evenly_chosen(sizes: Sequence[int], number: int | None) -> list[list[int]]:
-    """For each group the places of those of its sequences that belong to a choice spread evenly over all groups.
+    """Choose sequences spread evenly over all groups; returns for each group the places of its chosen sequences.
 
     Args:
         sizes: sequences of each group.
-        number: how many to choose; None: all.
+        number: number of sequences to choose; None: all.
     """
     total = sum(sizes)
     numbers = np.arange(total) if number is None or number >= total else np.arange(number) * total // number
@@ -60,23 +60,23 @@ def evenly_chosen(sizes: Sequence[int], number: int | None) -> list[list[int]]:
 
 
 def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None = None) -> dict[str, NDArray[Any]]:
-    """The tokens of trajectories laid end to end.
+    """Concatenate the tokens of trajectories.
 
     Args:
         trajectories: the sequences of the shard.
-        routed: form of the experts that engines return; None: engines return none.
+        routed: form of the recorded experts; None: none are recorded.
 
     Returns:
-        token_ids (int32), sampled (bool: whether the token was sampled rather than given) and generation_logprobs
-        (float32: under which it was drawn, 0 for tokens that were given), each [tokens of all trajectories]; and with
-        `routed` routed_experts, [tokens of all trajectories, numbers of a token].
+        token_ids (int32), sampled (bool: the token was sampled, not given) and generation_logprobs (float32: the
+        log-probability under which it was drawn, 0 for given tokens), each [tokens of all trajectories]; and with
+        `routed` routed_experts, [tokens of all trajectories, experts recorded per token].
     """
     total = sum(len(one.token_ids) for one in trajectories)
     token_ids = np.empty(total, dtype=np.int32)
     sampled = np.zeros(total, dtype=np.bool_)
     logprobs = np.zeros(total, dtype=np.float32)
     begin = 0
-    # A trajectory has log-probabilities of its sampled tokens alone, span after span; here each gets its place.
+    # A trajectory has log-probabilities only of its sampled tokens, span after span.
     for one in trajectories:
         token_ids[begin : begin + len(one.token_ids)] = one.token_ids
         taken = 0
@@ -95,13 +95,13 @@ def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None =
 def build_shards(
     bundles: Bundles, shards: Sequence[NDArray[np.int32]], routed: RoutedForm | None
 ) -> tuple[NDArray[Any], ...]:
-    """The arrays of each shard, shard by shard, in the order of `shard_fields`.
+    """Build the arrays of each shard, shard by shard, in the order of `shard_fields`.
 
     Args:
-        bundles: where the groups are that the sequences belong to.
-        shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's group in `bundles`
-            and its place in that group.
-        routed: form of the experts that engines return; None: engines return none.
+        bundles: location of the groups of the sequences.
+        shards: per shard [sequences, 2], int32: for each sequence, in the shard's order, the number of its group in
+            `bundles` and its place in that group.
+        routed: form of the recorded experts; None: none are recorded.
     """
     groups = fetched(bundles)
     built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()], routed) for shard in shards)
@@ -111,7 +111,7 @@ def build_shards(
 def gather_shards(
     parts: Sequence[NDArray[Any]], shards: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """One entry of every token in the order of the step, from its arrays in shards.
+    """Concatenate one entry of all tokens in the order of the step, from its arrays in shards.
 
     Args:
         parts: per shard [tokens of the shard], of one dtype.
@@ -121,7 +121,7 @@ def gather_shards(
     Returns:
         [tokens of the step], in the dtype of the parts.
     """
-    # A slice a sequence instead of one index of all tokens, which would take twice the memory of what it moves.
+    # One slice per sequence, because one index of all tokens would take twice the memory of the data.
     whole = np.empty(int(lengths.sum()), dtype=parts[0].dtype)
     places = np.split(whole, np.cumsum(lengths)[:-1])
     for part, numbers in zip(parts, shards, strict=True):
@@ -134,13 +134,13 @@ def gather_shards(
 def split_by_shard(
     whole: NDArray[Any], shards: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> list[NDArray[Any]]:
-    """One entry of every token, [tokens of the step], cut up into shards: the inverse of `gather_shards`."""
+    """Split one entry of all tokens, [tokens of the step], into shards: the inverse of `gather_shards`."""
     pieces = np.split(whole, np.cumsum(lengths)[:-1])
     return [np.concatenate([whole[:0], *(pieces[number] for number in numbers.tolist())]) for numbers in shards]
 
 
 Compute = Callable[..., tuple[dict[str, NDArray[Any]], Any]]
-"""(lengths, arrays by name, ...) -> new arrays by name, each [tokens of the step], and a summary."""
+"""Function of (lengths, arrays by name, ...) that returns new arrays by name, [tokens of the step], and a summary."""
 
 
 def compute(
@@ -157,7 +157,7 @@ def compute(
         batch: the step's batch, whose shards hold the entries.
         fields: names of the entries that the function reads.
         arguments: further arguments of the function.
-        get: fetches what references of Ray refer to.
+        get: function that fetches the values of Ray references.
 
     Returns:
         The new entries by name, for each shard a reference to its array (`StepBatch.fields`), and the summary.
@@ -169,26 +169,26 @@ def compute(
 
 
 BUNDLE_BYTES = 2**20
-"""Token data that share an entry of the object store, which lives as long as any of its groups is referred to."""
+"""Size of token data that shares one Ray object, which lives as long as a reference to any of its groups."""
 
 TOKEN_BYTES = 8
 """Bytes of a token id and its log-probability."""
 
 
 Bundles = tuple[list[Any], NDArray[np.int32]]
-"""Where the trajectories of groups are, for a message that names each object once: references (Ray's) to lists of
-groups; and [groups, 2], int32: for each group the number of its list and its place in there."""
+"""Location of the trajectories of groups, with each Ray object named once: references to lists of groups; and
+[groups, 2], int32: for each group the number of its list and its place in that list."""
 
 
 def bundled(groups: Sequence[SampledGroup]) -> Bundles:
-    """Where groups are, in their order."""
+    """Location of groups, in their order."""
     numbers: dict[Any, int] = {}
     places = [(numbers.setdefault(group.bundle, len(numbers)), group.place) for group in groups]
     return list(numbers), np.array(places, dtype=np.int32).reshape(-1, 2)
 
 
 def fetched(bundles: Bundles, timeout_s: float | None = None) -> list[list[Trajectory]]:
-    """The trajectories of each group; RayError if some are lost, or late. `timeout_s`: None where a caller has one."""
+    """Fetch the trajectories of each group; RayError if one is lost or late. `timeout_s`: deadline; None: no limit."""
     references, places = bundles
     needed = np.unique(places[:, 0]).tolist()
     found = dict(zip(needed, ray.get([references[number] for number in needed], timeout=timeout_s), strict=True))
@@ -197,24 +197,24 @@ def fetched(bundles: Bundles, timeout_s: float | None = None) -> list[list[Traje
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A worker's answer: its groups, in the order in which it was given their prompts."""
+    """A worker's answer to `hand_over`: groups, in the order in which they were requested."""
 
     bundles: Bundles
     outcomes: list[list[Outcome]]
-    """Sent as `pickled`."""
+    """Outcomes of each group; sent as `pickled`."""
     remarks: list[str]
-    """Events for the log of the run, for instance that an environment's process was replaced."""
+    """Events for the log of the run, such as the replacement of an environment process."""
 
 
 def groups_of(collected: Collected) -> list[SampledGroup]:
-    """The groups of a worker's answer, in its order."""
+    """The groups of a worker's answer, in their order."""
     references, places = collected.bundles
     pairs = zip(collected.outcomes, places.tolist(), strict=True)
     return [SampledGroup(outcomes, references[number], place) for outcomes, (number, place) in pairs]
 
 
 def collected(groups: Sequence[Sequence[Trajectory]], remarks: list[str]) -> Collected:
-    """Put groups into the object store, small ones together, since every entry has a cost."""
+    """Put groups into the object store, small ones together, because every object has a cost."""
     references: list[Any] = []
     waiting: list[Sequence[Trajectory]] = []
     places, size = np.zeros((len(groups), 2), dtype=np.int32), 0
@@ -230,10 +230,10 @@ def collected(groups: Sequence[Sequence[Trajectory]], remarks: list[str]) -> Col
 
 
 def load(file: Path) -> tuple[StepFacts, Collected]:
-    """Read a step's file: what is known of its sampling, and its groups as if they had been sampled here.
+    """Read a step's file of rollouts: facts of their sampling, and their groups.
 
     Raises:
-        RunError: it cannot be read.
+        RunError: the file cannot be read.
     """
     try:
         facts, groups = read_recorded(file)
@@ -243,13 +243,13 @@ def load(file: Path) -> tuple[StepFacts, Collected]:
 
 
 DUMPED_GROUPS = 64
-"""Groups that are fetched together to be written."""
+"""Number of groups that are fetched at a time to be written."""
 
 
 def learnt_so_far(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
-    """The advantages and log-probabilities that a step has, fetched, by name, for each sequence [tokens], float32.
+    """Fetch the advantages and log-probabilities that a step has: by name, for each sequence [tokens], float32.
 
-    An entry that is lost with the process that held it counts as not computed.
+    An entry that was lost with its process is left out, like one that was not computed.
     """
     known: dict[str, Sequence[NDArray[np.float32]]] = {}
     for name in ("advantages", "prev_logprobs"):
@@ -264,7 +264,7 @@ def learnt_so_far(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
 
 
 def learnt_from(known: Mapping[str, Sequence[NDArray[np.float32]]], number: int, trajectory: Trajectory) -> Learnt:
-    """The numbers of the sampled tokens of one sequence, by its number in the step, of what `learnt_so_far` found."""
+    """Select the values of one sequence's sampled tokens from `learnt_so_far`; `number`: its number in the step."""
     spans = [np.arange(span.start, span.end) for span in trajectory.spans]
     places = np.concatenate([np.empty(0, dtype=np.int64), *spans])
     found = {name: values[number][places] for name, values in known.items()}
@@ -272,9 +272,9 @@ def learnt_from(known: Mapping[str, Sequence[NDArray[np.float32]]], number: int,
 
 
 def dump(bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:
-    """Write trajectories into a Parquet file, which appears when it is complete (`StepTokens.dump`).
+    """Write trajectories into a Parquet file, which appears only when it is complete (see `StepTokens.dump`).
 
-    `chosen` has the samples to write of each group in `bundles`; the batch's sequences count group by group.
+    `chosen`: for each group in `bundles` its samples to write. Sequences of the batch are numbered group by group.
     """
 
     def groups() -> Iterator[tuple[int, list[Written]]]:

@@ -1,4 +1,4 @@
-"""Ending every process of an engine: by its actor, or from outside, since that may be gone, stopped or stuck."""
+"""Ends every process of an engine: from its actor, or from outside if the actor is gone, stopped or stuck."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 END_S = 20.0
-"""Time that killed processes have to disappear: one that is in a driver's call does so when that returns."""
+"""Seconds that killed processes have to disappear; a process inside a device driver's call ends when it returns."""
 LOOK_S = 0.05
 GRACE_S = 5.0
-"""Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
+"""Seconds for vLLM's processes to end by themselves; killed processes leave their shared memory behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class EngineProcesses:
     node: str
     """Ray's name of the machine."""
     started: tuple[tuple[int, float], ...]
-    """Process number, and when it was started in seconds since the epoch: numbers are used again."""
+    """Pid and start time (seconds since the epoch) of each process; the time is needed because pids are reused."""
 
 
 def own_processes() -> EngineProcesses:
-    """The processes of the calling actor, itself included."""
+    """The processes of the calling actor, including the actor itself."""
     own, started = psutil.Process(), []
     for process in [own, *own.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
@@ -43,7 +43,7 @@ def own_processes() -> EngineProcesses:
 
 
 def end_own(llm: AsyncLLM) -> None:
-    """End the processes that the calling actor has started for its engine, and free the memory that they shared."""
+    """End the processes that the calling actor has started for its engine, and free their shared memory."""
     own = psutil.Process()
     children = own.children(recursive=True)
     segments = set().union(*(queue_segments(process) for process in [own, *children]))
@@ -53,10 +53,10 @@ def end_own(llm: AsyncLLM) -> None:
 
 
 def end_processes(engine: EngineProcesses) -> list[int]:
-    """Kill what is left of an engine, on this machine, and free the memory that its processes shared.
+    """Kill the remaining processes of an engine on this machine, and free their shared memory.
 
     Returns:
-        Numbers of the processes that still exist after `END_S`.
+        Pids of the processes that still exist after `END_S`.
     """
     family: set[psutil.Process] = set()
     for pid, started in engine.started:

@@ -34,7 +34,7 @@ from megatron_grpo.sampler.worker_group import WorkerGroup
 
 
 class StepTokens:
-    """Shards, computations and files of the tokens that the driver holds references to; rollout workers do the work."""
+    """Lets rollout workers build shards, compute over tokens and write files; the driver holds only references."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers, self._timeout_s = workers, workers.generation_timeout_s
@@ -42,9 +42,9 @@ class StepTokens:
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
-        """Have the tokens of a step put into the object store, an array per shard and field.
+        """Make a worker put the tokens of a step into the object store, one array per shard and field.
 
-        Returns at once: fetching an array waits until it is there, and raises if its worker failed.
+        Returns at once. Fetching an array waits until it is stored, and raises if its worker failed.
 
         Args:
             groups: rollouts of the step, a group for each prompt.
@@ -52,9 +52,9 @@ class StepTokens:
                 numbered group by group.
 
         Returns:
-            By name, per shard a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
-            rather than given) and generation_logprobs (float32, 0 where not sampled); with recorded routing also
-            routed_experts, [tokens of the shard, numbers of a token].
+            By name of the field, per shard a reference to an array [tokens of the shard]: token_ids (int32), sampled
+            (bool: the token was sampled, not given), generation_logprobs (float32, 0 where not sampled); with recorded
+            routing also routed_experts, [tokens of the shard, experts recorded per token].
         """
         fields = shard_fields(self._workers.routed)
         shards = places_of(sequences, [len(group.outcomes) for group in groups])
@@ -64,7 +64,7 @@ class StepTokens:
         for worker, mine in zip(self._workers.actors, dealt, strict=False):
             needed = sorted({group for shard in mine for group, _ in shards[shard]})
             number = {group: position for position, group in enumerate(needed)}
-            # Arrays: Ray calls back into Python for every tuple that it serialises.
+            # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
             local = [
                 np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
                 for shard in mine
@@ -84,9 +84,9 @@ class StepTokens:
         fields: Sequence[str],
         *args: Any,
     ) -> Any:
-        """Run `compute` (shards.py) in a worker, and add the entries that it returns to the batch; returns its summary.
+        """Run `compute` of shards.py in a worker, add the entries that it returns to the batch, and return its summary.
 
-        `fn` has to be importable there.
+        `fn` must be importable in the worker.
 
         Raises:
             RunError: the function raised, or the worker failed.
@@ -97,10 +97,10 @@ class StepTokens:
         return summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
-        """The trajectories themselves, for a few groups: they come through the driver.
+        """Fetch the trajectories of a few groups into the driver.
 
         Raises:
-            RunError: some are lost with the worker that held them, or do not come in time.
+            RunError: a trajectory was lost with its worker, or did not arrive in time.
         """
         try:
             return fetched(bundled(groups), self._timeout_s)
@@ -108,14 +108,14 @@ class StepTokens:
             raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
-        """Groups of trajectories that are at hand, as `collect` returns groups."""
+        """Put trajectories into the object store; returns their groups in the form of `RolloutPool.collect`."""
         return groups_of(replace(collected(groups, []), outcomes=[[one.outcome for one in group] for group in groups]))
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        """The rollouts of a step that an earlier run wrote: the facts of their sampling, and a group a prompt.
+        """Read a step's rollouts from the file of an earlier run: facts of their sampling, and one group per prompt.
 
         Raises:
-            RunError: the file cannot be read, or not in time.
+            RunError: the file cannot be read in time.
         """
         call = self._begin("read rollouts", load, file)
         ((facts, collected),) = self._workers.gather(call, self._timeout_s, "reading of rollouts")
@@ -131,29 +131,29 @@ class StepTokens:
         *,
         sample: int | None = None,
     ) -> Any:
-        """Have a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver goes on.
+        """Make a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver continues.
 
         Args:
             step: number of the training step, for the file's name.
-            groups: rollouts of the step; a group's place is what the file has as `group`.
-            batch: the step's tensors, of which advantages and log-probabilities are written where they are known; None:
-                the step learns nothing from its rollouts.
-            run_dir: the run's folder, in which the folder of rollouts lies.
+            groups: rollouts of the step; the column `group` of the file is a group's position here.
+            batch: the step's batch, whose advantages and log-probabilities are written where they are known; None: the
+                run does not train.
+            run_dir: the run's folder.
             record: facts of the step for the file.
             sample: write only this many rollouts, evenly spread over the step; None: all.
 
         Returns:
-            What `wait_dump` waits for.
+            The argument of `wait_dump`.
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
         file = rollouts_file(run_dir, step)
         return self._begin("write rollouts", dump, bundled(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
-        """Return when the file of a `dump` is written; RunError when it cannot be."""
+        """Wait until the file of a `dump` is written; RunError if that fails."""
         self._workers.gather(dump, self._timeout_s, "writing of rollouts")
 
     def _begin(self, what: str, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
-        """Begin `RolloutWorker.on_thread` in the worker whose turn it is; its call by its number."""
+        """Begin `RolloutWorker.on_thread` in the next worker (round robin); returns the call by the worker's number."""
         worker = self._workers.next()
         return {worker: self._workers.actors[worker].on_thread.remote(what, function, *arguments)}

@@ -1,4 +1,4 @@
-"""A process that runs rollouts, as a Ray actor: it holds what they produced, and the driver holds references to it."""
+"""The rollout worker, a Ray actor that runs rollouts; it holds their tokens, and the driver holds references."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_grpo.sampler.rollout import GroupRollout
 from megatron_grpo.sampler.shards import Collected, collected
 
 PACE_S = 0.02
-"""Groups that are complete within this time of each other are told of together: few messages instead of many."""
+"""Groups that complete within this many seconds of each other are reported together, to save messages."""
 
 
 class RolloutWorker:
-    """Ray actor. The rollouts that it puts into the object store live as long as a reference to them."""
+    """Ray actor that runs rollouts. Rollouts stay in the object store as long as a reference to them exists."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RolloutWorker:
         generation_timeout_s: float,
         endpoint: EndpointSettings | None,
     ) -> None:
-        """This worker's share of the engines, by number, and of the environments, by task name (`WorkerGroup`)."""
+        """`engines` and `environments`: this worker's share, by number and by task name (see `WorkerGroup`)."""
         begin_process_log(f"rollout worker {index}")
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, n, f"worker{index}") for n, actor in engines.items()])
@@ -43,11 +43,11 @@ class RolloutWorker:
         self._endpoint = None if endpoint is None else Endpoint(endpoint)
         self._generated: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self._complete: dict[tuple[int, int], list[Trajectory]] = {}
-        """Groups by batch and number that `hand_over` has not been asked for."""
+        """Complete groups, by numbers of batch and prompt, until `hand_over` takes them."""
 
     @phase("start")
     async def ready(self) -> None:
-        """Return when every environment's processes are up; SamplingError when one does not come up."""
+        """Wait until the processes of every environment are up; SamplingError if one does not start."""
         await asyncio.gather(*(client.start() for client in self._environments.values()))
         if self._endpoint is not None:
             await self._endpoint.start()
@@ -55,20 +55,20 @@ class RolloutWorker:
     async def collect(
         self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]
     ) -> AsyncIterator[list[int]]:
-        """Sample and score the responses to some prompts; each group is kept here until `hand_over` asks for it.
+        """Sample and score responses to prompts; each group is kept here until `hand_over` takes it.
 
-        A streaming generator of Ray.
+        It is called as a streaming generator of Ray.
 
         Args:
             batch: number of the generation batch.
             plan: samples of each prompt, sampling settings, seeds and deadlines.
-            prompts: each with its number in the generation batch.
+            prompts: prompts with their numbers in the generation batch.
 
         Yields:
-            Numbers of some prompts whose groups are complete.
+            Numbers of prompts whose groups have become complete.
 
         Raises:
-            SamplingError: an engine failed, or an environment cannot be kept up.
+            SamplingError: an engine failed, or a process of an environment could not be replaced.
         """
         arrived: list[int] = []
         some, generated = asyncio.Event(), self._generated[batch]
@@ -99,9 +99,9 @@ class RolloutWorker:
                 following.cancel()
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> Collected:
-        """Groups that are complete, each by the numbers of its batch and of its prompt; they are forgotten here.
+        """Return complete groups, given by numbers of batch and prompt, and forget them.
 
-        `collect` does not yield them: references within what a generator yields do not keep objects alive.
+        `collect` cannot yield the groups: references inside a value that a generator yields do not keep objects alive.
         """
         remarks = [text for client in self._environments.values() for text in client.remarks]
         for client in self._environments.values():
@@ -111,10 +111,10 @@ class RolloutWorker:
     async def _groups(
         self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]], generated: asyncio.Event
     ) -> AsyncIterator[tuple[int, list[Trajectory]]]:
-        """The groups as they are complete, each with its prompt's number; `generated` is set when all are sampled.
+        """Yield groups as they become complete, with their prompts' numbers; sets `generated` when all are sampled.
 
         Raises:
-            SamplingError: an engine failed, or an environment cannot be kept up.
+            SamplingError: an engine failed, or a process of an environment could not be replaced.
         """
         deadline = asyncio.create_task(self._engines.lose_late(self._generation_timeout_s))
         left = len(prompts)
@@ -144,23 +144,23 @@ class RolloutWorker:
                 task.cancel()
 
     async def generated(self, batch: int) -> None:
-        """Return when the sampling of this generation batch is over, or it has failed."""
+        """Wait until the sampling of a batch is complete or has failed."""
         await self._generated[batch].wait()
         del self._generated[batch]
 
     async def lost_engines(self) -> dict[int, EngineLoss]:
-        """Return as soon as engines are lost: which, and why. Their rollouts wait for one of the next two calls."""
+        """Wait until engines are lost; returns losses by number. Their rollouts wait for one of the next two calls."""
         return await self._engines.losses()
 
     async def replace_engine(self, number: int, actor: Any) -> None:
-        """Ask another actor in the place of an engine; what the one before has not answered is asked again."""
+        """Use another actor in place of an engine; requests that the previous one has not answered are sent again."""
         self._engines.by_number(number).replace(actor)
 
     async def give_up_engine(self, number: int, reason: str) -> None:
-        """Let rollouts that need an engine fail with this text: nothing takes its place."""
+        """Let rollouts on an engine fail with this text, because the engine is not replaced."""
         self._engines.by_number(number).give_up(reason)
 
     async def on_thread(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a function of shards.py, which runs on a thread of this worker, in a phase of this name."""
+        """Run a function of shards.py on a thread of this worker, in the phase `what`; returns its result."""
         with phase(what):
             return await asyncio.to_thread(function, *arguments)

@@ -1,4 +1,4 @@
-"""The rollout workers as processes: which engines each asks, how prompts are shared out, and waiting for answers."""
+"""The rollout workers as Ray actors: their engines, their shares of the prompts, and waiting for their answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 
 class WorkerGroup:
-    """Rollout workers in Ray actors. `start()` returns at once; then `wait_ready()`."""
+    """Rollout workers in Ray actors. `start()` returns at once; then call `wait_ready()`."""
 
     def __init__(
         self,
@@ -42,20 +42,19 @@ class WorkerGroup:
     ) -> None:
         """
         Args:
-            number: number of workers; None: one for every ENGINES_PER_WORKER engines.
-            engines: Ray actors with `generate` and `abort`, in the order of their numbers; none: nothing is sampled.
-            environments: by task name; `start` is called on each.
-            generation_timeout_s: deadline for the sampling of one generation batch, and for each piece of work on its
-                tokens.
+            number: count of workers; None: one for every ENGINES_PER_WORKER engines.
+            engines: Ray actors with `generate` and `abort`, in the order of their numbers; empty: nothing is sampled.
+            environments: pools of environment processes by task name, not yet started.
+            generation_timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
             routed: form of the experts that engines return; None: engines return none.
-            endpoint: where agents find the engines; None: nowhere.
+            endpoint: settings of the endpoints for agents; None: there are no endpoints.
         """
         self._endpoint = endpoint
         self._number, self.engines, self._environments = number, engines, environments
         self.generation_timeout_s, self.routed = generation_timeout_s, routed
         self.actors: list[Any] = []
         self.engines_of: list[range] = []
-        """By worker, the numbers of the engines that it asks."""
+        """By worker, the numbers of the engines that it uses."""
         self._shares: list[float] = []
         self._turn = count()
         self._starting: dict[int, Any] = {}
@@ -67,7 +66,7 @@ class WorkerGroup:
         engines = len(self.engines)
         workers = self._number or max(1, round(engines / ENGINES_PER_WORKER))
         handles = {name: one.start(workers) for name, one in self._environments.items()}
-        # Neighbouring engines to each worker; with more workers than engines, some share one.
+        # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
         starts = [engines * worker // workers for worker in range(workers + 1)]
         self.engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
         users = [sum(engine in one for one in self.engines_of) for engine in range(engines)]
@@ -85,17 +84,17 @@ class WorkerGroup:
         self._starting = {number: worker.ready.remote() for number, worker in enumerate(self.actors)}
 
     def wait_ready(self) -> None:
-        """Return when every worker and its environments are up; RunError if one is not within STARTUP_S of `start`."""
+        """Wait until every worker and its environments are up; RunError if that takes over STARTUP_S from `start`."""
         left = STARTUP_S - (time.monotonic() - self._started_at)
         self.gather(self._starting, max(left, 0.0), "start of rollouts")
 
     def shared_out(self, items: Sequence[Item]) -> list[list[Item]]:
-        """For each worker its part of some items, which are neighbours."""
+        """Divide items among the workers in proportion to their engines; each part is contiguous."""
         bounds = [round(len(items) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
         return [list(items[begin:end]) for begin, end in pairwise(bounds)]
 
     def next(self) -> int:
-        """Number of the worker whose turn it is to do something for the driver."""
+        """Number of the worker that does the driver's next piece of work (round robin)."""
         return next(self._turn) % len(self.actors)
 
     def shutdown(self) -> None:
@@ -106,11 +105,11 @@ class WorkerGroup:
 
     @staticmethod
     def gather(calls: Mapping[int, Any], deadline_s: float, what: str) -> list[Any]:
-        """Answers to calls by number of the worker, in their order.
+        """Wait for the answers to calls, given by number of the worker; returns them in the order of the calls.
 
         Raises:
-            SamplingError: a worker failed or is late.
-            RunError: an error that a worker raised itself, with its own message.
+            SamplingError: a worker failed or missed the deadline.
+            RunError: a worker raised this error itself; its class and message are kept.
         """
         names = [WORKER_NAME(worker) for worker in calls]
         try:
@@ -123,21 +122,21 @@ class WorkerGroup:
 
 
 Restore = Callable[[Mapping[int, str]], None]
-"""Replaces lost engines, given by number with the reason; SamplingError: it does not."""
+"""Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
 
 
 def not_replaced(lost: Mapping[int, str]) -> None:
-    """A `Restore` where nothing replaces an engine."""
+    """A `Restore` that replaces no engine: raises SamplingError with the reasons."""
     raise SamplingError("; ".join(dict.fromkeys(lost.values())))
 
 
 class LostEngines:
-    """Engines that rollout workers report as lost, and their replacement."""
+    """Replaces the engines that rollout workers report as lost."""
 
     def __init__(self, engines: Sequence[Any], restore: Restore) -> None:
         """
         Args:
-            engines: actors in the order of their numbers; replacements are put into this sequence.
+            engines: actors in the order of their numbers; `restore` puts replacements into this sequence.
             restore: replaces engines.
         """
         self._engines, self._restore = engines, restore
@@ -147,12 +146,12 @@ class LostEngines:
         self._reports: dict[Any, Any] = {}
 
     def watch(self, worker: Any, numbers: Sequence[int]) -> None:
-        """Listen to a rollout worker that asks these engines."""
+        """Listen to the reports of a rollout worker, which uses the engines with these numbers."""
         self._users.append((worker, numbers))
         self._reports[worker.lost_engines.remote()] = worker
 
     def hand_on(self) -> None:
-        """Tell workers of engines that were replaced, by a refit for one, since the last call."""
+        """Tell workers about engines that were replaced since the last call, for example by a refit."""
         for number, actor in enumerate(self._engines):
             if actor is not self._known[number]:
                 self._known[number] = actor
@@ -160,15 +159,15 @@ class LostEngines:
                 self._tell(number, "replace_engine", actor)
 
     def wait(self, calls: Mapping[int, Any], deadline_s: float, what: str) -> None:
-        """Return when calls of the workers are over, and replace the engines that they lose meanwhile.
+        """Wait until calls of the workers are over, and replace the engines that are lost meanwhile.
 
         Args:
-            calls: a call of each worker, by the worker's number.
-            deadline_s: seconds that they have, counted anew when engines were replaced.
+            calls: one call of each worker, by the worker's number.
+            deadline_s: deadline in seconds, restarted whenever engines are replaced.
             what: the phase, for messages ("generation").
 
         Raises:
-            SamplingError: the deadline passed; names the workers that are late.
+            SamplingError: the deadline passed; the message names the overdue workers.
         """
         end = time.monotonic() + deadline_s
         pending = {call: WORKER_NAME(number) for number, call in calls.items()}
@@ -183,21 +182,21 @@ class LostEngines:
                     del pending[call]
 
     def some(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], bool]:
-        """Wait for a call of any worker, and try to replace the engines that a worker reports as lost meanwhile.
+        """Wait until one of the calls is over, or a worker reports lost engines, which are then replaced if possible.
 
         Args:
             calls: calls of any workers.
-            timeout_s: seconds until it returns in any case.
+            timeout_s: most seconds to wait.
 
         Returns:
-            The call that is over, if one is, and whether a worker has reported engines.
+            The call that is over, if any, and whether a worker has reported lost engines.
         """
         self.hand_on()
         ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
         if not ready or ready[0] not in self._reports:
             return ready, False
         worker, lost = self._reports.pop(ready[0]), {}
-        with suppress(RayError):  # the other calls of a worker that died raise its error
+        with suppress(RayError):  # if the worker died, its other calls raise the error
             losses = ray.get(ready[0])
             self._reports[worker.lost_engines.remote()] = worker
             lost = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
