@@ -91,7 +91,7 @@ class EnvironmentWorker:
         self._observations = Observations(settings)
 
     def ready(self) -> dict[str, Any]:
-        """Make the environment; must be called first. Returns the process's node and pid and the environment's flags."""
+        """Make the environment; must be called first. Returns the process's node and pid, and kind of environment."""
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(STARTUP_S)
