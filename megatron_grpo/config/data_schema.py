@@ -110,7 +110,7 @@ class DataConfig(PromptConfig):
     """Several training sets by name, mixed by their weights, in place of train_path."""
 
     val_sets: dict[str, DatasetConfig] = field(default_factory=dict)
-    """Validation sets by name, beside val_path; each has metrics of its own, val_set_accuracy/NAME and so on."""
+    """Validation sets by name, in addition to val_path; each has metrics of its own, such as val_set_accuracy/NAME."""
 
     streaming: bool = False
     """Read the rows of train_path, a hub name, from the hub on demand, without storing them; they are shuffled within

@@ -192,7 +192,7 @@ class GenerationConfig(Section):
     structured: StructuredConfig = field(default_factory=StructuredConfig)
 
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end a response, beside the tokenizer's end-of-text token."""
+    """Tokens that end a response, in addition to the tokenizer's end-of-text token."""
 
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a response."""

@@ -52,7 +52,7 @@ def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) ->
 
     Args:
         generation: the section `generation` of the configuration.
-        eos_token_id: token that ends a response beside generation.stop_token_ids; None: the tokenizer has none.
+        eos_token_id: token that ends a response, as generation.stop_token_ids do; None: the tokenizer has none.
     """
     stops = {*generation.stop_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
     return SamplingSettings(

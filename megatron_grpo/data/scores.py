@@ -47,7 +47,7 @@ class EnvironmentReturn:
     """The score of one response."""
 
     reward: float | None
-    """Reward of the response; None: no reward function gave one, and nothing is learnt from the response."""
+    """Reward of the response; None: no reward function gave one, and the response is left out of the loss."""
     correct: bool | None
     """Whether the response is correct; None: the environment cannot say."""
     parts: dict[str, float] = field(default_factory=dict)
