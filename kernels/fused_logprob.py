@@ -119,7 +119,7 @@ def _tiles(tokens: int, columns: int, tile: _Tile) -> tuple[int, int]:
 
 def _settings(tile: _Tile, hidden: Tensor) -> dict[str, int | bool]:
     """Compile-time constants of both kernels."""
-    # The interpreter stores bfloat16 as integers, and would multiply these.
+    # The interpreter stores bfloat16 as integers, and would multiply the integers.
     widens = triton.knobs.runtime.interpret and hidden.dtype == torch.bfloat16
     return {**tile, "EVEN": hidden.shape[1] % tile["WIDTH"] == 0, "WIDEN": widens}
 

@@ -85,7 +85,7 @@ class ChunkedLogprobs:
     """
 
     chunk_tokens: int | None
-    """Tokens of a chunk; None: as many as have `CHUNK_NUMBERS` logits."""
+    """Tokens of a chunk; None: the number of tokens with `CHUNK_NUMBERS` logits."""
 
     def statistics(self, head: Head) -> Statistics:
         """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
@@ -171,7 +171,7 @@ def linear_logprobs(
         group: ranks that together hold the vocabulary; None: this rank holds all of it.
         scale: factor of the logits, one over the temperature.
         kernel: "fused" in Triton, "chunked" in torch, "auto": fused for tensors on CUDA where Triton is installed.
-        chunk_tokens: tokens whose logits the chunked kernel holds at once; None: as many as make 2**26 logits.
+        chunk_tokens: tokens whose logits the chunked kernel holds at once; None: the number with 2**26 logits.
 
     Returns:
         Log-probabilities and entropies, both [tokens], float32. Gradients flow to the hidden states and the weight;

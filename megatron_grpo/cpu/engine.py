@@ -61,7 +61,7 @@ def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     """vLLM's arguments that differ on a CPU."""
     arguments: dict[str, Any] = {
         "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
-        # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
+        # For a prompt prefilled in two parts vLLM rewinds the request's generator, which torch refuses on a CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),
         "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),

@@ -94,7 +94,7 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         raise ValueError(f"rewards must be [groups, samples], got shape {tuple(rewards.shape)}")
     if rewards.shape[1] < 2:
         raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {rewards.shape[1]}")
-    exact = rewards.double()  # in float32 the mean of large rewards that hardly differ may be one of them
+    exact = rewards.double()  # in float32 the mean of large, nearly equal rewards may round to one of them
     advantages = exact - (leave_one_out_baseline(exact) if leave_one_out else group_mean(exact))
     if normalize:
         std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
@@ -122,7 +122,7 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
         raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {parts.shape[2]}")
     normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
     terms = normalized * weights[:, None, None]
-    # Terms that cancel leave a rounding error, which the normalisation over the step would take for a difference.
+    # Terms that cancel leave a rounding error, which the normalisation over the step would turn into a signal.
     scores, size = terms.sum(dim=0), terms.abs().sum(dim=0).amax(dim=1, keepdim=True)
     return torch.where(scores.abs().amax(dim=1, keepdim=True) > CANCELLED * size, scores, torch.zeros_like(scores))
 

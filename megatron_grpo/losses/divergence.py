@@ -114,7 +114,7 @@ def inconsistent_sequences(
     sums = torch.stack([piece.sum() for piece in errors.split(lengths)])
     tokens = torch.stack([piece.sum() for piece in loss_mask.split(lengths)])
     means = sums / tokens.clamp(min=1)
-    # "Not within" rather than "beyond": a mean that is NaN does not stay either.
+    # Written as "not within" because a NaN mean has to be masked as well.
     beyond = ~(means <= threshold) & (tokens > 0)
     return beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}
 

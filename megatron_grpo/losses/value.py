@@ -113,7 +113,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """
     inside = values[mask]
     out = torch.zeros_like(values)
-    # Equal values differ from their mean by rounding at most, which the division would turn into a signal.
+    # Equal values differ from their mean only by rounding errors, which the division would turn into a signal.
     if len(inside) and (inside != inside[0]).any():
         out[mask] = (inside - inside.mean()) * (inside.var() + VARIANCE_EPSILON).rsqrt()
     return out
@@ -220,7 +220,7 @@ def add_explained_variance(metrics: dict[str, float]) -> None:
 
     1: the values equal the returns; 0: they predict no better than a constant, or the returns are all equal.
     """
-    # From moments, because these are sums over ranks and microbatches, and a variance is not.
+    # From moments, because moments add up over ranks and microbatches, and variances do not.
     squared, error, error_squared = (metrics.pop(name) for name in _MOMENTS)
     variance = squared - metrics["return_mean"] ** 2
     unexplained = error_squared - error**2

@@ -1,1 +1,1 @@
-"""What differs between CUDA and CPU, decided in one place."""
+"""Differences between CUDA and CPU, decided in one place, and the registry of hooks into libraries."""

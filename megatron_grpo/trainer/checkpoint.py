@@ -53,7 +53,7 @@ def errors_in_one_line(what: str) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:
         first: BaseException = error
-        if isinstance(error, CheckpointException) and error.failures:  # its text is the tracebacks of all ranks
+        if isinstance(error, CheckpointException) and error.failures:  # its text is the traceback of every rank
             first = next(iter(error.failures.values()))[0]
         line = str(first).strip().partition("\n")[0]
         raise RunError(f"{what}: {type(first).__name__}: {line}") from error
@@ -65,8 +65,8 @@ logger = logging.getLogger(__name__)
 class ResultsFile:
     """A queue for one result, put by this process or by a process that it forked; taking the result deletes the file.
 
-    A pipe would block the writer once it is full, unless somebody reads it meanwhile. Megatron-Core starts a manager
-    process for each save, which takes seconds to import everything anew and outlives a rank that is killed.
+    A full pipe would block the writer until it is read. Megatron-Core itself would start a manager process for each
+    save, which takes seconds to import everything anew and outlives a rank that is killed.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class RankCheckpoint:
         self._writer = self._finishing = None
         with errors_in_one_line("a checkpoint cannot be written"):
             if writer is not None:
-                # Without a deadline of its own: the driver has one, and names the ranks that are overdue.
+                # No deadline here: the driver has one, and names the ranks that are overdue.
                 writer.join()
                 logger.info("process %d, the checkpoint's writer, ended with code %s", writer.pid, writer.exitcode)
             dist.barrier()

@@ -62,7 +62,7 @@ def cost_of(shape: ModelShape) -> Cost:
     window = shape.window
     if window is None:
         return Cost(per_token=of(1) - every_pair, per_pair=every_pair)
-    # Past the window each token sees one more than the token before it only in layers without one.
+    # For tokens past the window, only layers without a window add a key with each token.
     per_pair = of(window + 2) - 2 * of(window + 1) + of(window)
     return Cost(of(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
 
@@ -71,7 +71,7 @@ Microbatches = list[NDArray[np.int64]]
 """For each microbatch of a replica the numbers, in the step, of its sequences: [sequences], int64."""
 
 SETTLE_S = 3.0
-"""Seconds in which the ends of other ranks become known, once a rank has failed."""
+"""Seconds to wait, once a rank has failed, for the ends of other ranks to become known."""
 
 
 class RankGroup:

@@ -234,7 +234,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while start < stop:
-        # Whole slices of the outermost dimension of which one begins here and fits, up to that dimension's end.
+        # The outermost dimension with a slice that begins here and fits; as many such slices as fit in the dimension.
         axis = next(a for a, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
         offset = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
         slices = min((stop - start) // strides[axis], shape[axis] - offset[axis])
@@ -286,7 +286,7 @@ def _boxes_of(
     """
     parts: list[tuple[int, ShardedTensor]]
     if isinstance(weight, ShardedTensorFactory):
-        # Built from a tensor without memory: the storage offsets of the views say which elements they hold.
+        # Built from a tensor on the meta device: storage offsets of the views say which elements they hold.
         place = torch.empty(weight.data.shape, dtype=state.dtype, device="meta")
         built = list(nested_values({"": weight.build_fn(weight.key, place, weight.replica_id, None)}))
         assert all(part.data.is_contiguous() for part in built), f"{weight.key} is cut otherwise than along its rows"

@@ -160,7 +160,7 @@ class ModelRank(ABC):
             loss, metrics = loss_fn(values, tokens, counts, microbatch.segments)
             # Cloned because the schedule divides the loss in place, and metrics may share its storage.
             metrics = {name: value.detach().clone() for name, value in metrics.items()}
-            # The schedule sums this token count to average by; the loss is already divided by global counts.
+            # The schedule would divide by the sum of this token count; the loss is already divided by global counts.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
         return self._run_schedule(self.optimizer.chunks, batch, microbatches, "loss_mask", loss_of, forward_only=False)
@@ -186,7 +186,7 @@ class ModelRank(ABC):
         places = torch.from_numpy(np.concatenate([flat for _, flat in pieces]))
         result = found.new_zeros(sum(batch.lengths) + 1)  # the last entry takes the rows of no token (index -1)
         result[places.to(result.device)] = found
-        if self.config.parallel.context > 1:  # each rank has its tokens, and 0 for the others
+        if self.config.parallel.context > 1:  # each rank has the values of its own tokens, and 0 elsewhere
             result = joined_over_context(result)
         return result[:-1].cpu() if self.is_output_rank else None
 

@@ -192,7 +192,7 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[
     for bound in bound_entries(chunks, shape):
         if bound.entry.copy:
             continue
-        # Ranks that together hold all parts of the parameter; that split one matrix; that hold equal parts.
+        # group: ranks that together hold the parameter; split: ranks that split one matrix; replicas: equal parts.
         group, split, replicas = groups.tp, groups.tp, groups.dp_cp
         if bound.entry.per_expert:
             group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp

@@ -43,7 +43,7 @@ def local_folder(path: str) -> Path | None:
     """The folder on this machine with the model's config.json, perhaps in the hub's cache; None: there is none."""
     if not is_hub_name(path):
         return Path(path) if os.path.isdir(path) else None
-    from huggingface_hub import try_to_load_from_cache  # here: it takes longer to import than everything else together
+    from huggingface_hub import try_to_load_from_cache  # here: its import takes longer than all others together
 
     cached = try_to_load_from_cache(path, "config.json")
     return Path(cached).parent if isinstance(cached, str) else None

@@ -54,7 +54,7 @@ def _transformer_engine_found() -> bool:
     """Whether there is a GPU with Transformer Engine; warns once when only the GPU is there."""
     if current_platform().name == "cpu":
         return False
-    # The extension for torch: the package transformer_engine is also installed without it.
+    # The extension for torch is looked for, because the package transformer_engine may be installed without it.
     found = importlib.util.find_spec("transformer_engine_torch") is not None
     if not found:
         logger.warning("transformer_engine_torch is not installed: layers fall back to plain torch, which is slower")

@@ -60,12 +60,12 @@ class AdaptedLinear:
         rows, columns = self.weight.shape
         for name, shape in (("lora_a", (lora.rank, columns)), ("lora_b", (rows, lora.rank))):
             parameter: Any = torch.nn.Parameter(self.weight.new_empty(shape))
-            # With these marks Megatron-Core counts a parameter that is not split once in the gradient norm.
+            # By these marks Megatron-Core counts a parameter that is not split only once in the gradient norm.
             parameter.tensor_model_parallel = name == self.split
             parameter.partition_dim = _SPLIT_AXIS[name] if name == self.split else -1
             parameter.partition_stride = 1
             if name == "lora_a" and self.split == "lora_b":
-                # Each rank sees only its tokens, so Megatron-Core has to add the gradients of A up.
+                # Each rank sees only its tokens, so Megatron-Core has to sum the gradients of A over ranks.
                 parameter.sequence_parallel = self.config.sequence_parallel
             setattr(self, name, parameter)
 
@@ -144,7 +144,7 @@ def train_adapters_alone(chunk: Any) -> None:
         for parameter in (layer.lora_a, layer.lora_b):
             parameter.requires_grad_(True)
     if chunk.pre_process:
-        # Recomputed layers have a gradient only if their input has one, and nothing before the first adapter has.
+        # Recomputed layers have a gradient only if their input has one, and no frozen layer before them gives it one.
         chunk.embedding.register_forward_hook(
             lambda _module, _given, embedded: embedded.requires_grad_(torch.is_grad_enabled())
         )

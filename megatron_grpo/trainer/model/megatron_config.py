@@ -237,7 +237,7 @@ def _platform_settings(shape: ModelShape, *, engine: bool, interleaved: bool) ->
         "bias_activation_fusion": cuda and shape.activation == "silu",
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        # Not used; the default value warns that it is deprecated.
+        # CUDA graphs are not used; the field's default value would log a warning of its deprecation.
         "cuda_graph_scope": [],
         "persist_layer_norm": False,
         # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,

@@ -134,7 +134,7 @@ class WeightEntry:
         """Begin and end of a rank's slice of one of the tensors, along `axis`."""
         assert self.axis is not None
         total = shape[self.axis]
-        if self.merge == "vocab":  # padded behind its end: the last ranks may hold fewer entries, or none
+        if self.merge == "vocab":  # padded at its end: the last ranks may hold fewer entries, or none
             width = -(-total // size)
             return min(rank * width, total), min((rank + 1) * width, total)
         if self.merge == "qkv" and size > model.key_value_heads:

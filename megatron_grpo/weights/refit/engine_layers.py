@@ -143,7 +143,7 @@ class BlockedLayer(RebuiltLayer):
                 self._layer.register_parameter(one, nn.Parameter(meta, requires_grad=False))
 
     def _convert(self) -> None:
-        # vLLM's methods for online quantisation round first; only the steps behind their rounding are run here.
+        # vLLM's methods for online quantisation round first; only their steps after the rounding run here.
         from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
         from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
@@ -185,7 +185,7 @@ def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
             attention: Any = layer
             attention.process_weights_after_loading(dtype)
         elif on_cpu and isinstance(layer, ParallelLMHead):
-            # A head multiplies by a packed copy of its weight, and one that is tied to the embedding is never loaded.
+            # A head multiplies by a packed copy of its weight, and a head tied to the embedding is never loaded itself.
             layer.quant_method.process_weights_after_loading(layer)
 
 

@@ -210,7 +210,7 @@ def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredT
     try:
         return _writer.write(tensors, part, get_rank(), whole=whole)
     finally:
-        for _ in tensors:  # gathering is collective: a rank that cannot write goes on with it
+        for _ in tensors:  # gathering is collective: a rank that cannot write takes part to the end
             pass
 
 
@@ -301,7 +301,7 @@ class FilesTransport(WeightTransport):
         run_dir = run_dir.absolute()
         if config.directory is None:
             self._folder = run_dir / FOLDER
-        else:  # runs that share it have a folder each inside it
+        else:  # each run has its own folder inside, since several runs may share refit.directory
             run = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
             self._folder = Path(config.directory).absolute() / f"{run_dir.name}-{run}"
         self._session = secrets.token_hex(8)
@@ -315,7 +315,7 @@ class FilesTransport(WeightTransport):
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Tell engines the folder's path; at first and after a failure begin with an empty folder."""
         writers = []
-        if not self._linked:  # no engine reads the folder at this time
+        if not self._linked:  # no engine reads the folder now
             with _disk_errors_as_attempts(self._folder):
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder.mkdir(parents=True)

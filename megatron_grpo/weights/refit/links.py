@@ -21,7 +21,7 @@ from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned
 
 
 def split_messages(scheduled: Pieces) -> list[Pieces]:
-    """The pieces of each message of one rank, by turn; `scheduled` holds the rank's rows of `schedule`'s result."""
+    """The pieces of each message of one rank, by turn; `scheduled` are the rank's pieces in the result of `schedule`."""
     return np.split(scheduled, np.flatnonzero(_changes(scheduled["turn"]))[1:]) if len(scheduled) else []
 
 
@@ -185,7 +185,7 @@ class Links:
             version: number that the messages should have.
 
         Raises:
-            ValueError: a checksum was broken. Raised after the last message, so that nobody else is kept waiting.
+            ValueError: a checksum was broken. Raised after the last message, so that no sender is kept waiting.
             RuntimeError: a sender stopped sending, or the links failed before.
         """
         under_way = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}

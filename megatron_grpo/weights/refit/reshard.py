@@ -102,7 +102,7 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankSh
     from megatron.core import parallel_state
 
     number = torch.distributed.get_rank()
-    # The plan derives the layout from the configuration alone, and it has to be Megatron-Core's.
+    # The plan's layout follows from the configuration alone, and must equal Megatron-Core's.
     layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
     tensor, planned = parallel_state.get_tensor_model_parallel_rank(), shards[number]
     assert (layers, tensor) == (planned.layers, planned.tensor.index), f"planned for {planned}, has {layers}, {tensor}"

@@ -63,7 +63,7 @@ class RefitWorker(Worker):
         self.received = None
         try:
             assert self.receiver is not None, "connect_refit() comes first"
-            with set_current_vllm_config(self.vllm_config):  # which vLLM's layers read when they convert weights
+            with set_current_vllm_config(self.vllm_config):  # vLLM's layers read it when they convert weights
                 self.receiver.receive(version)
             torch.accelerator.synchronize()
             self.model_runner.reset_lora_state()
