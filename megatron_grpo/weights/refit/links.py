@@ -21,7 +21,7 @@ from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned
 
 
 def split_messages(scheduled: Pieces) -> list[Pieces]:
-    """The pieces of each message of one rank, by turn; `scheduled` are the rank's pieces in the result of `schedule`."""
+    """The pieces of each message of one rank, by turn; `scheduled`: the rank's pieces in the result of `schedule`."""
     return np.split(scheduled, np.flatnonzero(_changes(scheduled["turn"]))[1:]) if len(scheduled) else []
 
 
