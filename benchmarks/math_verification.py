@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
+import psutil
 from header import header
 
 from megatron_grpo.data.processors import REFERENCE
@@ -121,7 +122,7 @@ def _with_math_verify(end: Connection) -> None:
 
 def _with_environment(end: Connection) -> None:
     environment = MathEnvironment()
-    verifier = environment._verifier._process.pid
+    (verifier,) = (child.pid for child in psutil.Process().children())
     end.send("ready")
     while (pairs := end.recv()) is not None:
         began = _processor_s() + _processor_s_of(verifier)
