@@ -1,1 +1,1 @@
-"""Triton and CUDA kernels with their torch references, imported as megatron_grpo_kernels."""
+"""Triton kernels with their torch references, imported as megatron_grpo_kernels."""

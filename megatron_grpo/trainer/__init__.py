@@ -1,1 +1,1 @@
-"""The Megatron-Core policy: model build, log-probabilities, optimizer steps and checkpoints, one process per rank."""
+"""Policy and value model in Megatron-Core: forward passes, optimizer steps and checkpoints, one process per rank."""

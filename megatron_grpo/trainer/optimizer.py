@@ -219,7 +219,7 @@ def shard_by_boxes(optimizer: Any) -> None:
     with the model. Here every rank writes its own range. A range of a tensor's elements in memory order is not one box
     of the tensor, but a few: the end of its first row, the whole rows between, the beginning of its last row, and so on
     within a row (`boxes`). Boxes become sharded tensors under the parameter's name, which loading reads and
-    concatenates in the same order in whatever layout it runs. Other optimizers are left as they are.
+    concatenates in the same order in every layout. Other optimizers are not changed.
     """
     for one in optimizer.chained_optimizers:
         if isinstance(one, DistributedOptimizer):
@@ -230,7 +230,7 @@ def shard_by_boxes(optimizer: Any) -> None:
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, size) of the boxes of a tensor that a range of its elements in memory order consists of.
 
-    They come in the order of the range, and the elements of each are consecutive in it.
+    Boxes come in the order of the range, in which the elements of each box are consecutive.
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while start < stop:

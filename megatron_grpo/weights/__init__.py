@@ -1,1 +1,1 @@
-"""How the weights of each model family correspond between Hugging Face and Megatron-Core."""
+"""Weights of models: tables of the families, shards of ranks, Hugging Face files in and out, and refits."""

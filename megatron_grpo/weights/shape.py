@@ -111,7 +111,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
     """The contents of a config.json.
 
     Raises:
-        ValueError: there is none, it cannot be read, or it is no JSON object; names the file.
+        ValueError: the file is missing, cannot be read, or is no JSON object; names the file.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))

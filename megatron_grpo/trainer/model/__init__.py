@@ -1,1 +1,1 @@
-"""Building a rank's shard with Megatron-Core: layers, attention, heads, log-probabilities."""
+"""Building a rank's shard with Megatron-Core: layers, attention, experts, adapters, rounding, heads."""

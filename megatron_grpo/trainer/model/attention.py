@@ -91,7 +91,7 @@ class TorchCoreAttention(torch.nn.Module):
     def _mask(self, group: AttentionGroup) -> Tensor:
         """[parts, 1, most queries, most keys], bool: whether a query sees a key."""
         queries, keys = (torch.arange(slots.shape[1], device=slots.device) for slots in (group.queries, group.keys))
-        position = (group.first[:, None] + queries)[:, None, :, None]  # of each query, the first key's being 0
+        position = (group.first[:, None] + queries)[:, None, :, None]  # of each query, counted from the first key
         seen = keys <= position
         return seen if self.window is None else seen & (keys > position - self.window)
 

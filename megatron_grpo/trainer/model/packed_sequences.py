@@ -38,7 +38,7 @@ LEAST_FILL = 0.75
 
 Ints = NDArray[np.int64]
 Move = Callable[[NDArray[Any]], Tensor]
-"""Puts an array on the device."""
+"""A function that puts an array on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class AttentionGroup:
     keys: Tensor
     """[parts, most keys], int64: index of each key in the gathered tokens of all context-parallel ranks."""
     first: Tensor
-    """[parts], int64: position of the first query minus that of the first key, which is 0 unless a window hides the
-    beginning of the sequence."""
+    """[parts], int64: position of the first query minus the position of the first key, which is 0 unless a window hides
+    the beginning of the sequence."""
     square: bool
     """Whether every part has as many queries as keys, both from position 0, so that the mask is simply causal."""
 
@@ -119,7 +119,7 @@ class _Parts:
         part = np.repeat(np.arange(len(blocks)), blocks)
         begin = (np.arange(len(part)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * window
         queries = np.minimum(window, self.queries[part] - begin)
-        position = self.keys[part] - self.queries[part] + begin  # of the first query, the first key's being 0
+        position = self.keys[part] - self.queries[part] + begin  # of the first query, counted from the first key
         hidden = np.maximum(position - window + 1, 0)
         return _Parts(
             queries, position + queries - hidden, self.first_query[part] + begin, self.first_key[part] + hidden
@@ -135,11 +135,11 @@ class PackedLayout:
     positions: Ints
     """[tokens of this rank]: position of each token in its sequence."""
     places: Ints
-    """[all tokens, padding included], in sequence order: index of each in the tokens of all ranks, rank by rank."""
+    """[all tokens, padding included], in sequence order: index of each token in the ranks' concatenated tokens."""
     widths: Ints
-    """[sequences]: padded length of each, over all ranks."""
+    """[sequences]: padded length of each sequence, over all ranks."""
     lengths: Ints
-    """[sequences]: tokens of each."""
+    """[sequences]: number of tokens of each sequence."""
     rank: int
     size: int
 

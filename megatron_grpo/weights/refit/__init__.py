@@ -1,1 +1,1 @@
-"""Moving the policy's weights into the generation workers, one version at a time."""
+"""Refits: moving the policy's weights into the workers of engines, one version at a time."""

@@ -242,7 +242,7 @@ def _routes(
             )
             if both.rows > 0 and both.columns > 0:
                 rows = limit // (both.columns * size)
-                # A row at least; in FP8 the rows of a block.
+                # At least one row; in FP8 at least the rows of one block.
                 height = max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
                 for row in range(both.row, both.row_end, height):
                     strip = both._replace(row=row, row_end=min(row + height, both.row_end))
@@ -262,7 +262,7 @@ class _Holders:
         self._experts = max(shards[0].experts[1] - shards[0].experts[0], 1)
 
     def numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[experts]: the sets that hold a part of an entry's matrices, for each of these experts."""
+        """[experts], int64: for each expert the number of the set that holds a part of an entry's matrices."""
         firsts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
         return np.array([self._number(entry, layer, part, int(first)) for first in firsts])[inverse]
 
@@ -281,13 +281,13 @@ class _Holders:
         return self._numbers[key]
 
     def share(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
-        """[engines * pieces], engine by engine: the sending ranks. Ranks of a set take equal shares of consecutive
-        pieces.
+        """[engines * pieces], engine by engine: the rank that sends each piece. Ranks of a set take shares of
+        consecutive pieces, equal in bytes.
 
         Args:
-            numbers: [pieces], the set that holds each piece of an engine.
+            numbers: [pieces], number of the set that holds each piece of an engine.
             sizes: [pieces], bytes.
-            engines: engines, each of which gets all pieces.
+            engines: number of engines, each of which gets all pieces.
         """
         senders = np.empty((engines, len(numbers)), dtype=np.int32)
         order = np.argsort(numbers, kind="stable")
@@ -300,7 +300,7 @@ class _Holders:
         return senders.reshape(-1)
 
     def include(self, numbers: NDArray[np.int64], ranks: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """[n]: whether each rank is in the set of this number."""
+        """[n]: whether `ranks[i]` is in the set `numbers[i]`."""
         found = np.zeros(len(numbers), dtype=np.bool_)
         for number, members in enumerate(self._sets):
             mine = numbers == number
