@@ -105,7 +105,7 @@ class RoutingRecorder:
                 begin += count
 
     def take(self, name: str) -> Rows:
-        """The experts of a finished request, which is forgotten; empty when it never ran.
+        """Return the experts of a finished request and forget it; empty if the request never ran.
 
         `name` is the name that the request was added under; vLLM appends a hyphen and random characters to it.
         """

@@ -145,13 +145,13 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [...], any dtype, inside a mask and 0 outside, where they may be infinite or NaN."""
+    """Values, [...], any dtype, with 0 outside the mask, where the given ones may be infinite or NaN."""
     # A product with the mask would keep NaN, in the value and in the gradient; where() removes it from both.
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
-    """[...], any dtype, and a bool mask of that shape -> []: a microbatch's share of the mean over a step's tokens."""
+    """A microbatch's share, [], of the mean over a step's tokens; values [...], any dtype, mask bool of that shape."""
     return (values * mask).sum() / counts.tokens
 
 

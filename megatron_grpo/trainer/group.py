@@ -117,7 +117,7 @@ class RankGroup:
         self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
     def submit(self, fn: Callable[..., Any] | str, *args: Any) -> list[ray.ObjectRef]:
-        """Run fn(rank's model, *args), or a method of the model by its name, on every rank; a reference by rank."""
+        """Run fn(rank's model, *args), or the model's method of that name, on every rank; returns one reference each."""
         return [actor.run.remote(fn, *args) for actor in self.actors]
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
@@ -194,7 +194,7 @@ class RankGroup:
         self._gather(self.submit("memory.give_up", weights), "moving to host memory")
 
     def onload(self) -> None:
-        """Move everything back to the devices."""
+        """Move weights and optimizer state back to the devices; gradients are zero."""
         self._gather(self.submit("memory.take_back"), "moving back from host memory")
 
     def begin_profile(self) -> None:
@@ -305,7 +305,7 @@ class MegatronPolicy(RankGroup):
         return finite
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add reference_logprobs to the batch: the `add_logprobs` of the frozen reference policy."""
+        """Add reference_logprobs to the batch: log-probabilities of every token under the frozen reference policy."""
         batch.fields["reference_logprobs"], finite = self._forward(
             batch, "reference_logprobs", "reference log-probabilities"
         )

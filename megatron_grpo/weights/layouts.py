@@ -138,7 +138,7 @@ class Destination:
     row: int
     """First row of the part in the parameter, or in the expert's matrix within it."""
     expert: int | None
-    """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert's."""
+    """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert."""
 
 
 def destinations(
@@ -207,7 +207,7 @@ def _query_rank(model: ModelShape) -> int:
 # requires that neither side's ranks cut a matrix inside a block; `cut_blocks` finds the matrices where they do, and
 # preflight refuses the job.
 BLOCK = 128
-"""Rows and columns of a block; the last block of a tensor may be smaller."""
+"""Rows and columns of an FP8 block; the last block of a tensor may be smaller."""
 _ROUTING = {"experts", "score"}
 """Dimensions of the router's and of a value head's tensors, which are not converted to FP8."""
 

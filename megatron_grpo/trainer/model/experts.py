@@ -20,7 +20,7 @@ from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSeque
 
 
 class RoutingReplay:
-    """Chooses the recorded experts of tokens, or else the router's own; called by Megatron-Core's routing.
+    """Chooses the recorded experts of each token or, without a record, the router's; Megatron-Core's routing calls it.
 
     `record`, [tokens, experts of a token], integers, are the recorded experts; -1 where there are none.
     """
@@ -28,7 +28,7 @@ class RoutingReplay:
     def __init__(self, record: Tensor) -> None:
         self._record = record.long()
         self.known = (self._record >= 0).all(dim=1)
-        """[tokens], bool: whether the token's experts are on record."""
+        """[tokens], bool: whether the token's experts are recorded."""
         self.agreed: Tensor | None = None
         """[tokens], int64: number of the router's own choices that are among the recorded; None before the routing."""
 

@@ -50,7 +50,7 @@ class LatentAttentionParts:
 
 
 class LatentAttention(MegatronModule):
-    """Queries, keys and values of all heads, made of short vectors, and one rotated key that all heads share.
+    """Attention whose queries, keys and values come from short vectors, with one rotated key that all heads share.
 
     Parameters have the names of Megatron-Core's own module, whose torch layers split the projections to the short
     vectors and lose part of their gradients. `softmax_scale` is the factor of query-key products, `rope_factor` that of

@@ -64,7 +64,7 @@ class RoundedLinear:
 
     tp_group: Any
     fp8_on = True
-    """Whether operands are rounded; the first and last layers of a model may keep theirs."""
+    """Whether operands are rounded; rounding may be off in the first and last layers of a model."""
 
     def __init__(self, *arguments: Any, fp8: Fp8Config, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -104,7 +104,7 @@ def _rounded_at(values: Tensor, scale: Tensor) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounded values whose gradient is that of the values; both [...], of one dtype."""
+    """Returns `rounded`, and passes its gradient to `values` (straight-through); both [...], of one dtype."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, rounded: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _split_quantizer_class() -> type:
             self._group = group
 
         def _get_amax(self, inputs: Tensor) -> Tensor:
-            """Largest absolute value of each scale's numbers, float32, in a shape that broadcasts to the inputs."""
+            """Largest absolute value for each scale, float32, in a shape that broadcasts to the inputs."""
             largest: Tensor = super()._get_amax(inputs).float()
             if self._group is not None and self._group.size() > 1:
                 # Scales are dynamic, so they are reduced over ranks each time; modelopt does so only in calibration.

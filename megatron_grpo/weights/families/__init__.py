@@ -19,7 +19,7 @@ _NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.w
 _OUTPUT_LAYER = ("output_layer.weight",)
 _SCORE = HFTensor("score.weight", ("score", "hidden"))
 _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), zero_if_absent=True)
-"""ForTokenClassification has one, ForSequenceClassification has not."""
+"""Bias of a reward model's head, which ForTokenClassification has and ForSequenceClassification lacks."""
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:

@@ -89,7 +89,7 @@ class RebuiltLayer:
         self._info = layerwise.get_layerwise_info(layer)
 
     def open(self) -> Any:
-        """The layer, with plain weights that can be written to."""
+        """Give the layer plain weights, unless it has them already; returns the layer."""
         info, layer = self._info, self._layer
         if info.kernel_tensors is None:
             info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
@@ -125,14 +125,14 @@ class RebuiltLayer:
 
 
 class BlockedLayer(RebuiltLayer):
-    """A layer in FP8 blocks, whose `parameters` are filled with numbers and scales as a checkpoint in FP8 has them."""
+    """A layer in FP8 blocks, whose `parameters` are filled with FP8 values and scales, as in FP8 checkpoints."""
 
     def __init__(self, layer: nn.Module, parameters: Iterable[str]) -> None:
         super().__init__(layer)
         self._parameters = sorted(parameters)
 
     def strip(self) -> None:
-        """Give the layer plain weights on the meta device: FP8 also where vLLM would load wider ones and round them."""
+        """Give the layer plain weights on the meta device, in FP8 even where vLLM would load wider ones and round."""
         super().strip()
         for name in self._parameters:
             shape = getattr(self._layer, name).shape

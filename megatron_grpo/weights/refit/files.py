@@ -64,14 +64,14 @@ class Manifest:
     """All tensors by their Hugging Face names, in the order of the layers."""
 
     def write(self, folder: Path) -> None:
-        """Make this the version that the folder holds."""
+        """Write the manifest, by which the folder holds this version."""
         content = json.dumps(asdict(self))
         text = json.dumps({"digest": _text_digest(content), "content": content})
         written_whole(folder / MANIFEST, lambda path: path.write_text(text))
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """The version that the folder holds.
+        """Read the manifest of the version that the folder holds.
 
         Raises:
             ValueError: the manifest is missing or damaged.

@@ -65,7 +65,7 @@ def schedule(pieces: Pieces, bucket_bytes: int) -> Pieces:
 
 
 def _changes(values: np.ndarray) -> np.ndarray:
-    """[n], bool: whether each value differs from the one before; the first does."""
+    """[n], bool: whether each value differs from the one before; True for the first."""
     return np.append(True, values[1:] != values[:-1])
 
 
@@ -245,7 +245,7 @@ class Links:
         return f"{'generation worker' if self._sends else 'policy rank'} {peer}"
 
     def _move(self, peer: int, data: Tensor, *, sends: bool) -> Work:
-        """Start sending numbers, [...], to a peer, or receiving them."""
+        """Start sending a tensor, [...], to a peer, or receiving it."""
         if self._group is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
         begin = self._group.send if sends else self._group.recv
@@ -272,7 +272,7 @@ class Links:
                 self._shared[peer] = memory
 
     def _greet(self, peer: int, notice: Tensor, store: Store, offered: SharedMemory | None) -> Tensor | None:
-        """Exchange a notice, [3], with a peer; the memory in which messages are handed over, or None."""
+        """Exchange a notice, [3], with a peer; returns the memory in which messages are handed over, or None."""
         source, target = notice[:2].tolist()
         key = f"memory/{source}/{target}"
         if self._sends:

@@ -61,18 +61,18 @@ class PackedPiece:
     """The position and layout of a piece in its message."""
 
     begin: int
-    """Bytes of the message before it."""
+    """Bytes of the message before the piece."""
     rows: int
     columns: int
     dtype: torch.dtype
 
     def numbers(self, message: Tensor) -> Tensor:
-        """[rows, columns], sharing memory with the message: [bytes], uint8."""
+        """The piece's elements, [rows, columns], which share memory with the message, [bytes], uint8."""
         end = self.begin + self.rows * self.columns * self.dtype.itemsize
         return message[self.begin : end].view(self.dtype).view(self.rows, self.columns)
 
     def scales(self, message: Tensor) -> Tensor | None:
-        """[blocks of rows, blocks of columns], float32, sharing memory with the message; None: it is not in FP8."""
+        """Scales, [blocks of rows, blocks of columns], float32, in the message's memory; None: the piece is not FP8."""
         if self.dtype != torch.float8_e4m3fn:
             return None
         shape = blocks(self.rows), blocks(self.columns)
@@ -154,7 +154,7 @@ class Box(NamedTuple):
 
 
 def box_of(part: WeightSlice) -> Box:
-    """A slice as rows and columns."""
+    """The rows and columns of a slice; a vector has one column."""
     rows, columns = part.shape[0], part.shape[1] if len(part.shape) > 1 else 1
     if part.axis == 0:
         return Box(part.start, part.stop, 0, columns)

@@ -149,7 +149,7 @@ class ReshardTransport(WeightTransport):
         self._linked = engines
 
     def _write_plan(self, store: Store, receivers: int) -> list[RankShard]:
-        """Write the messages of all ranks into the store; the shards of the policy's ranks."""
+        """Write the messages of all ranks into the store; returns the shards of the policy's ranks."""
         settings, config = self._policy.settings, self._config
         shards = training_shards(settings.config.parallel, settings.shape)
         engine = self._engine_shards()

@@ -185,7 +185,7 @@ class WeightTransport(ABC):
         """Bring one version into linked engines and commit it there; raises AttemptError."""
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
-        """Let engines, which all have verified a version, serve it."""
+        """Let engines serve a version that all of them have verified."""
         commits = self._on_engines("commit_weights", version, engines)
         self._complete([], commits, deadline, f"commit of version {version}")
 
@@ -195,7 +195,7 @@ class WeightTransport(ABC):
     def _complete(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
     ) -> list[Any]:
-        """Wait for both sides; the results of the senders.
+        """Wait for both sides; returns the results of the senders.
 
         Raises:
             AttemptError: a call failed, which is noticed without waiting for the deadline; or the deadline passed.

@@ -59,7 +59,7 @@ class RefitWorker(Worker):
 
     @phase("receive weights")
     def receive_refit(self, version: int) -> str | None:
-        """Receive one version in one call."""
+        """Receive one version, and load it into the model."""
         self.received = None
         try:
             assert self.receiver is not None, "connect_refit() comes first"
