@@ -117,7 +117,7 @@ class RankGroup:
         self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
     def submit(self, fn: Callable[..., Any] | str, *args: Any) -> list[ray.ObjectRef]:
-        """Run fn(rank's model, *args), or the model's method of that name, on every rank; returns one reference each."""
+        """Run fn(rank's model, *args), or the model's method of that name, on every rank; one reference each."""
         return [actor.run.remote(fn, *args) for actor in self.actors]
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
