@@ -1,7 +1,7 @@
 """Times a refit against a raw transfer of as many bytes over groups of equal kind; prints JSON.
 
 For a refit shard to shard the raw transfer sends the bytes of every link of the plan in one piece, without packing,
-sealing, checking or writing them anywhere; for a broadcast it broadcasts the bytes of each stage. Beside it stands what
+checksums, verification or writing; for a broadcast it broadcasts the bytes of each stage. Beside it stands what
 vLLM's workers take on a CPU for the form of their matrices that they multiply by, which no transfer can do without.
 
 python benchmarks/refit.py --mode reshard --policy-tensor 2 --generation-pipeline 2 --hidden 1024 --layers 8

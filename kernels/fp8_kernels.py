@@ -1,4 +1,4 @@
-"""Blockwise FP8 in Triton (`fp8_blocks`): one pass over the numbers, where torch makes five and a float32 copy.
+"""Blockwise FP8 in Triton (`fp8_blocks`): one pass over the values, where torch makes five and a float32 copy.
 
 Numbers become bits of float8_e4m3fn and back by integer arithmetic. A conversion in Triton needs a GPU of compute
 capability 8.9 or more, and its interpreter loses the carry when a mantissa is rounded up to the next power of two.

@@ -27,7 +27,7 @@ _Tile = dict[str, int]
 
 HALF: _Tile = {"TOKENS": 128, "COLUMNS": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}
 SINGLE: _Tile = {"TOKENS": 64, "COLUMNS": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 3}
-"""Tiles for 16-bit numbers (tensor cores), and for float32."""
+"""Tiles for 16-bit floats (tensor cores), and for float32."""
 
 
 class FusedLogprobs:
@@ -149,7 +149,7 @@ def _logits(
 ) -> tl.tensor:
     """Logits of rows and columns, [TOKENS, COLUMNS], float32; an index past the end gets those of the last."""
     inner = tl.arange(0, WIDTH)
-    # In 64 bits: a weight may have more numbers than 32 can count. Clamped: cheaper than a mask on every load.
+    # Offsets are in 64 bits, for weights of more than 2^31 elements. Clamping is cheaper than a mask on every load.
     left = hidden + tl.minimum(rows, tokens - 1).to(tl.int64)[:, None] * width + inner[None, :]
     right = weight + tl.minimum(columns, all_columns - 1).to(tl.int64)[None, :] * width + inner[:, None]
     z = tl.zeros((TOKENS, COLUMNS), tl.float32)

@@ -80,7 +80,7 @@ class AdaptedLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundEntry:
-    """An entry of the table together with the parameter of this rank that it describes."""
+    """An entry of the weight map together with a parameter of this rank that it describes."""
 
     entry: WeightEntry
     layer: int
@@ -101,7 +101,7 @@ class BoundEntry:
 
 
 def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
-    """Every parameter of this rank with its entry: chunk by chunk, each in the order of the table.
+    """Every parameter of this rank with its entry: chunk by chunk, each in the order of the weight map.
 
     Args:
         chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
@@ -185,8 +185,8 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[
         shape: sizes of the whole model.
 
     Yields:
-        (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the table. Tensors
-        are contiguous, in the parameter's dtype, and may share memory with the model.
+        (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
+        Tensors are contiguous, in the parameter's dtype, and may share memory with the model.
     """
     groups, here = chunks[0].pg_collection, len(_experts_of_rank(chunks[0], shape))
     for bound in bound_entries(chunks, shape):

@@ -221,9 +221,9 @@ def is_per_layer(name: str) -> bool:
 def global_entries(
     entries: tuple[WeightEntry, ...], model: ModelShape, layers: Sequence[int]
 ) -> Iterator[tuple[WeightEntry, int, int]]:
-    """Every (entry, layer in the model, layer in this stage) of a stage that holds `layers`, in the order of the table.
+    """Yield (entry, layer in the model, layer in the stage) for a stage that holds `layers`, in the entries' order.
 
-    Runs of per-layer entries are repeated for each layer; both numbers are 0 for entries outside layers.
+    Runs of per-layer entries are repeated for each layer; both layers are 0 for entries outside layers.
     """
     for per_layer, run in groupby(entries, lambda entry: is_per_layer(entry.megatron[0])):
         together = list(run)
