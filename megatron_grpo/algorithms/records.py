@@ -221,7 +221,7 @@ class StepGuard:
         concerned = sorted({places[index][0] for index in bad})
         fetched = dict(zip(concerned, self.fetch([self.groups[one] for one in concerned]), strict=True))
         rows = [
-            # The group's place in the step, whatever generation batch it came from.
+            # `group` is the group's number in the step, not in its generation batch.
             {**fetched[places[index][0]][places[index][1]].to_row(), "group": outcomes[index].group}
             for index in bad
         ]

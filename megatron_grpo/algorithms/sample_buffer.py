@@ -21,7 +21,7 @@ from megatron_grpo.sampler.pool import Complete, RolloutPool, UnderWay
 
 
 class SampleBuffer(ABC):
-    """Samples of coming steps, complete or under way.
+    """Samples of coming steps, complete or being generated.
 
     Args:
         rollouts: the pool that samples the prompts.
@@ -205,7 +205,7 @@ class FirstComplete:
 
 
 class Oversampling(SampleBuffer):
-    """More prompts than a step takes are under way, and a step takes those that are complete first (`FirstComplete`).
+    """Keeps more prompts under way than a step takes; a step takes prompts that are complete first (`FirstComplete`).
 
     Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
     them. Since steps take prompts out of order, `position` has the rows of the prompts that were begun and not taken,

@@ -192,7 +192,7 @@ class DynamicBatch(Generic[Group]):
 def dynamic_sampling(
     groups: Sequence[Group], signal: Tensor, *, num_prompts_per_step: int, batch_cache: Sequence[Group] = ()
 ) -> DynamicBatch[Group]:
-    """Add the groups with a signal to those that already wait, and say whether they fill a step.
+    """Add the groups with a signal to the waiting ones, and decide whether they fill a step.
 
     Groups keep the order in which they were sampled. Surplus groups are not kept for the next step, because they were
     sampled from weights that are about to change.

@@ -101,7 +101,7 @@ SETTINGS = {
 
 
 def prepare_ray_environment() -> None:
-    """Set environment variables for Ray unless they are set. Once Ray is imported, it is too late for some: do nothing.
+    """Set `SETTINGS` and a token in the environment, unless set; does nothing if Ray, which reads them, is imported.
 
     Ray's servers listen on every address of the machine and run code for their clients, so a Ray that is started here
     accepts only clients with a token drawn for this run.

@@ -37,7 +37,7 @@ class GroupRollout:
     ) -> None:
         """
         Args:
-            group: number of the prompt in its generation batch.
+            group: number of the prompt in its batch.
             datum: the prompt.
             plan: samples of the prompt, sampling settings, seeds and deadlines.
             engines: the worker's engines, from which a second attempt gets another one.

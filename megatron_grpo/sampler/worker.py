@@ -60,9 +60,9 @@ class RolloutWorker:
         It is called as a streaming generator of Ray.
 
         Args:
-            batch: number of the generation batch.
+            batch: number of the batch among those that the driver has begun (`UnderWay.batch`).
             plan: samples of each prompt, sampling settings, seeds and deadlines.
-            prompts: prompts with their numbers in the generation batch.
+            prompts: prompts with their numbers in the batch.
 
         Yields:
             Numbers of prompts whose groups have become complete.
