@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatron_grpo.config.errors import shown
 from megatron_grpo.config.help import run_command
 from megatron_grpo.config.paths import unwritable
 from megatron_grpo.config.schema import PolicyConfig
@@ -87,8 +88,10 @@ def _trained_policy(config_file: Path) -> PolicyConfig:
     try:
         return TypeAdapter(PolicyConfig).validate_python({"model": {"path": model["path"]}, **kept})
     except ValidationError as error:
-        key, text = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise ValueError(f"{config_file} is not the configuration of a run: policy.{key}: {text}") from None
+        first = error.errors()[0]
+        key = ".".join(("policy", *map(str, first["loc"])))
+        text = f"{key}={shown(first['input'])}: {first['msg']}"
+        raise ValueError(f"{config_file} is not the configuration of a run: {text}") from None
 
 
 def _require_writable(output: Path) -> None:
