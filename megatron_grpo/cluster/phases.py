@@ -105,7 +105,7 @@ class phase(ContextDecorator):  # noqa: N801  # used like a function
             logger.debug("%s: took %.3f s", self._name, seconds)
 
     def _recreate_cm(self) -> phase:
-        return phase(self._name)  # every call of a decorated function is a phase of its own
+        return phase(self._name)  # every call of a decorated function is a separate phase
 
     def __call__(self, function: Function) -> Function:
         if not inspect.iscoroutinefunction(function):

@@ -162,7 +162,7 @@ def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
         raise
     finally:
         if report and (startup.run_dir / CONFIG_FILE).exists():  # without it the run did not begin
-            from megatron_grpo.observability.page.write import try_to_write_report  # a start-up does not need it
+            from megatron_grpo.observability.page.write import try_to_write_report  # here: only the end needs it
 
             page = try_to_write_report(startup.run_dir)
             text = f"report in {page}" if page else "report.html could not be written; the log says why"

@@ -57,7 +57,7 @@ class JudgeEnvironment(Environment):
     request_timeout_s: Seconds = 60.0
     """Deadline of one request, in seconds."""
     attempts: Positive = 3
-    """Attempts of a request, with growing pauses, before its rollout fails."""
+    """Most attempts of a request, with growing pauses in between."""
     requests_at_once: Positive = 8
     """Concurrent requests of one environment process."""
     api_key_variable: str | None = None

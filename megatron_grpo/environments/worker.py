@@ -121,7 +121,7 @@ class EnvironmentWorker:
 
     def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
-        observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may give a list
+        observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may return a list
         # With a chat template an empty text (such as the output of a program) is a message too: without it the model
         # would continue after the end of its own message.
         is_message = self._settings.apply_chat_template and not len(observation)
