@@ -4,7 +4,7 @@
 #   make test-slow              a short real run with every preset and option, and rare layouts, beyond what test runs
 #   make gpu-check               what only a CUDA machine can check, with that machine's own packages; prints a JSON
 #                                (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the rest)
-#   make lock | docs             write requirements/*.lock, docs/configuration.md anew
+#   make lock | docs             write requirements/*.lock, docs/configuration.md anew (the locks from the package index)
 # PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PART := all
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
-SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch) .ci/run
+SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh) .ci/run
 
 .DELETE_ON_ERROR:
 .PHONY: quickstart test test-slow test-unit lint gpu-check lock docs
