@@ -99,7 +99,10 @@ def submitted(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str)
     record = tmp_path / "commands"
     names = "\n".join(f"node{number}" for number in range(nodes))
     scripts = {
-        "srun": f"printf '%s\\0' \"$@\" >> {record}; printf '\\n\\0' >> {record}",
+        # The driver's end ends the other nodes, so it waits until they are recorded.
+        "srun": f"""
+case "$*" in *--nodelist=node0*) for _ in {{1..200}}; do [[ {nodes} = 1 || -s {record} ]] && break; sleep 0.05; done ;; esac
+exec 9>>{record}; flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9""",
         "scontrol": f"echo '{names}'",
     }
     for name, text in scripts.items():

@@ -34,7 +34,7 @@ def test_loss_matches_a_loop_over_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.use_cispo])
 def test_gradient_matches_finite_differences(name: str) -> None:
-    curr, tokens = random_batch(2, sequences=3, length=6)
+    curr, tokens = random_batch(2, sequences=3, length=7)
     if CONFIGS[name].sequence_level_importance_ratios:  # its other gradient has a test of its own
         tokens.advantages = tokens.advantages[:, :1].expand_as(curr)
     loss_fn = ClippedPGLossFn(CONFIGS[name])
