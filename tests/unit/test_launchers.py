@@ -101,7 +101,10 @@ def submitted(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str)
     scripts = {
         # The driver's end ends the other nodes, so it waits until they are recorded.
         "srun": f"""
-case "$*" in *--nodelist=node0*) for _ in {{1..200}}; do [[ {nodes} = 1 || -s {record} ]] && break; sleep 0.05; done ;; esac
+for _ in {{1..200}}; do
+    [[ "$*" != *--nodelist=node0* || {nodes} = 1 || -s {record} ]] && break
+    sleep 0.05
+done
 exec 9>>{record}; flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9""",
         "scontrol": f"echo '{names}'",
     }
