@@ -78,7 +78,7 @@ def test_generation_equals_transformers_after_each_refit(
         report = transport.publish(version)
         assert report.version == version
         assert report.buckets > 4
-        workers = sum(endpoint.ranks for endpoint in generation.endpoints())
+        workers = generation.config.parallel.ranks_per_engine
         assert report.tensors >= (2 * 11 + 2) * workers, "11 tensors a layer, the (tied) embedding, the last norm"
         assert_serves(generation, oracle, version)
 
