@@ -221,7 +221,7 @@ def entries(scores: Scores, groups: list[int]) -> dict[str, Any]:
     st.booleans(),
 )
 def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[int], Any], gdpo: bool) -> None:
-    """So what dynamic sampling has seen of a group is what the step trains on, beside whatever groups."""
+    """A group scores the same beside any others, so a step trains on the scores that dynamic sampling saw."""
     groups, chosen, data = drawn
     for one in [one for group in groups for one in group]:
         one.reward_parts = data.draw(st.dictionaries(st.sampled_from(["right", "short"]), st.sampled_from([0.0, 1.0])))
