@@ -1,0 +1,24 @@
+"""The config.json files of released models in tests/data/hf_configs: sizes without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HF_CONFIGS = {
+    "Qwen/Qwen3-0.6B": "qwen3_0_6b",
+    "Qwen/Qwen3-8B": "qwen3_8b",
+    "Qwen/Qwen3-32B": "qwen3_32b",
+    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "Qwen/Qwen3-235B-A22B": "qwen3_235b_a22b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3_1_8b",
+    "meta-llama/Llama-3.3-70B-Instruct": "llama3_3_70b",
+    "deepseek-ai/DeepSeek-V3": "deepseek_v3",
+}
+"""Folders in tests/data/hf_configs by hub name."""
+
+_FOLDER = Path(__file__).parents[1] / "data" / "hf_configs"
+
+
+def config_folder(hub_name: str) -> Path:
+    """The folder with a released model's config.json; KeyError: there is none."""
+    return _FOLDER / HF_CONFIGS[hub_name]
