@@ -87,7 +87,7 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
 
     from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_grpo.platform.device import reach_store
-    from megatron_grpo.trainer.actor import RankSettings
+    from megatron_grpo.trainer.messages import RankSettings
     from megatron_grpo.trainer.parallel import initialize_parallel
     from megatron_grpo.trainer.rank import PolicyRank
     from megatron_grpo.weights.families import shape_of_config

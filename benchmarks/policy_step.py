@@ -32,7 +32,7 @@ from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelCo
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import OF_TOKENS, planner
 from megatron_grpo.proof.problem import counts_of, make_loss
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder

@@ -38,8 +38,8 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.controller.startup import make_transport
 from megatron_grpo.refit_plan import RefitSummary, refit_summary
 from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.transport import TransferReport
 

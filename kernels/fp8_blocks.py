@@ -1,8 +1,4 @@
-"""FP8 with a scale for each block, as vLLM loads it: weights in blocks of 128x128, activations of 1x128.
-
-w ~ q * scale_inv, where q is float8_e4m3fn, and scale_inv is the block's largest absolute value / 448, float32. As in
-DeepSeek-V3's checkpoints (DeepSeek-AI 2024, section 3.3.2) the scales are named `<weight>_scale_inv`.
-"""
+"""Rounds matrices to FP8 with a scale for each block, and back: in torch, or in Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -12,14 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_grpo_kernels.fp8_format import LARGEST, SMALLEST_SCALE, scales_shape
+
 WEIGHT_BLOCK, ACTIVATION_BLOCK = (128, 128), (1, 128)
 """Rows and columns that share a scale. The last blocks of a row or column may be smaller."""
-
-LARGEST = 448.0
-"""Largest number of float8_e4m3fn."""
-
-SMALLEST_SCALE = 2.0**-126
-"""Smallest normal number of float32; some devices flush smaller numbers to zero, which cannot be divided by."""
 
 
 def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -81,12 +73,6 @@ def dequantise_in_torch(quantised: Tensor, scale_inv: Tensor, block: tuple[int, 
     rows, columns = quantised.shape
     of_numbers = scale_inv.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (quantised.float() * of_numbers).to(dtype)
-
-
-def scales_shape(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
-    """Number of blocks of a matrix of [rows, columns], in each direction."""
-    rows, columns = shape
-    return -(-rows // block[0]), -(-columns // block[1])
 
 
 def _in_triton(tensor: Tensor) -> bool:

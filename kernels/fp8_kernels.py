@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_grpo_kernels.fp8_blocks import LARGEST, SMALLEST_SCALE, scales_shape
+from megatron_grpo_kernels.fp8_format import LARGEST, SMALLEST_SCALE, scales_shape
 
 _ROWS_AT_A_TIME = 16
 """Rows that a program handles when blocks are parts of single rows."""

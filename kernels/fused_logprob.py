@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_grpo_kernels.logprob import CHUNK_NUMBERS, Asked, Head, Statistics
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
 
 PROGRAMS = 1024
 """Number of programs that the forward kernel aims at: several for each processor of a GPU (an H100 has 132). With few

@@ -11,70 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
+
 if TYPE_CHECKING:
     from megatron_grpo_kernels.fused_logprob import FusedLogprobs
-
-CHUNK_NUMBERS = 2**26
-"""Default number of logits, or of their gradients, that are held at once: 256 MiB of float32. With fewer, the sums of
-gradients over chunks take longer than the products."""
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The operands of the logits z = scale * weight @ hidden, for this rank's part of the vocabulary."""
-
-    hidden: Tensor
-    """[tokens, hidden], any float type."""
-    weight: Tensor
-    """[rows of this rank, hidden], in the dtype of the hidden states."""
-    columns: int
-    """Number of rows of the weight that are vocabulary entries; the rows after them are padding."""
-    local: Tensor
-    """[tokens], int64: row of each target; outside [0, columns) when another rank has it."""
-    scale: float
-
-    @property
-    def real(self) -> Tensor:
-        """[columns, hidden]: the weight without padding."""
-        return self.weight[: self.columns]
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Sums over a part of the vocabulary, from which log-probabilities and entropies follow."""
-
-    highest: Tensor
-    """[..., tokens], float32: the highest logit, m; -inf over no entries."""
-    sums: Tensor
-    """[3, ..., tokens], float32: sum_j exp(z_j - m), sum_j exp(z_j - m) (z_j - m), and the target's logit or 0."""
-
-    def relative_to(self, top: Tensor) -> Tensor:
-        """The sums with `top` in place of m; `top`, [..., tokens], float32, is at least m.
-
-        With d = m - top: exp(z - top) = exp(z - m) exp(d), and z - top = z - m + d. Sums of parts of the vocabulary can
-        then be added up.
-        """
-        there = self.highest.isfinite()
-        shift = torch.where(there, self.highest - top, 0.0)
-        factor = torch.where(there, shift.exp(), 0.0)  # 0 for a part that is all padding
-        exponentials, weighted, target = self.sums
-        return torch.stack([exponentials * factor, (weighted + exponentials * shift) * factor, target])
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The input of a head's backward pass: the distribution of its logits, and the gradients of its outputs."""
-
-    logsumexp: Tensor
-    """[tokens], float32: log of the sum of exp(logit) over all ranks' parts of the vocabulary."""
-    entropy: Tensor
-    """[tokens], float32: entropy in nats."""
-    of_logprobs: Tensor
-    """[tokens], float32: gradient of the loss by each log-probability."""
-    of_entropy: Tensor | None
-    """[tokens], float32: gradient of the loss by each entropy; None: the loss does not contain the entropy."""
-    of_weight: bool
-    """Whether the weight needs a gradient; with adapters it is frozen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ Layouts = list[tuple[str, ParallelConfig]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class VerifyRequest:
     """The checked command line of a verification."""
 
     model: str = "tiny:qwen3"
@@ -101,7 +101,7 @@ def _run(arguments: Sequence[str]) -> int:
     return 0 if all(row.passed for row in rows) else FAILED
 
 
-def verify(request: Request, folder: Path) -> Iterator[Row]:
+def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     """Yield the results of one rank, then of every layout; without --json each is also printed.
 
     Args:
@@ -138,7 +138,7 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
             yield row
 
 
-def _layouts(request: Request, shape: ModelShape) -> Layouts:
+def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
     """The requested layouts, or the default ones that fit the model; ValueError if a requested one does not fit."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
     usable = []
@@ -168,7 +168,7 @@ def _print(row: Row, *, first: bool) -> None:
     )
 
 
-def read_request(arguments: Sequence[str]) -> Request:
+def read_request(arguments: Sequence[str]) -> VerifyRequest:
     """The request of a command line.
 
     Raises:
@@ -185,7 +185,7 @@ def read_request(arguments: Sequence[str]) -> Request:
             near = difflib.get_close_matches(key, _READERS, 1)
             known = f"known: {', '.join(f'{one}=' for one in _READERS)} --json"
             raise ValueError(f"{argument} is not an argument; " + (f"did you mean {near[0]}=...?" if near else known))
-    return Request(**values)
+    return VerifyRequest(**values)
 
 
 def read_layouts(key: str, names: str) -> Layouts:

@@ -27,7 +27,8 @@ from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_sta
 from megatron_grpo.controller.directory import CONFIG_FILE, changes_since_last_start, claimed_run_directory
 from megatron_grpo.controller.user_objects import UserObjects
 from megatron_grpo.environments.checks import check_scoring
-from megatron_grpo.observability.summary import SUMMARY_FILE, RunEnd, killed_run_command, write_summary
+from megatron_grpo.observability.run_files import SUMMARY_FILE
+from megatron_grpo.observability.summary import RunEnd, killed_run_command, write_summary
 
 logger = logging.getLogger(__name__)
 

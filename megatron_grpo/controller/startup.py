@@ -19,8 +19,8 @@ from megatron_grpo.sampler.endpoint import endpoint_settings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.sampler.worker_group import Restore, WorkerGroup, not_replaced
-from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
 from megatron_grpo.weights.refit.files import FilesTransport

@@ -178,7 +178,7 @@ Tool = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ToolState:
     """State of a rollout with tools."""
 
     last: str = ""
@@ -236,10 +236,10 @@ class ToolEnvironment(Environment):
                 problems.append((f"documents={documents}", "no such file"))
         return problems
 
-    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Conversation:
-        return Conversation()
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> ToolState:
+        return ToolState()
 
-    def step(self, state: Conversation, response: str) -> Turn:
+    def step(self, state: ToolState, response: str) -> Turn:
         """Execute the tool calls of a turn and return their results; a turn without a call is the last one."""
         calls = [one.function for one in self._parser.extract_tool_calls(response, self._request).tool_calls]
         state = replace(state, last=response, calls=state.calls + len(calls))

@@ -21,7 +21,7 @@ from megatron_grpo.controller.startup import start_rollouts
 from megatron_grpo.data.load_prompts import HeldOutPrompts, held_out_prompts
 from megatron_grpo.data.responses import sampling_settings
 from megatron_grpo.environments.checks import check_scoring
-from megatron_grpo.evaluation.request import Request
+from megatron_grpo.evaluation.request import EvaluationRequest
 from megatron_grpo.evaluation.results import (
     SAMPLES_FILE,
     Answered,
@@ -39,7 +39,7 @@ from megatron_grpo.sampler.pool import RolloutPool
 RESULTS_FILE = "results.json"
 
 
-def evaluate(request: Request) -> dict[str, Any]:
+def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     """Sample responses to every set, and write samples.jsonl and results.json; returns the content of results.json.
 
     Raises:
@@ -81,7 +81,12 @@ def evaluate(request: Request) -> dict[str, Any]:
 
 
 def _answer(
-    request: Request, name: str, held_out: HeldOutPrompts, rollouts: RolloutPool, timer: StepTimer, file: TextIO
+    request: EvaluationRequest,
+    name: str,
+    held_out: HeldOutPrompts,
+    rollouts: RolloutPool,
+    timer: StepTimer,
+    file: TextIO,
 ) -> Answered:
     """Sample the responses to the prompts of a set, and write them to `file` batch by batch."""
     config, answered = request.config, Answered(held_out.prompts, [], [])
@@ -137,7 +142,7 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
 
 
 @contextmanager
-def _model(request: Request) -> Iterator[Path]:
+def _model(request: EvaluationRequest) -> Iterator[Path]:
     """The model's folder in Hugging Face format; for a checkpoint of a run, a temporary export."""
     if not request.is_run:
         yield request.checkpoint

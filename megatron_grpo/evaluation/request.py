@@ -79,7 +79,7 @@ _OWN = ("checkpoint", "output", "k", "samples", "temperature", "compare")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class EvaluationRequest:
     """The checked command line of an evaluation."""
 
     checkpoint: Path
@@ -99,7 +99,7 @@ class Request:
     """The configuration of the checkpoint's run with overrides, or one composed from the command line."""
 
 
-def read_request(arguments: Sequence[str]) -> Request:
+def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     """The request of a command line.
 
     Raises:
@@ -128,7 +128,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     compare = Path(os.path.expanduser(own["compare"])) if "compare" in own else None
     if compare is not None and not (compare / SAMPLES_FILE).is_file():
         raise ConfigError([Problem(f"compare={compare}", f"has no {SAMPLES_FILE}; give the output of an evaluation")])
-    return Request(
+    return EvaluationRequest(
         checkpoint=checkpoint,
         is_run=is_run,
         output=output,

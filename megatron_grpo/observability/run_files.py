@@ -65,6 +65,7 @@ def finite(value: Any, digits: int | None = None) -> Any:
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 STARTS_FILE = "starts.jsonl"
+SUMMARY_FILE = "summary.json"
 
 
 def append_lines(path: Path, last_step: int) -> TextIO:

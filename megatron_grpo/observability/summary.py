@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_lines, write_json
+from megatron_grpo.observability.run_files import METRICS_FILE, SUMMARY_FILE, VALIDATION_FILE, read_lines, write_json
 
-SUMMARY_FILE = "summary.json"
 WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refit")
 """Phases that count as work; the rest of a step is overhead."""
 

@@ -18,7 +18,8 @@ from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.data.packing import Cost, planner
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
-from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings, StepShare
+from megatron_grpo.trainer.actor import RankActor
+from megatron_grpo.trainer.messages import RankPlace, RankSettings, StepShare
 from megatron_grpo.weights.families import forward_flops
 from megatron_grpo.weights.shape import ModelShape
 

@@ -23,8 +23,8 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.trainer.actor import RankSettings, StepShare
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
+from megatron_grpo.trainer.messages import RankSettings, StepShare
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.trainer.model.build import DecoderModel, build_model
 from megatron_grpo.trainer.model.experts import StepRouting

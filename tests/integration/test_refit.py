@@ -15,8 +15,8 @@ from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfi
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
 from megatron_grpo.weights.refit.transport import RefitError

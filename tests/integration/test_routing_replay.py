@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import ModelConfig, MoeConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 from tests.integration.vllm_helpers import VOCAB, engines, generate, make_model, request

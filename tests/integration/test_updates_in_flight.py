@@ -19,8 +19,8 @@ from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, Sa
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.engines import EngineClient, Engines
-from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import load_hf_weights
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport

@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER

@@ -13,7 +13,7 @@ from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.ranks import Layout
 from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors

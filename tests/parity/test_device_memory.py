@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks

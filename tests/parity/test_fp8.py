@@ -13,7 +13,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MicrobatchMaker
 from megatron_grpo.trainer.model.build import transformer_config
 from megatron_grpo.trainer.model.megatron_config import require_fp8

@@ -26,7 +26,7 @@ from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.export import main
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.rounding import QuantizedLinear
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.hf_export import quantized_rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, make_batch, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks

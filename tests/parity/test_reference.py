@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.hf_folder import HFFolderReader
 from megatron_grpo.weights.hf_weights import iter_hf_tensors

@@ -14,7 +14,7 @@ from megatron_grpo.config.schema import MoeConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks

@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConf
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks

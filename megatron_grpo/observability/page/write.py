@@ -21,12 +21,12 @@ from megatron_grpo.observability.page.trajectories import TokenBytes, step_table
 from megatron_grpo.observability.run_files import (
     METRICS_FILE,
     STARTS_FILE,
+    SUMMARY_FILE,
     VALIDATION_FILE,
     finite,
     read_lines,
     write_text,
 )
-from megatron_grpo.observability.summary import SUMMARY_FILE
 
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 """JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, scales_shape
+from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK
+from megatron_grpo_kernels.fp8_format import scales_shape
 
 
 class ModelReload:

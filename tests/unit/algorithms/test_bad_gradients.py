@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.trainer.actor import RankPlace, StepShare
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankPlace, StepShare
 
 PLACES = [RankPlace(data=0, device_name="cpu", startup_s={})] + [
     RankPlace(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)

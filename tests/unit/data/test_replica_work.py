@@ -20,8 +20,8 @@ from megatron_grpo.data.batch import STORED_DTYPES, TokenBatch, TokenFields
 from megatron_grpo.data.packing import OF_TOKENS
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.trainer import group
-from megatron_grpo.trainer.actor import RankPlace
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankPlace
 from tests.support.token_fields import as_lists
 
 Arrays = dict[str, NDArray[Any]]

@@ -17,7 +17,7 @@ from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.evaluation import evaluate as module
 from megatron_grpo.evaluation.evaluate import evaluate
-from megatron_grpo.evaluation.request import EvaluatedSet, Request
+from megatron_grpo.evaluation.request import EvaluatedSet, EvaluationRequest
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.trajectories import make_trajectory
@@ -60,7 +60,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
     return fake
 
 
-def request(folder: Path, name: str, **changes: Any) -> Request:
+def request(folder: Path, name: str, **changes: Any) -> EvaluationRequest:
     config = compose_config(["+exp=quickstart", "grpo.val_batch_size=8", "generation.top_k=5"])
     values: dict[str, Any] = {
         "checkpoint": folder,
@@ -75,7 +75,7 @@ def request(folder: Path, name: str, **changes: Any) -> Request:
         "compare": None,
         "config": config,
     }
-    return Request(**(values | changes))
+    return EvaluationRequest(**(values | changes))
 
 
 def test_every_set_is_answered_and_written(rollouts: FakeRollouts, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.evaluate import main
-from megatron_grpo.evaluation.request import Request, read_request
+from megatron_grpo.evaluation.request import EvaluationRequest, read_request
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.weights.source import PREPARED_MODELS
 
@@ -21,7 +21,7 @@ def write_row(file: Path) -> None:
     file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
 
 
-def paths(request: Request) -> dict[str, str]:
+def paths(request: EvaluationRequest) -> dict[str, str]:
     """The paths of the sets, by name."""
     return {name: one.rows.path for name, one in request.sets.items()}
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.trainer import group as rank_group
-from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankSettings
 
 
 @pytest.mark.parametrize(

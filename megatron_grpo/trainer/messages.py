@@ -1,0 +1,67 @@
+"""What the driver sends to a rank of a model, and the answers that it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.step_batch import StepBatch
+
+ReplicaWork = tuple["StepBatch", list[list[int]]]
+"""A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch its sequences' numbers in that part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """Everything that a rank of a model is built from."""
+
+    config: PolicyConfig
+    shape: ModelShape
+    """Sizes of the model; a shape from `as_value_model` makes it a value model."""
+    folder: str
+    """The model's folder in Hugging Face format."""
+    decay_steps: int
+    """Optimizer steps of the learning-rate schedule."""
+    reference: ReferenceConfig | None = None
+    """Settings of the policy's frozen reference; None: there is none."""
+    temperature: float = 1.0
+    """Sampling temperature, at which the policy's log-probabilities are taken."""
+    seed: int = 0
+    shares_cores: bool = False
+    """Whether engines run at the same time as the ranks, which on a CPU means on the same cores."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's report after its start; `data` is its data-parallel rank."""
+
+    data: int
+    device_name: str
+    """Name that the vendor gives the rank's GPU; "cpu" without one."""
+    startup_s: dict[str, float]
+    """Seconds of the rank's start by part: "imports"; "model" (process groups, the model and its weights)."""
+
+
+@dataclass(frozen=True)
+class ForwardShare:
+    """One replica's outputs at every token of its shards."""
+
+    shards: list[Any]
+    """For each shard, Ray's reference to [tokens of the shard], float32."""
+    finite: Any
+    """[sequences], bool: whether all numbers at sampled tokens are finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """The answer of one rank to an optimizer step."""
+
+    grad_norm: float
+    """Global L2 norm of the gradient; when it is not finite the optimizer step was not made."""
+    learning_rate: float
+    metrics: list[dict[str, float]] | None
+    """Loss and metrics of each microbatch of the rank; None on ranks without the loss."""
