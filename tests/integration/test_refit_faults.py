@@ -191,13 +191,13 @@ def test_an_engine_is_replaced_as_often_as_is_allowed(scene: Scene, monkeypatch:
     transport = FaultyReshard(scene.policy, scene.generation, REFIT)
     transport.connect()
     limit = scene.generation.restarts[0]
-    monkeypatch.setattr(scene.generation._config, "engine_restarts", limit)
+    monkeypatch.setattr(scene.generation.config, "engine_restarts", limit)
     version = scene.learn()
     _kill(worker_pids(scene.generation)[0])
     again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
     with pytest.raises(RefitError, match=rf"generation engine 0 is lost: a vLLM process.*{again}$"):
         transport.publish(version)
-    monkeypatch.setattr(scene.generation._config, "engine_restarts", limit + 1)
+    monkeypatch.setattr(scene.generation.config, "engine_restarts", limit + 1)
     assert len(transport.publish(version).replaced) == 1
     scene.assert_serves(version)
 
