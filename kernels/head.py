@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -68,3 +69,13 @@ class Asked:
     """[tokens], float32: gradient of the loss by each entropy; None: the loss does not contain the entropy."""
     of_weight: bool
     """Whether the weight needs a gradient; with adapters it is frozen."""
+
+
+class HeadKernel(Protocol):
+    """The arithmetic of a head with at least one token and one column."""
+
+    def statistics(self, head: Head) -> Statistics:
+        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+
+    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None."""

@@ -5,24 +5,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
-
-if TYPE_CHECKING:
-    from megatron_grpo_kernels.fused_logprob import FusedLogprobs
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, HeadKernel, Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLogprobs:
-    """The torch kernel: chunk by chunk; it computes logits again in the backward pass (a third more arithmetic).
-
-    A head has at least one token and one column.
-    """
+    """The torch kernel: chunk by chunk; it computes logits again in the backward pass (a third more arithmetic)."""
 
     chunk_tokens: int | None
     """Tokens of a chunk; None: the number of tokens with `CHUNK_NUMBERS` logits."""
@@ -95,7 +89,7 @@ def linear_logprobs(
     columns: int | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float = 1.0,
-    kernel: Literal["fused", "chunked", "auto"] = "auto",
+    kernel: Literal["fused", "chunked", "auto"] | HeadKernel = "auto",
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of a target under softmax(scale * weight @ hidden), and the entropy of that distribution.
@@ -110,7 +104,8 @@ def linear_logprobs(
         columns: number of rows that are real entries; the rows after them are padding, which is ignored; None: all.
         group: ranks that together hold the vocabulary; None: this rank holds all of it.
         scale: factor of the logits, one over the temperature.
-        kernel: "fused" in Triton, "chunked" in torch, "auto": fused for tensors on CUDA where Triton is installed.
+        kernel: "fused" in Triton, "chunked" in torch, "auto": fused for tensors on CUDA where Triton is installed;
+            or the kernel itself.
         chunk_tokens: tokens whose logits the chunked kernel holds at once; None: the number with 2**26 logits.
 
     Returns:
@@ -121,12 +116,12 @@ def linear_logprobs(
         ValueError: `kernel` is "fused", and the fused kernel cannot run on these tensors.
     """
     real = weight.shape[0] if columns is None else columns
-    way = _kernel(kernel, hidden, chunk_tokens)
+    way = _kernel(kernel, hidden, chunk_tokens) if isinstance(kernel, str) else kernel
     both: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden, weight, targets - start, real, group, scale, way)
     return both
 
 
-def _kernel(name: str, hidden: Tensor, chunk_tokens: int | None) -> ChunkedLogprobs | FusedLogprobs:
+def _kernel(name: str, hidden: Tensor, chunk_tokens: int | None) -> HeadKernel:
     """The kernel of this name for hidden states [tokens, hidden]; neither ever holds [tokens, columns]."""
     if name == "auto":
         name = "fused" if hidden.is_cuda and importlib.util.find_spec("triton") is not None else "chunked"
@@ -150,7 +145,7 @@ class _LinearLogprobs(torch.autograd.Function):
         columns: int,
         group: dist.ProcessGroup | None,
         scale: float,
-        kernel: ChunkedLogprobs | FusedLogprobs,
+        kernel: HeadKernel,
     ) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] and [rows, hidden], any float type, with rows [tokens], int64, to [tokens], float32."""
         head = Head(hidden, weight, columns, local, scale)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo.platform.device import current_platform
 from megatron_grpo.platform.hooks import check_hooks, hooks
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
@@ -103,12 +102,13 @@ def compiling_nothing() -> Iterator[None]:
 
 
 def allow_uneven_parts() -> None:
-    """Make Megatron-Core gather and scatter unequal parts by summing whole tensors that hold each rank's part."""
+    """Make Megatron-Core gather and scatter unequal parts over gloo by summing whole tensors that hold each rank's
+    part."""
     mappings = _module("megatron.core.tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_parts(input_: Tensor, group: Any, output_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
-        if output_split_sizes is None or group.size() == 1:
+        if output_split_sizes is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             even: Tensor = gather(input_, group, output_split_sizes, *rest, **keywords)
             return even
         whole = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
@@ -117,7 +117,7 @@ def allow_uneven_parts() -> None:
         return whole
 
     def scatter_parts(input_: Tensor, group: Any, input_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
-        if input_split_sizes is None or group.size() == 1:
+        if input_split_sizes is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             even: Tensor = scatter(input_, group, input_split_sizes, *rest, **keywords)
             return even
         whole = input_.contiguous().clone()
@@ -134,9 +134,7 @@ CUDA_MODULES = [hook.module for hook in hooks() if hook.platform == "cpu" and ho
 
 @cache
 def apply_patches() -> None:
-    """Make Megatron-Core run on this process's CPU; does nothing with CUDA, nor when called again."""
-    if current_platform().name == "cuda":
-        return
+    """Make Megatron-Core run on this process's CPU, and no longer on its GPU; does nothing when called again."""
     overlay = cpu_torch()
     with compiling_nothing():
         modules = [_module(name) for name in CUDA_MODULES]
@@ -161,7 +159,8 @@ def _patch_tensor_methods() -> None:
 
     def type_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            return original_type(self).replace("torch.", "torch.cuda.", 1)
+            # Under a mode for torch's functions, the original calls the method of this name again, which is this one.
+            return original_type(self).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original_type(self, dtype, *args, **kwargs)

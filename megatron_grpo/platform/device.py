@@ -1,36 +1,55 @@
-"""Which kind of device this process computes on, decided once."""
+"""The kind of device that a process computes on."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed import TCPStore
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One kind of device and the collective library that belongs to it."""
+    """One kind of device and the collective library that belongs to it.
 
-    name: Literal["cuda", "cpu"]
+    A dry platform (`trainer.dry`) has tensors without numbers on the CPU, for which everything is decided as on CUDA.
+    """
+
+    name: Literal["cuda", "cpu", "dry"]
     device: torch.device
     """Device of a process's tensors. Ray shows each worker only its own GPU, so that is always the first."""
-    backend: Literal["nccl", "gloo"]
+    backend: Literal["nccl", "gloo", "fake"]
+    host: Literal["cpu", "meta"] = "cpu"
+    """Device of tensors in host memory."""
+    move: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
+    """A function that puts an array, [...], of any type, on the device."""
+
+    @property
+    def like_cuda(self) -> bool:
+        """Whether layers, kernels and communication are chosen for GPUs."""
+        return self.name != "cpu"
 
 
 @cache
 def current_platform() -> Platform:
     """CUDA when this process can see a GPU, else the CPU."""
     if torch.cuda.is_available():
-        return Platform("cuda", torch.device("cuda", 0), "nccl")
+        return Platform("cuda", torch.device("cuda", 0), "nccl", move=_copied_to_gpu)
     return Platform("cpu", torch.device("cpu"), "gloo")
+
+
+def _copied_to_gpu(array: NDArray[Any]) -> Tensor:
+    """The array's copy on the GPU, from pinned memory so that the host does not wait for the copy."""
+    return torch.from_numpy(array).pin_memory().to(current_platform().device, non_blocking=True)
 
 
 def require_gpus(assigned: Sequence[object]) -> None:

@@ -59,7 +59,7 @@ class Hook:
 
     library: str
     """Key of LIBRARIES."""
-    platform: Literal["cuda", "cpu", "both"]
+    platform: Literal["cuda", "cpu", "dry", "both"]
     """Platforms on which the hook is used."""
     module: str
     names: tuple[str, ...]
@@ -97,11 +97,11 @@ def hooks() -> tuple[Hook, ...]:
     )
 
 
-def check_hooks(platform: Literal["cuda", "cpu"]) -> None:
+def check_hooks(platform: Literal["cuda", "cpu", "dry"]) -> None:
     """Look for the symbols of the libraries that this process has imported, without importing more.
 
     Args:
-        platform: the platform of this process; hooks of the other one are left out.
+        platform: the platform of this process; hooks of the others are left out.
 
     Raises:
         RunError: a symbol is missing.

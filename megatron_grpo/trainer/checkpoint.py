@@ -121,7 +121,7 @@ class RankCheckpoint:
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be written"):
             filesystem_async._get_write_results_queue = ResultsFile
-            state = _sharded_state(rank, is_loading=False)
+            state = sharded_state(rank, is_loading=False)
             state["random"] = _random_state_shard()
             if rank.reference_moved and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
@@ -180,7 +180,7 @@ class RankCheckpoint:
         """
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be loaded"):
-            state = _sharded_state(rank, is_loading=True)
+            state = sharded_state(rank, is_loading=True)
             common = dist_checkpointing.load_common_state_dict(folder)
             _refuse_another_kind(common, state)
             if common["layout"] == state["layout"]:
@@ -225,7 +225,8 @@ def _replicas() -> dist.ProcessGroup:
     return group
 
 
-def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
+    """The checkpoint's entries of a rank, but for random state and a moved reference; `is_loading`: to be filled."""
     metadata = dict(_METADATA)  # Megatron adds its process groups
     model = sharded_weights(rank.whole_chunks(), metadata)
     optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)

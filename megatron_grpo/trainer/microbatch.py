@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.losses.loss import Segments
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
     Move,
@@ -65,9 +65,10 @@ class MicrobatchMaker:
     tokens of a rank, after sequence parallelism, is a multiple of what FP8 products require.
     """
 
-    def __init__(self, config: PolicyConfig, shape: ModelShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: ModelShape, platform: Platform) -> None:
         self._config, self._parallel, self._shape = config, config.parallel, shape
-        self._transformer_engine = uses_transformer_engine(shape, config.precision)
+        self._move = platform.move
+        self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
 
     def place(self, lengths: Sequence[int]) -> PackedLayout:
         """The layout on this rank of sequences of these lengths."""
@@ -109,7 +110,7 @@ class MicrobatchMaker:
             entries["loss_mask"] = torch.zeros(1)
         ids, real = np.zeros(layout.local_tokens, dtype=np.int64), layout.source >= 0
         ids[real] = fields.token_ids.numpy()[layout.source[real]]
-        move = _to_device()
+        move = self._move
         sequence = np.repeat(np.arange(len(selected)), selected.lengths)  # of each token
         return Microbatch(
             token_ids=move(ids[None]),
@@ -152,11 +153,3 @@ def joined_over_context(values: Tensor) -> Tensor:
     total = values.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total
-
-
-def _to_device() -> Move:
-    """A function that copies an array to the device, from pinned memory so that the host does not wait for the copy."""
-    platform = current_platform()
-    if platform.name == "cpu":
-        return torch.from_numpy
-    return lambda array: torch.from_numpy(array).pin_memory().to(platform.device, non_blocking=True)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.platform.device import current_platform
-
 if TYPE_CHECKING:
+    from megatron_grpo.platform.device import Platform
     from megatron_grpo.trainer.rank import ModelRank
 
 
@@ -37,7 +36,7 @@ class DeviceMemory:
     """
 
     def __init__(self, rank: ModelRank) -> None:
-        self._rank = rank
+        self._rank, self._platform = rank, rank.platform
         self._emptied: dict[int, tuple[torch.UntypedStorage, int]] = {}
         """Storages that are empty now, each with its full size in bytes."""
         self._hosts: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
@@ -61,20 +60,20 @@ class DeviceMemory:
         if self._without_weights:
             return
         self._rank.whole_chunks()  # completes all-gathers of updated weights that are still pending
-        of_weights = _on_device(_weights(self._rank))
-        state, gradients = _on_device(_optimizer_state(self._rank)), _on_device(_gradients(self._rank))
+        of_weights = self._storages(_weights(self._rank))
+        state, gradients = self._storages(_optimizer_state(self._rank)), self._storages(_gradients(self._rank))
         # In float32 the weights that the optimizer updates are the model's own.
         moved = {key: one for key, one in state.items() if key not in of_weights} | (of_weights if weights else {})
         dropped = {key: one for key, one in gradients.items() if key not in state and key not in of_weights}
         for key, storage in moved.items():
             self._host(key, storage).copy_(_bytes(storage), non_blocking=True)
-        _finish_copies()
+        self._finish_copies()
         for key, storage in (moved | dropped).items():
             self._emptied[key] = storage, storage.nbytes()
             storage.resize_(0)
         self._without_weights = weights
         _drop_copies(self._rank)
-        if current_platform().name == "cuda":
+        if self._platform.name == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         logger.info("%.1f MiB given up so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
@@ -88,7 +87,7 @@ class DeviceMemory:
                 _bytes(storage).copy_(self._hosts[key][1], non_blocking=True)
             else:
                 _bytes(storage).zero_()
-        _finish_copies()
+        self._finish_copies()
         self._hosts = {key: host for key, host in self._hosts.items() if key in self._emptied}
         self._emptied, self._without_weights = {}, False
 
@@ -96,10 +95,21 @@ class DeviceMemory:
         """[bytes of the storage], uint8: host memory for its content."""
         known = self._hosts.get(key)
         if known is None or known[1].numel() != storage.nbytes():
-            pinned = current_platform().name == "cuda"
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            pinned, place = self._platform.name == "cuda", self._platform.host
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, device=place, pin_memory=pinned)
             self._hosts[key] = known = storage, host
         return known[1]
+
+    def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+        """The non-empty storages of the tensors that are on the platform's device, by the address of torch's object."""
+        device = self._platform.device.type
+        found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
+        return {storage._cdata: storage for storage in found if storage.nbytes() and storage.resizable()}
+
+    def _finish_copies(self) -> None:
+        """Wait for the device, because copies to and from pinned memory are asynchronous."""
+        if self._platform.name == "cuda":
+            torch.cuda.synchronize()
 
 
 def _drop_copies(rank: ModelRank) -> None:
@@ -146,38 +156,24 @@ def _flat_buffers(rank: ModelRank) -> Iterator[Any]:
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
-def _on_device(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The non-empty storages of the tensors that are on the platform's device, by the address of torch's object."""
-    device = current_platform().device.type
-    found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
-    return {storage._cdata: storage for storage in found if storage.nbytes() and storage.resizable()}
-
-
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """[bytes], uint8: all of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _finish_copies() -> None:
-    """Wait for the device, because copies to and from pinned memory are asynchronous."""
-    if current_platform().name == "cuda":
-        torch.cuda.synchronize()
-
-
-def move_to_host(chunks: Sequence[torch.nn.Module]) -> None:
+def move_to_host(chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
     """Move a frozen model's parameters to host memory, pinned if there is a GPU."""
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        host = parameter.data.cpu()
-        parameter.data = host.pin_memory() if current_platform().name == "cuda" else host
+        host = parameter.data.to(platform.host)
+        parameter.data = host.pin_memory() if platform.name == "cuda" else host
 
 
 @contextmanager
-def on_device(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Copy a model's parameters from host memory to the platform's device for the body.
+def on_device(chunks: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """Copy a model's parameters from host memory to a device for the body.
 
     Afterwards the parameters are the host copies again, and may be changed there; nothing is copied back.
     """
-    device = current_platform().device
     hosted = [(parameter, parameter.data) for chunk in chunks for parameter in chunk.parameters()]
     try:
         for parameter, host in hosted:

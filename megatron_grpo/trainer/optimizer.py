@@ -23,7 +23,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.model.megatron_config import made
 
 _DECAY_STYLES = {
@@ -43,7 +42,8 @@ class ModelOptimizer:
 
     def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
         settings = config.optimizer
-        overlap_grad_reduce, self._gathers_late = _overlaps(config)
+        shared = chunks[0].config  # all chunks have one configuration
+        overlap_grad_reduce, self._gathers_late = _overlaps(config, like_cuda=shared.platform.like_cuda)
         ours = {
             "grad_reduce_in_fp32": True,
             "use_distributed_optimizer": settings.distributed,
@@ -62,7 +62,6 @@ class ModelOptimizer:
             )
             for number, chunk in enumerate(chunks)
         ]
-        shared = chunks[0].config  # all chunks have one configuration
         shared.finalize_model_grads_func = _sum_model_grads
         if overlap_grad_reduce:  # only the last microbatch's backward pass completes a gradient
             without = [chunk.no_sync for chunk in self.chunks]
@@ -170,15 +169,14 @@ def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, 
     finalize_model_grads(list(model), None, **keywords)
 
 
-def _overlaps(config: PolicyConfig) -> tuple[bool, bool]:
+def _overlaps(config: PolicyConfig, *, like_cuda: bool) -> tuple[bool, bool]:
     """Whether gradients are reduced during the backward pass, and weights gathered during the next forward pass.
 
     By default on GPUs only, and never without data-parallel neighbours.
     """
     if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
         return False, False
-    on_gpu = current_platform().name == "cuda"
-    reduce = on_gpu if config.overlap_grad_reduce is None else config.overlap_grad_reduce
+    reduce = like_cuda if config.overlap_grad_reduce is None else config.overlap_grad_reduce
     possible = reduce and config.optimizer.distributed
     return reduce, possible if config.overlap_param_gather is None else config.overlap_param_gather
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import Platform, current_platform
 
 _KEPT = 16
 """Number of exchanges of shapes, the latest ones, whose tensors stay alive because sends may still be in flight."""
@@ -46,7 +46,7 @@ def exchange_shapes_in_order() -> None:
                 self, tensor_send_next, tensor_send_prev, recv_prev, recv_next
             )
             return shapes
-        device = current_platform().device
+        device = self.config.platform.device
         previous, following = (
             torch.empty(3, dtype=torch.int64, device=device) if wanted else None for wanted in (recv_prev, recv_next)
         )
@@ -82,6 +82,7 @@ def initialize_parallel(
     store: Store,
     seed: int,
     timeout_s: float,
+    platform: Platform | None = None,
 ) -> None:
     """Join the other ranks, form the tensor, context, expert, data and pipeline groups, and seed the random states.
 
@@ -90,13 +91,14 @@ def initialize_parallel(
         rank: number of the calling process; tensor-parallel neighbours have consecutive numbers.
         store: rendezvous of the ranks.
         timeout_s: deadline of the start-up and of every later collective.
+        platform: what the ranks compute on; None: what this process can.
     """
-    if current_platform().name == "cpu":
+    platform = platform or current_platform()
+    if platform.name != "cuda":
         from megatron_grpo.cpu.megatron import apply_patches
 
         apply_patches()
     exchange_shapes_in_order()
-    platform = current_platform()
     # Megatron-Core relies on one hardware queue to order a layer's communication before its computation, and checks the
     # variable even without a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.messages import RankSettings, StepShare
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
@@ -32,10 +32,15 @@ from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.weights.hf_weights import load_hf_weights
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo_kernels.head import HeadKernel
 from megatron_grpo_kernels.logprob import linear_logprobs
 
 Microbatches = list[list[int]]
 """Indices into a rank's TokenBatch, one list per microbatch."""
+
+LoadWeights = Callable[[Sequence[Any], ModelShape, str], None]
+"""A function that fills a rank's chunks with the weights of a folder in Hugging Face format."""
 
 
 class ModelRank(ABC):
@@ -45,18 +50,22 @@ class ModelRank(ABC):
     virtual pipeline.
     """
 
-    def __init__(self, settings: RankSettings) -> None:
+    def __init__(
+        self, settings: RankSettings, platform: Platform | None = None, load: LoadWeights = load_hf_weights
+    ) -> None:
+        """`platform` None: the one that this process computes on; `load` fills the chunks' uninitialised weights."""
         self.settings, self.config, self.shape = settings, settings.config, settings.shape
+        self.platform = platform or current_platform()
         config, shape = settings.config, settings.shape
-        self.chunks = build_model(config, shape)
-        load_hf_weights(self.chunks, shape, settings.folder)
+        self.chunks = build_model(config, shape, self.platform)
+        load(self.chunks, shape, settings.folder)
         self.reference: list[DecoderModel] | None = None
         """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
         self.reference_moved = False
         """Whether the reference policy differs from the model that the run started from."""
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self._add_reference(settings.reference)
-        self._maker = MicrobatchMaker(config, shape)
+        self._maker = MicrobatchMaker(config, shape, self.platform)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             is_policy = shape.value_head is None
@@ -68,10 +77,10 @@ class ModelRank(ABC):
     def _add_reference(self, reference: ReferenceConfig) -> None:
         """Build a copy of the model that is not trained."""
         config = _reference_config(self.config, reference)
-        self.reference = [chunk.requires_grad_(False) for chunk in build_model(config, self.shape)]
+        self.reference = [chunk.requires_grad_(False) for chunk in build_model(config, self.shape, self.platform)]
         _copy_weights(self.chunks, self.reference)  # faster than reading from disk again
         if reference.offload:
-            move_to_host(self.reference)
+            move_to_host(self.reference, self.platform)
 
     def whole_chunks(self) -> list[DecoderModel]:
         """The chunks with up-to-date weights; collective over data-parallel ranks.
@@ -241,7 +250,7 @@ class ModelRank(ABC):
         """
         parallel, most = self.config.parallel, number
         if parallel.expert > 1 or parallel.expert_tensor > 1:
-            numbers = torch.tensor(number, device=current_platform().device)
+            numbers = torch.tensor(number, device=self.platform.device)
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
             most = int(numbers)
         if parallel.virtual_pipeline > 1:
@@ -262,6 +271,11 @@ class PolicyRank(ModelRank):
     With adapters the reference is the policy without them, and needs no weights of its own.
     """
 
+    @property
+    def head_kernel(self) -> Literal["fused", "chunked", "auto"] | HeadKernel:
+        """The kernel that turns hidden states into log-probabilities."""
+        return self.config.logprob_kernel
+
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token under the current weights, as `_forward_tokens` returns it."""
         return self._forward_tokens(self.whole_chunks(), batch, microbatches)
@@ -273,7 +287,7 @@ class PolicyRank(ModelRank):
         if self.reference is None:
             with adapters_off(self.chunks):
                 return self._forward_tokens(self.whole_chunks(), batch, microbatches)
-        with on_device(self.reference) if reference.offload else nullcontext():
+        with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
             return self._forward_tokens(self.reference, batch, microbatches)
 
     @torch.no_grad()
@@ -299,7 +313,7 @@ class PolicyRank(ModelRank):
             columns=max(0, min(columns, self.shape.vocab - start)),
             group=group if group.size() > 1 else None,
             scale=1.0 / temperature if temperature > 0 else 1.0,  # greedy sampling is compared at temperature 1
-            kernel=self.config.logprob_kernel,
+            kernel=self.head_kernel,
             chunk_tokens=self.config.logprob_chunk_size,
         )
         return logprobs, replace(tokens, entropy=entropy)

@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, scaled_rope
 from megatron_grpo.trainer.model.experts import mark_experts
 from megatron_grpo.trainer.model.layer_spec import layer_spec, uses_transformer_engine
@@ -67,7 +67,7 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        placed = {"dtype": config.params_dtype, "device": current_platform().device}
+        placed = {"dtype": config.params_dtype, "device": config.platform.device}
         weight: Any = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **placed))
         bias: Any = torch.nn.Parameter(torch.zeros(1, **placed))
         self.weight, self.bias = weight, bias
@@ -77,7 +77,7 @@ class ValueHead(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
 
 
-def build_model(config: PolicyConfig, shape: ModelShape) -> list[DecoderModel]:
+def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | None = None) -> list[DecoderModel]:
     """A rank's shard of the model on the platform's device, weights uninitialised: one chunk, or several that
     microbatches pass in turn (virtual pipeline).
 
@@ -88,12 +88,14 @@ def build_model(config: PolicyConfig, shape: ModelShape) -> list[DecoderModel]:
     Args:
         config: the model's configuration; `initialize_parallel` was called with its layout.
         shape: sizes of the model; that of a value model ends in a `ValueHead`, initially zero.
+        platform: what to build for; None: what this process computes on.
 
     Raises:
         RunError: this rank's device or packages have no FP8, and the configuration asks for it.
     """
-    require_fp8(config.fp8, shape)
-    settings = transformer_config(config, shape)
+    platform = platform or current_platform()
+    require_fp8(config.fp8, shape, platform)
+    settings = transformer_config(config, shape, platform)
     number = config.parallel.virtual_pipeline
     return [_build_chunk(settings, config, shape, stage) for stage in (range(number) if number > 1 else (None,))]
 
@@ -117,9 +119,9 @@ def _build_chunk(
     )
     mark_experts(model)
     if shape.rope_scaling is not None:
-        model.rotary_pos_emb.inv_freq = scaled_rope(shape)[0].to(current_platform().device)
-    if not uses_transformer_engine(shape, config.precision):
-        model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape)
+        model.rotary_pos_emb.inv_freq = scaled_rope(shape)[0].to(settings.platform.device)
+    if not uses_transformer_engine(shape, settings.platform, config.precision):
+        model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape, settings.platform)
     if shape.embedding_scale is not None and model.pre_process:
         scale = float(torch.tensor(shape.embedding_scale, dtype=settings.params_dtype))  # rounded as the embeddings are
         model.embedding.register_forward_hook(lambda _module, _given, embedded: embedded * scale)
@@ -132,14 +134,14 @@ def _build_chunk(
     return model
 
 
-def _rotary_at_positions(rotary: RotaryEmbedding, shape: ModelShape) -> RotaryAtPositions:
+def _rotary_at_positions(rotary: RotaryEmbedding, shape: ModelShape, platform: Platform) -> RotaryAtPositions:
     if shape.local_rope_theta is None:
         return RotaryAtPositions(rotary)
     local = RotaryEmbedding(
         shape.head_dim,
         rotary_percent=1.0,
         rotary_base=shape.local_rope_theta,
-        use_cpu_initialization=current_platform().name == "cpu",
+        use_cpu_initialization=platform.device.type == "cpu",
         cp_group=rotary.cp_group,
     )
     return GlobalAndLocalRotary(rotary, local)

@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_grpo.config.schema import MoeConfig
-from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSequences
 
 
@@ -71,7 +70,7 @@ class ExpertRouter(TopKRouter):
 
     def clear(self) -> None:
         """Reset the counts at the start of a step."""
-        device = current_platform().device
+        device = self.config.platform.device
         self.chosen = torch.zeros(self.num_experts, device=device)
         """[experts], float32: number of this rank's real tokens that chose each expert."""
         self.losses = torch.zeros(2, device=device)
@@ -218,8 +217,8 @@ class StepRouting:
     With `replays` tokens are routed to the experts that the engine recorded.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: MoeConfig, name: str, *, replays: bool) -> None:
-        self._name = name
+    def __init__(self, chunks: Sequence[Any], config: MoeConfig, name: str, *, replays: bool) -> None:
+        self._name, self._device = name, chunks[0].config.platform.device
         modules = [module for chunk in chunks for module in chunk.modules()]
         self.routers = [module for module in modules if isinstance(module, ExpertRouter)]  # layer by layer
         self.replays = replays
@@ -237,7 +236,7 @@ class StepRouting:
     def counts(self) -> Tensor:
         """Number of the step's tokens by expert, [layers of this rank, experts], float32; collective over a stage."""
         if not self.routers:
-            return torch.zeros(0, 1, device=current_platform().device)
+            return torch.zeros(0, 1, device=self._device)
         counts = torch.stack([router.chosen for router in self.routers])
         dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         return counts

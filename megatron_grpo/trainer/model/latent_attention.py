@@ -20,7 +20,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.model.attention import TorchCoreAttention
 from megatron_grpo.trainer.model.layers import RMSNorm
 from megatron_grpo.weights.shape import LatentShape
@@ -31,7 +30,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        placed = {"dtype": config.params_dtype, "device": current_platform().device}
+        placed = {"dtype": config.params_dtype, "device": config.platform.device}
         weight: Any = torch.nn.Parameter(torch.empty(outputs, inputs, **placed))
         weight.sequence_parallel = config.sequence_parallel  # each rank sees some of the tokens: gradients are added up
         self.weight = weight

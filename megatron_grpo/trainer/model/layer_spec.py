@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -18,7 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
@@ -30,13 +31,15 @@ from megatron_grpo.weights.shape import ModelShape
 logger = logging.getLogger(__name__)
 
 
-def uses_transformer_engine(shape: ModelShape, precision: Literal["float32", "bfloat16"] = "bfloat16") -> bool:
+def uses_transformer_engine(
+    shape: ModelShape, platform: Platform, precision: Literal["float32", "bfloat16"] = "bfloat16"
+) -> bool:
     """Whether a model's layers are Transformer Engine's: it is installed beside a GPU and can express them.
 
     In float32 they are plain torch: no fused attention of Transformer Engine takes float32, its unfused one excludes
     context parallelism, and its float32 products are rounded to TF32.
     """
-    if precision == "float32" or not _transformer_engine_found():
+    if precision == "float32" or not _transformer_engine_found(platform.name):
         return False
     if shape.post_norms or shape.local_rope_theta is not None or shape.latent is not None:
         _say_beyond_transformer_engine(shape.family)
@@ -50,10 +53,10 @@ def _say_beyond_transformer_engine(family: str) -> None:
 
 
 @cache
-def _transformer_engine_found() -> bool:
+def _transformer_engine_found(platform: Literal["cuda", "cpu", "dry"]) -> bool:
     """Whether there is a GPU with Transformer Engine; warns once when only the GPU is there."""
-    if current_platform().name == "cpu":
-        return False
+    if platform != "cuda":
+        return platform == "dry"
     # The extension for torch is looked for, because the package transformer_engine may be installed without it.
     found = importlib.util.find_spec("transformer_engine_torch") is not None
     if not found:
@@ -63,36 +66,52 @@ def _transformer_engine_found() -> bool:
 
 def layer_spec(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
-) -> ModuleSpec | TransformerBlockSubmodules:
+) -> TransformerBlockSubmodules:
     """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
 
     With adapters, simulated FP8 or quantisation, the linear layers and norms are torch's even where Transformer Engine
     is installed: its linear layers contain the norm before them, which hides the input that an adapter needs. Its
     attention stays in use.
     """
-    found = uses_transformer_engine(shape, config.precision)
+    found = uses_transformer_engine(shape, settings.platform, config.precision)
     engine = found and not (config.lora.rank or config.fp8.simulated or config.quantization)
-    if shape.experts is None and engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    dense = _one_layer(shape, None, engine=engine, engine_attention=found)
-    with_experts = dense
+    parts = _engine_parts(settings.platform) if found else None
+    with_experts = dense = _one_layer(shape, None, parts, whole=engine)
     if shape.experts is not None:
-        with_experts = _one_layer(shape, shape.experts.count, engine=engine, engine_attention=found)
+        with_experts = _one_layer(shape, shape.experts.count, parts, whole=engine)
     first = get_transformer_layer_offset(settings, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
-    norm: type[torch.nn.Module] = RMSNorm
-    if engine:
-        from megatron.core.extensions.transformer_engine import TENorm  # lazy: the package may be missing
-
-        norm = TENorm
-    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm if parts and engine else RMSNorm)
     if config.fp8.simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
         block = with_front(block, RoundedLinear, fp8=config.fp8)
     if config.quantization is not None:
         block = with_front(block, QuantizedLinear, quantization=config.quantization)
     return with_adapters(block, config.lora) if config.lora.rank else block
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Transformer Engine's modules, or shape-only ones in their place."""
+
+    layer: Callable[..., ModuleSpec]
+    """Makes a layer's spec from its number of experts (None: dense) and `qk_layernorm`: whether heads are normed."""
+    attention: type
+    norm: type
+
+
+def _engine_parts(platform: Platform) -> EngineParts:
+    # Imported here because Transformer Engine may not be installed.
+    if platform.name == "dry":
+        from megatron_grpo.trainer.dry import layers
+
+        return EngineParts(layers.shaped_layer, layers.ShapedAttention, layers.ShapedNorm)
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+
+    keep_empty_states()
+    layer = partial(get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
+    return EngineParts(layer, TEDotProductAttention, TENorm)
 
 
 @cache
@@ -113,14 +132,15 @@ def keep_empty_states() -> None:
     layer._split_extra_state = split_unless_empty
 
 
-def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool, engine_attention: bool) -> ModuleSpec:
-    """The spec of one layer with this number of experts; None: with a dense feed-forward network."""
-    if engine:
-        if experts is not None:
-            keep_empty_states()
-        layer = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm)
+def _one_layer(shape: ModelShape, experts: int | None, engine: EngineParts | None, *, whole: bool) -> ModuleSpec:
+    """The spec of one layer with this number of experts; None: with a dense feed-forward network.
+
+    `whole`: whether all of the layer is Transformer Engine's, rather than its attention alone.
+    """
+    if engine is not None and whole:
+        layer = engine.layer(experts, qk_layernorm=shape.qk_norm)
     else:
-        layer = _torch_layer(shape, experts, engine_attention=engine_attention)
+        layer = _torch_layer(shape, experts, TorchCoreAttention if engine is None else engine.attention)
     if experts is not None:
         layer.module = DecoderLayer
         layer.submodules.mlp.submodules.router = ExpertRouter
@@ -129,7 +149,7 @@ def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool, engine_a
     return layer
 
 
-def _torch_layer(shape: ModelShape, experts: int | None, *, engine_attention: bool) -> ModuleSpec:
+def _torch_layer(shape: ModelShape, experts: int | None, core_attention: type) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -139,11 +159,7 @@ def _torch_layer(shape: ModelShape, experts: int | None, *, engine_attention: bo
         parts.self_attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
         return layer
     attention = parts.self_attention.submodules
-    attention.core_attention = TorchCoreAttention
-    if engine_attention:
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention  # lazy: it may be missing
-
-        attention.core_attention = TEDotProductAttention
+    attention.core_attention = core_attention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.post_norms:

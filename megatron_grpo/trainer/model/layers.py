@@ -13,8 +13,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from megatron_grpo.platform.device import current_platform
-
 
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, eq. 4).
@@ -28,8 +26,9 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        device = current_platform().device
-        weight: Any = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
+        weight: Any = torch.nn.Parameter(
+            torch.empty(hidden_size, dtype=config.params_dtype, device=config.platform.device)
+        )
         weight.sequence_parallel = config.sequence_parallel
         self.weight = weight
         self.eps = eps

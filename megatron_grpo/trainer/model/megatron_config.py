@@ -7,6 +7,7 @@ import importlib.util
 import os
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -17,18 +18,25 @@ from torch import Tensor
 from megatron_grpo.config.checks.passthrough import library_problems
 from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.weights.shape import ModelShape
 
 T = TypeVar("T")
 
 
-def transformer_config(config: PolicyConfig, shape: ModelShape) -> TransformerConfig:
+@dataclass
+class DecoderSettings(TransformerConfig):
+    """Megatron-Core's settings, which it hands to every module, and the platform that the modules are made for."""
+
+    platform: Platform = field(default_factory=current_platform)
+
+
+def transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
     """Megatron-Core's settings of a decoder without dropout; fields that users pass override the others."""
     parallel, dtype = config.parallel, getattr(torch, config.precision)
     recomputes = config.activation_checkpointing
-    engine = uses_transformer_engine(shape, config.precision)
+    engine = uses_transformer_engine(shape, platform, config.precision)
     ours: dict[str, Any] = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -71,9 +79,10 @@ def transformer_config(config: PolicyConfig, shape: ModelShape) -> TransformerCo
         window_size=None if shape.window is None else (shape.window - 1, 0),
         window_attn_skip_freq=[int(windowed) for windowed in shape.windowed] or None,
         **_fp8_settings(config.fp8),
-        **_platform_settings(shape, engine=engine, interleaved=parallel.virtual_pipeline > 1),
+        **_platform_settings(shape, platform, engine=engine, interleaved=parallel.virtual_pipeline > 1),
+        platform=platform,
     )
-    return made(TransformerConfig, ours, transformer_fields(config))
+    return made(DecoderSettings, ours, transformer_fields(config, platform))
 
 
 def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -94,17 +103,17 @@ def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Pro
     return problems
 
 
-def transformer_fields(config: PolicyConfig) -> dict[str, Any]:
+def transformer_fields(config: PolicyConfig, platform: Platform) -> dict[str, Any]:
     """Fields of TransformerConfig for speed and memory, and the fields that the user passes.
 
     With policy.deterministic it also sets the environment variable that Transformer Engine reads.
     """
-    fields: dict[str, Any] = {"gradient_accumulation_fusion": _fuses_accumulation(config)}
+    fields: dict[str, Any] = {"gradient_accumulation_fusion": _fuses_accumulation(config, platform)}
     if config.deterministic:
         # Read by Transformer Engine, which refuses deterministic_mode without it.
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         # On a CPU results repeat anyway, and the flag would only choose a slower embedding.
-        fields["deterministic_mode"] = current_platform().name == "cuda"
+        fields["deterministic_mode"] = platform.like_cuda
     if config.recompute_modules:
         fields |= {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules)}
     return fields | config.megatron
@@ -137,14 +146,14 @@ def _converted(hint: Any, value: Any) -> Any:
     return value
 
 
-def _fuses_accumulation(config: PolicyConfig) -> bool:
+def _fuses_accumulation(config: PolicyConfig, platform: Platform) -> bool:
     """Whether the product that makes a weight's gradient also accumulates it, which apex's extension does on a GPU."""
     if config.gradient_accumulation_fusion is not None:
         return config.gradient_accumulation_fusion
     if config.quantization is not None or config.fp8.simulated:
         return False  # the product is with a rounded weight, which has no gradient buffer
     extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
-    return current_platform().name == "cuda" and extension is not None
+    return platform.like_cuda and extension is not None
 
 
 def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
@@ -163,12 +172,12 @@ def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
     }
 
 
-def require_fp8(fp8: Fp8Config, shape: ModelShape) -> None:
+def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
     """Raise a RunError if this rank has no GPU or Transformer Engine for FP8, or its GPU is too old for the recipe."""
     if not fp8.on_device:
         return
     what = f"policy.fp8.format={fp8.format}"
-    if not uses_transformer_engine(shape):
+    if not uses_transformer_engine(shape, platform):
         raise RunError(f"{what} needs a GPU and Transformer Engine; policy.fp8.simulate=true has its numerics without")
     have = torch.cuda.get_device_capability()
     if have < fp8.least_capability:
@@ -229,9 +238,9 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def _platform_settings(shape: ModelShape, *, engine: bool, interleaved: bool) -> dict[str, Any]:
+def _platform_settings(shape: ModelShape, platform: Platform, *, engine: bool, interleaved: bool) -> dict[str, Any]:
     """Megatron-Core's settings of fused kernels and of communication between stages, for this platform."""
-    cuda = current_platform().name == "cuda"
+    cuda = platform.like_cuda
     return {
         "apply_rope_fusion": engine,
         "bias_activation_fusion": cuda and shape.activation == "silu",

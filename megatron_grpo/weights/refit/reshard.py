@@ -13,7 +13,7 @@ from torch.distributed import Store
 
 from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitMode
-from megatron_grpo.platform.device import current_platform, open_store
+from megatron_grpo.platform.device import open_store
 from megatron_grpo.weights.families import shape_of_folder, weight_entries
 from megatron_grpo.weights.families.family import WeightSlice
 from megatron_grpo.weights.hf_weights import BoundEntry, bound_entries, split_parameter
@@ -106,7 +106,7 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankSh
     layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
     tensor, planned = parallel_state.get_tensor_model_parallel_rank(), shards[number]
     assert (layers, tensor) == (planned.layers, planned.tensor.index), f"planned for {planned}, has {layers}, {tensor}"
-    links = Links(rendezvous, "source", number, current_platform().device, weight_entries(rank.shape))
+    links = Links(rendezvous, "source", number, rank.platform.device, weight_entries(rank.shape))
     _sender = ShardSender(rank, planned, links)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import offload, rank
-from megatron_grpo.trainer.model import layer_spec, megatron_config
+from megatron_grpo.trainer.model import layer_spec
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import transformer_fields
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
@@ -22,17 +22,13 @@ from megatron_grpo.weights.families import shape_of_config
 from tests.support.config_problems import SMALL
 
 CUDA = Platform("cuda", torch.device("cpu"), "nccl")
-
-
 SHAPE = shape_of_config(SMALL)
 
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """A GPU, with the packages that the test adds."""
+    """The packages that are installed, which the test adds."""
     names: set[str] = set()
-    for module in (layer_spec, megatron_config):
-        monkeypatch.setattr(module, "current_platform", lambda: CUDA)
     real = importlib.util.find_spec
     made_up = {"transformer_engine", "transformer_engine_torch", "fused_weight_gradient_mlp_cuda"}
 
@@ -47,13 +43,13 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 def test_float32_layers_are_plain_torch(packages: set[str]) -> None:
     packages |= {"transformer_engine", "transformer_engine_torch"}
-    assert uses_transformer_engine(SHAPE, "bfloat16")
-    assert not uses_transformer_engine(SHAPE, "float32")
+    assert uses_transformer_engine(SHAPE, CUDA, "bfloat16")
+    assert not uses_transformer_engine(SHAPE, CUDA, "float32")
 
 
 def test_transformer_engine_without_its_extension_for_torch_is_not_used(packages: set[str]) -> None:
     packages.add("transformer_engine")
-    assert not uses_transformer_engine(SHAPE, "bfloat16")
+    assert not uses_transformer_engine(SHAPE, CUDA, "bfloat16")
 
 
 def test_boundaries_that_are_one_tensor_stay_one_on_the_device() -> None:
@@ -70,7 +66,7 @@ def test_gradients_of_rounded_weights_are_not_fused(simulate: bool, fused: bool,
     fp8 = Fp8Config(format="hybrid", recipe="tensorwise", simulate=simulate)
     policy = Config().policy
     policy.fp8 = fp8
-    assert transformer_fields(policy)["gradient_accumulation_fusion"] is fused
+    assert transformer_fields(policy, CUDA)["gradient_accumulation_fusion"] is fused
 
 
 class GroupedLinear:
