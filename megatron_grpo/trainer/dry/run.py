@@ -1,0 +1,338 @@
+"""A dry run: one rank of a job builds its model, computes and learns on tensors without numbers, and says what memory
+that takes on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partialmethod
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.losses.loss import GlobalCounts
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.platform.device import Platform
+from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.checkpoint import sharded_state
+from megatron_grpo.trainer.dry.layers import Kernel, attention, norm, run
+from megatron_grpo.trainer.dry.tracker import DryMode
+from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
+from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+from megatron_grpo.trainer.rank import Microbatches, PolicyRank
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo_kernels.logprob import CHUNK_NUMBERS, Asked, Head, Statistics
+
+
+@dataclass(frozen=True)
+class DryReport:
+    """The memory of one rank's GPU."""
+
+    peak_bytes: int
+    """Most bytes of tensors at once; CUDA's context, NCCL's buffers and fragmentation come on top."""
+    phases: dict[str, int]
+    """Most bytes at once in each phase, in their order."""
+    held: dict[str, int]
+    """Bytes that were left at the end of each phase."""
+    holders: dict[str, int]
+    """Bytes at the peak, by kind of tensor."""
+
+
+def dry_run(config: Config, shape: ModelShape, rank: int, *, expert_skew: float = 1.0) -> DryReport:
+    """Run the phases of two steps on a rank, whose microbatches are full, and all of whose tokens are sampled.
+
+    The second step shows the peak, since the optimizer's moments appear in the first. A process that calls this cannot
+    use its GPU for Megatron-Core afterwards.
+
+    Args:
+        config: the run's configuration; `problems` are not checked.
+        shape: sizes of the model.
+        rank: number of the rank in the layout of `config.policy.parallel`.
+        expert_skew: tokens of each of this rank's experts, relative to their mean over all experts.
+    """
+    return tracked_run(config, shape, rank, FakeTensorMode(allow_non_fake_inputs=True), expert_skew=expert_skew)
+
+
+def tracked_run(
+    config: Config, shape: ModelShape, rank: int, fake: FakeTensorMode | None, *, expert_skew: float = 1.0
+) -> DryReport:
+    """A dry run on fake tensors or, to compare, on real ones; these are not moved to host memory."""
+    mode = DryMode(shape.experts.top_k if shape.experts is not None else 0)
+
+    def move(array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        tensor = tensor if fake is None else fake.from_tensor(tensor)
+        mode.follow(tensor)
+        return tensor
+
+    platform = Platform("dry", torch.device("cpu"), "fake", host="meta", move=move)
+    parallel = config.policy.parallel
+    destroy_parallel()
+    initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
+    try:
+        with _replaced_names(expert_skew), fake or nullcontext(), mode, CudaKernels():
+            with mode.phase("build"):
+                settings = RankSettings(
+                    config=config.policy,
+                    shape=shape,
+                    folder="",
+                    reference=config.reference if config.uses_reference else None,
+                    temperature=config.generation.temperature,
+                    decay_steps=config.decay_steps,
+                )
+                policy = DryRank(settings, platform)
+            _compute(policy, config, mode)
+            if fake is not None:
+                _move(policy, mode)
+    finally:
+        destroy_parallel()
+    return DryReport(mode.peak, mode.peaks, mode.held, mode.holders)
+
+
+def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:
+    """The phases of a step between the engines' turns."""
+    policy, reference = config.policy, config.uses_reference
+    with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
+        rank.optimizer.step(rank.optimizer.grad_norm())
+    work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
+    with mode.phase("logprobs"):
+        rank.logprobs(*work)
+    if reference:
+        with mode.phase("reference"):
+            rank.reference_logprobs(*work)
+    batch, microbatches = rank.full_microbatches(policy.microbatch_tokens, reference=reference)
+    counts = GlobalCounts(
+        tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
+    )
+    with mode.phase("train"):
+        rank.train(batch, microbatches, ClippedPGLossFn(config.loss_fn), counts)
+
+
+def _move(rank: DryRank, mode: DryMode) -> None:
+    """The phases around the engines' turns and a checkpoint."""
+    with mode.phase("offload"):
+        rank.memory.give_up(weights=True)
+    with mode.phase("onload"):
+        rank.memory.take_back()
+    with mode.phase("checkpoint"):
+        sharded_state(rank, is_loading=False)
+
+
+class DryRank(PolicyRank):
+    """A rank of the policy without numbers: its microbatches are planned on the host, outside of the modes."""
+
+    def __init__(self, settings: RankSettings, platform: Platform) -> None:
+        super().__init__(settings, platform, load=lambda *_: None)
+        self._maker = HostMaker(settings.config, settings.shape, platform)
+
+    def full_microbatches(self, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
+        """Microbatches of `most_tokens` tokens in the longest sequences, as many as the pipeline holds at once.
+
+        All tokens are sampled. `reference`: whether there are log-probabilities of the reference policy.
+        """
+        config, parallel = self.config, self.config.parallel
+        longest = min(config.max_total_sequence_length, most_tokens)
+        lengths = [longest] * (most_tokens // longest)
+        number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)
+        part = self._maker.place(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
+        _PASSED[:] = part, 1, self.shape.hidden
+        with _disable_current_modes():
+            zeros = torch.zeros(sum(lengths) * number)
+            fields = TokenFields(
+                token_ids=zeros.int(),
+                sampled=zeros == 0,
+                loss_mask=1 - zeros,
+                generation_logprobs=zeros,
+                prev_logprobs=zeros,
+                reference_logprobs=zeros if reference else None,
+                advantages=zeros,
+            )
+        sequences = iter(range(len(lengths) * number))
+        return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]
+
+    @property
+    def head_kernel(self) -> Any:
+        """The fused kernel's tensors, unless the configuration asks for the chunked kernel."""
+        return self.config.logprob_kernel if self.config.logprob_kernel == "chunked" else ShapedLogprobs()
+
+
+class HostMaker(MicrobatchMaker):
+    """Makes microbatches of real numbers; only the platform's `move` leaves them behind."""
+
+    def make(self, *arguments: Any) -> Microbatch:
+        """A microbatch, as `MicrobatchMaker` makes it."""
+        with _disable_current_modes():
+            return super().make(*arguments)
+
+
+class ShapedLogprobs:
+    """The tensors of the fused kernel for log-probabilities (`FusedLogprobs`)."""
+
+    def statistics(self, head: Head) -> Statistics:
+        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
+        return Statistics(highest, highest.new_empty(3, len(head.local)))
+
+    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """Gradients in the shapes and dtypes of hidden states and weight."""
+        summed = torch.empty_like(head.hidden, dtype=torch.float32)
+        block = head.hidden.new_empty(min(CHUNK_NUMBERS, len(head.local) * head.columns))
+        grad_weight = torch.empty_like(head.weight) if asked.of_weight else None
+        product = torch.empty_like(summed)
+        del block, product
+        return summed.to(head.hidden.dtype), grad_weight
+
+
+class CudaKernels(TorchFunctionMode):
+    """Gives torch's functions the tensors that their fused kernels for CUDA make and save."""
+
+    _fused: ClassVar[dict[Any, Any]] = {
+        torch.nn.functional.scaled_dot_product_attention: lambda query, key, value, **_: attention(query, key, value),
+        torch.nn.functional.rms_norm: lambda input, normalized_shape, weight, eps: norm(input, weight),
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace attention and RMS norm."""
+        return self._fused.get(func, func)(*args, **(kwargs or {}))
+
+
+def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
+    """[rows, 2 * width] to [rows, width]: SwiGLU in one kernel."""
+    return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
+
+
+def _gated_back(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
+    """The gradient of `_gated`."""
+    return torch.empty_like(gate_and_up)
+
+
+def _weighted_back(gradient: Tensor, gate_and_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `_gated` with a weight for each row."""
+    return torch.empty_like(gate_and_up), torch.empty_like(weights)
+
+
+def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Fused rotary embedding, [tokens, heads, head_dim]: its backward pass needs the angles alone."""
+    result: Tensor = run(Kernel("rope", [(vectors.shape, vectors.dtype)]), vectors)
+    return result
+
+
+def _permute(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
+    """Tokens [tokens, hidden] to a copy for each of their experts, with its weight, and the map of rows."""
+    rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
+    made = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
+    permuted, weights = run(Kernel("dispatch", made, saved=[rows]), tokens, probs)
+    return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
+
+
+def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_shape: Sequence[int]) -> Tensor:
+    """Sum the copies of each token: [copies, hidden] to [tokens, hidden]."""
+    kernel = Kernel("dispatch", [(restore_shape, tokens.dtype)], keeps=[1])
+    result: Tensor = run(kernel, tokens, row_map)
+    return result
+
+
+def _sort_with_probs(tokens: Tensor, probs: Tensor, *_: Any) -> Any:
+    """Sort rows and their weights by expert."""
+    made = [(tokens.shape, tokens.dtype), (probs.shape, probs.dtype)]
+    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), tokens, probs)
+
+
+def _sort(tokens: Tensor, *_: Any) -> Tensor:
+    """Sort rows by expert, or back."""
+    kernel = Kernel("dispatch", [(tokens.shape, tokens.dtype)], saved=[((len(tokens),), torch.int32)])
+    result: Tensor = run(kernel, tokens)
+    return result
+
+
+def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
+    """Tokens of each of this rank's experts, [local experts], in place of a copy from the device.
+
+    Every rank of an expert group sends alike. Each local expert gets `skew` times the mean, the others share the rest.
+    The arguments and attributes are those of Megatron-Core's dispatcher.
+    """
+    total, count = self.routing_map.shape[0] * self.config.moe_router_topk, self.num_experts
+    here = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+    share = np.ones(count)
+    share[here] = skew
+    others = count - self.num_local_experts
+    share[: here.start] = share[here.stop :] = (count - skew * self.num_local_experts) / max(others, 1)
+    ends = np.rint(np.cumsum(share) / share.sum() * total).astype(np.int64)
+    each = np.diff(ends, prepend=0)
+    local, peers = each[here], self.tp_size * self.ep_size
+    if peers > 1:
+        self.input_splits = each.reshape(self.ep_size, -1).sum(axis=1)
+        self.output_splits = np.full(self.ep_size, local.sum())
+        self.output_splits_tp = np.full(self.tp_size, local.sum() * self.ep_size)
+    self.num_global_tokens_per_local_expert = np.tile(local, (peers, 1))
+    chunks = np.arange(count * self.tp_size)
+    self.sort_input_by_local_experts = chunks.reshape(-1, self.num_local_experts).T.ravel()
+    self.restore_output_by_local_experts = chunks.reshape(self.num_local_experts, -1).T.ravel()
+    return local * peers
+
+
+def _l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """The norm of all gradients, [1], float32."""
+    return lists[0][0].new_empty(1, dtype=torch.float32), None
+
+
+_PASSED = [0, 0, 0]
+"""Shape of the tensors that pipeline stages exchange: all microbatches of a phase have the same."""
+
+
+def _shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
+    """The shapes that the neighbours of a pipeline stage announce."""
+    return list(_PASSED), list(_PASSED)
+
+
+def _gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
+    """Gather this rank's object from every rank."""
+    found[:] = [own] * len(found)
+
+
+REPLACED: dict[str, Any] = {
+    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _rope,
+    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _rope,
+    "megatron.core.transformer.moe.moe_utils:HAVE_TE": True,
+    "megatron.core.transformer.moe.moe_utils:fused_permute": _permute,
+    "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute,
+    "megatron.core.transformer.moe.moe_utils:fused_unpermute": _unpermute,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort_with_probs,
+    "megatron.core.fusions.fused_bias_swiglu:swiglu": _gated,
+    "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _gated_back,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _gated,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _weighted_back,
+    "megatron.core.optimizer.clip_grads:l2_norm_impl": _l2_norm,
+    "torch.distributed:all_gather_object": _gather_objects,
+}
+"""Names that are replaced during a dry run, most of them those of Transformer Engine's kernels."""
+
+
+@contextmanager
+def _replaced_names(expert_skew: float) -> Iterator[None]:
+    """Replace the names of `REPLACED`, and the dispatcher's counts, for the body."""
+    with ExitStack() as stack:
+        for place, value in REPLACED.items():
+            module, _, name = place.partition(":")
+            stack.enter_context(patch.object(importlib.import_module(module), name, value, create=True))
+        counts = partialmethod(_counts, skew=expert_skew)
+        stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))
+        stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _shapes))
+        yield

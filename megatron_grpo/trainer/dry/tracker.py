@@ -1,0 +1,157 @@
+"""Device memory of a computation, followed storage by storage; the same on fake tensors as on real ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GRANULE = 512
+"""CUDA's caching allocator rounds sizes up to a multiple of this many bytes."""
+
+
+_KIND: ContextVar[str] = ContextVar("kind", default="other")
+
+
+@contextmanager
+def kind(name: str) -> Iterator[None]:
+    """Storages that are made in the body are counted as this kind."""
+    token = _KIND.set(name)
+    try:
+        yield
+    finally:
+        _KIND.reset(token)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operators in its body make, from their first tensor to their last.
+
+    Tensors on the meta device, which stand for host memory, are not counted. What is not seen: memory that a kernel
+    takes and gives back within one operator, and the allocator's fragmentation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        """Bytes alive, by kind."""
+        self.peak = 0
+        """Most bytes that were alive at once."""
+        self.holders: dict[str, int] = {}
+        """`live` at the peak."""
+        self.peaks: dict[str, int] = {}
+        """Most bytes alive at once, by phase."""
+        self.held: dict[str, int] = {}
+        """Bytes alive at the end, by phase."""
+        self._phase = "other"
+        self._total = 0
+        self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        """Living storages by the address of torch's object: reference, kind, bytes."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The body is a phase of `peaks`; new storages in it are of the kind `name`, unless `kind` says otherwise."""
+        before, self._phase = self._phase, name
+        self._note_peak()
+        try:
+            with kind(name):
+                yield
+        finally:
+            self._read_sizes()
+            self.held[name] = self._total
+            self._phase = before
+
+    def name_kind(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Change the kind of existing storages."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._storages:
+                reference, kind, size = self._storages[key]
+                self._storages[key] = reference, name, size
+                self.live.update({kind: -size, name: size})
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is counted already."""
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, partial(self._forget, key)), _KIND.get(), 0
+            self._resize(key, storage.nbytes())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count what it makes."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.follow(tensor)
+        return result
+
+    def _resize(self, key: int, nbytes: int) -> None:
+        reference, kind, before = self._storages[key]
+        size = -(-nbytes // GRANULE) * GRANULE
+        self._storages[key] = reference, kind, size
+        self.live[kind] += size - before
+        self._total += size - before
+        self._note_peak()
+
+    def _forget(self, key: int, _reference: Any) -> None:
+        _, kind, size = self._storages.pop(key)
+        self.live[kind] -= size
+        self._total -= size
+
+    def _note_peak(self) -> None:
+        self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
+        if self._total > self.peak:
+            self.peak, self.holders = self._total, {kind: size for kind, size in self.live.items() if size}
+
+    def _read_sizes(self) -> None:
+        """Read the sizes again, because resizing a storage is no operator."""
+        for key, (reference, _, _) in list(self._storages.items()):
+            storage = reference()
+            if storage is not None:
+                self._resize(key, storage.nbytes())
+
+
+class DryMode(MemoryTracker):
+    """A tracker that also answers what tensors without numbers, and ranks without peers, cannot.
+
+    A number that the host reads is 1. Collectives do nothing: their outputs exist already. A boolean index selects
+    every row, and the mask of routed tokens as many as tokens have experts, `top_k` each.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self._top_k = top_k
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer, or run the operator and count what it makes."""
+        name = func.name()
+        if name == "aten::_local_scalar_dense":
+            number = args[0]
+            return True if number.dtype == torch.bool else 1.0 if number.is_floating_point() else 1
+        if name == "aten::masked_select":
+            made = args[0].new_zeros(args[1].shape[-1] * self._top_k)
+            self.follow(made)
+            return made
+        if name.startswith("c10d::"):
+            done = [_done() if "Work" in str(one.type) else args[0] for one in func._schema.returns]
+            return done[0] if len(done) == 1 else tuple(done)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _done() -> Any:
+    return torch._C._distributed_c10d.FakeWork().boxed()

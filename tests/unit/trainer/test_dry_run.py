@@ -1,0 +1,107 @@
+"""Dry runs: the tracked memory is the same on fake and on real tensors, and what arithmetic says it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
+from megatron_grpo.trainer.dry.run import dry_run, tracked_run
+from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.weights.shape import ModelShape
+from tests.support.config_problems import SMALL
+
+DENSE = shape_of_config({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
+EXPERTS = shape_of_config(
+    {
+        **SMALL,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 256,
+        "num_hidden_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu() -> Iterator[None]:
+    if torch.cuda.is_available():
+        pytest.skip("a dry run takes the process's GPU away from Megatron-Core")
+    return
+
+
+def small_run(**parallel: int | bool) -> Config:
+    config = Config()
+    config.policy.parallel = ParallelConfig(**parallel)
+    config.policy.max_total_sequence_length, config.policy.microbatch_tokens = 64, 128
+    config.loss_fn.reference_policy_kl_penalty = 0.0
+    return config
+
+
+def lora(config: Config) -> None:
+    config.policy.lora = LoraConfig(rank=4)
+
+
+def reference(config: Config) -> None:
+    config.loss_fn.reference_policy_kl_penalty = 0.1
+
+
+def recompute(config: Config) -> None:
+    config.policy.activation_checkpointing = True
+
+
+def recompute_mlp(config: Config) -> None:
+    config.policy.recompute_modules = ["mlp"]
+
+
+def padded(config: Config) -> None:
+    config.policy.packing = False
+
+
+def plain(config: Config) -> None:
+    pass
+
+
+def unfused_permutation(config: Config) -> None:
+    """The fused one keeps indices on a GPU, of which real tensors have none."""
+    config.policy.megatron = {"moe_permute_fusion": False}
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "rank", "change"),
+    [
+        pytest.param(DENSE, {}, 0, plain, id="dense"),
+        pytest.param(DENSE, {}, 0, lora, id="lora"),
+        pytest.param(DENSE, {"data": 2}, 1, reference, id="reference"),
+        pytest.param(DENSE, {}, 0, recompute, id="recompute"),
+        pytest.param(DENSE, {}, 0, recompute_mlp, id="recompute_mlp"),
+        pytest.param(DENSE, {}, 0, padded, id="padded"),
+        pytest.param(DENSE, {"tensor": 2, "sequence": True, "data": 2}, 3, plain, id="tensor"),
+        pytest.param(DENSE, {"context": 2}, 1, plain, id="context"),
+        *(pytest.param(DENSE, {"pipeline": 2}, rank, plain, id=f"pipeline{rank}") for rank in (0, 1)),
+        *(
+            pytest.param(DENSE, {"pipeline": 2, "virtual_pipeline": 2}, rank, plain, id=f"virtual{rank}")
+            for rank in (0, 1)
+        ),
+        pytest.param(EXPERTS, {"expert": 2, "data": 2}, 1, unfused_permutation, id="experts"),
+    ],
+)
+def test_fake_tensors_take_as_much_as_real_ones(
+    shape: ModelShape, parallel: dict[str, int | bool], rank: int, change: Callable[[Config], None]
+) -> None:
+    config = small_run(**parallel)
+    change(config)
+    fake, real = dry_run(config, shape, rank), tracked_run(config, shape, rank, fake=None)
+    assert real.peak_bytes > 2**18
+    assert fake.peak_bytes == real.peak_bytes
+    assert fake.holders == real.holders
+    assert {phase: fake.phases[phase] for phase in real.phases} == real.phases
+    assert {phase: fake.held[phase] for phase in real.held} == real.held
