@@ -60,8 +60,8 @@ class DeviceMemory:
         if self._without_weights:
             return
         self._rank.whole_chunks()  # completes all-gathers of updated weights that are still pending
-        of_weights = self._storages(_weights(self._rank))
-        state, gradients = self._storages(_optimizer_state(self._rank)), self._storages(_gradients(self._rank))
+        of_weights = self._storages(weights_of(self._rank))
+        state, gradients = self._storages(optimizer_state_of(self._rank)), self._storages(gradients_of(self._rank))
         # In float32 the weights that the optimizer updates are the model's own.
         moved = {key: one for key, one in state.items() if key not in of_weights} | (of_weights if weights else {})
         dropped = {key: one for key, one in gradients.items() if key not in state and key not in of_weights}
@@ -120,7 +120,7 @@ def _drop_copies(rank: ModelRank) -> None:
             getattr(module, "_fp8_workspaces", {}).clear()
 
 
-def _weights(rank: ModelRank) -> Iterator[Tensor]:
+def weights_of(rank: ModelRank) -> Iterator[Tensor]:
     """Parameters, buffers and flat parameter buffers of the model and its reference."""
     for chunk in (*rank.chunks, *(rank.reference or ())):
         yield from chunk.parameters()
@@ -130,7 +130,7 @@ def _weights(rank: ModelRank) -> Iterator[Tensor]:
             yield buffer.param_data
 
 
-def _optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
+def optimizer_state_of(rank: ModelRank) -> Iterator[Tensor]:
     """Float32 weights, moments and other state of the optimizers."""
     for megatron in rank.optimizer.optimizer.chained_optimizers:
         optimizer = getattr(megatron, "optimizer", None)  # stages without experts have an empty expert optimizer
@@ -142,10 +142,10 @@ def _optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _gradients(rank: ModelRank) -> Iterator[Tensor]:
+def gradients_of(rank: ModelRank) -> Iterator[Tensor]:
     """The buffers that gradients are summed in, and the gradients that the optimizer made of them."""
     yield from (buffer.grad_data for buffer in _flat_buffers(rank))
-    for parameter in _optimizer_state(rank):
+    for parameter in optimizer_state_of(rank):
         made = (parameter.grad, getattr(parameter, "decoupled_grad", None))
         yield from (gradient for gradient in made if gradient is not None)
 

@@ -1,1 +1,1 @@
-"""The dry platform: a rank of any job on tensors without numbers, with the memory that it would take on a GPU."""
+"""Shape-only layers and a tracker of memory: parts of the dry platform, on which tensors have no numbers."""

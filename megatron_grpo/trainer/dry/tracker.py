@@ -74,9 +74,10 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._storages:
-                reference, kind, size = self._storages[key]
+                reference, before, size = self._storages[key]
                 self._storages[key] = reference, name, size
-                self.live.update({kind: -size, name: size})
+                self.live[before] -= size
+                self.live[name] += size
 
     def follow(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless it is counted already."""

@@ -179,6 +179,8 @@ def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
     what = f"policy.fp8.format={fp8.format}"
     if not uses_transformer_engine(shape, platform):
         raise RunError(f"{what} needs a GPU and Transformer Engine; policy.fp8.simulate=true has its numerics without")
+    if platform.name == "dry":
+        return
     have = torch.cuda.get_device_capability()
     if have < fp8.least_capability:
         least, there = (".".join(map(str, capability)) for capability in (fp8.least_capability, have))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -22,20 +22,22 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import Config, Fp8Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.checkpoint import sharded_state
-from megatron_grpo.trainer.dry.layers import Kernel, attention, norm, run
+from megatron_grpo.trainer.dry.layers import Kernel, Quantizable, attention, norm, run
 from megatron_grpo.trainer.dry.tracker import DryMode
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
+from megatron_grpo.trainer.model.megatron_config import require_fp8
+from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, PolicyRank
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo_kernels.logprob import CHUNK_NUMBERS, Asked, Head, Statistics
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,10 @@ def tracked_run(
     try:
         with _replaced_names(expert_skew), fake or nullcontext(), mode, CudaKernels():
             with mode.phase("build"):
+                # Megatron-Core would ask Transformer Engine for FP8; the shape-only layers are told below.
+                fp8 = replace(config.policy.fp8, format="off") if config.policy.fp8.on_device else config.policy.fp8
                 settings = RankSettings(
-                    config=config.policy,
+                    config=replace(config.policy, fp8=fp8),
                     shape=shape,
                     folder="",
                     reference=config.reference if config.uses_reference else None,
@@ -95,6 +99,12 @@ def tracked_run(
                     decay_steps=config.decay_steps,
                 )
                 policy = DryRank(settings, platform)
+                if config.policy.fp8.on_device:
+                    require_fp8(config.policy.fp8, shape, platform)
+                    _multiply_in_fp8(policy, config.policy.fp8)
+            mode.name_kind(gradients_of(policy), "gradients")
+            mode.name_kind(optimizer_state_of(policy), "optimizer")
+            mode.name_kind(weights_of(policy), "weights")
             _compute(policy, config, mode)
             if fake is not None:
                 _move(policy, mode)
@@ -108,6 +118,7 @@ def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:
     policy, reference = config.policy, config.uses_reference
     with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
         rank.optimizer.step(rank.optimizer.grad_norm())
+    mode.name_kind(optimizer_state_of(rank), "optimizer")
     work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
     with mode.phase("logprobs"):
         rank.logprobs(*work)
@@ -130,6 +141,16 @@ def _move(rank: DryRank, mode: DryMode) -> None:
         rank.memory.take_back()
     with mode.phase("checkpoint"):
         sharded_state(rank, is_loading=False)
+
+
+def _multiply_in_fp8(rank: PolicyRank, fp8: Fp8Config) -> None:
+    """Let the layers that are not to stay in bfloat16 multiply in FP8."""
+    layers = [layer for chunk in (*rank.chunks, *(rank.reference or ())) for layer in chunk.decoder.layers]
+    for layer in layers:
+        if fp8.first_layers_bf16 < layer.layer_number <= rank.shape.layers - fp8.last_layers_bf16:
+            for module in layer.modules():
+                if isinstance(module, Quantizable):
+                    module.fp8 = fp8
 
 
 class DryRank(PolicyRank):

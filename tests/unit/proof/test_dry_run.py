@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.trainer.dry.run import dry_run, tracked_run
+from megatron_grpo.proof.dry_run import dry_run, tracked_run
 from megatron_grpo.weights.families import shape_of_config
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.config_problems import SMALL
