@@ -193,8 +193,9 @@ def _replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:
     parallel = config.generation.parallel
     yield from _tensor("generation.parallel", parallel.tensor, shape)
-    layers = f"the model's {shape.layers} layers"
-    yield from _indivisible("generation.parallel.pipeline", parallel.pipeline, shape.layers, layers)
+    if parallel.pipeline > shape.layers:  # vLLM need not give every stage equally many layers
+        text = f"is more than the model's {shape.layers} layers"
+        yield Problem(f"generation.parallel.pipeline={parallel.pipeline}", text)
     yield from _generation_experts(parallel, shape.experts)
 
 

@@ -49,9 +49,14 @@ def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
         yield from _delayed(config)
     if fp8.on_device:
         yield from _on_device(config)
-    if shape is not None:
-        yield from _sizes(config, shape)
-        yield from _outer_layers(config, shape)
+    if shape is None:
+        return
+    if fp8.on_device and not shape.fits_transformer_engine:
+        text = f"Transformer Engine's layers do not express {shape.family}; use off, with precision=fp8_engines if "
+        yield Problem(f"policy.fp8.format={fp8.format}", f"{text}the engines are to compute in FP8")
+        return
+    yield from _sizes(config, shape)
+    yield from _outer_layers(config, shape)
 
 
 def fp8_machine_problems(config: Config) -> Iterator[Problem]:

@@ -102,6 +102,11 @@ class ModelShape:
     value_head: Literal["fresh", "stored"] | None = None
     """Head of a value model (one number a token): new, or stored in a reward model's folder; None: a language model."""
 
+    @property
+    def fits_transformer_engine(self) -> bool:
+        """Whether Transformer Engine's layers can express the model's; if not, they are plain torch on GPUs too."""
+        return not self.post_norms and self.local_rope_theta is None and self.latent is None
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts rather than one feed-forward network."""
         return self.experts is not None and self.experts.layers[layer]

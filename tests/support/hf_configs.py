@@ -6,13 +6,14 @@ from pathlib import Path
 
 HF_CONFIGS = {
     "Qwen/Qwen3-0.6B": "qwen3_0_6b",
+    "Qwen/Qwen3-1.7B": "qwen3_1_7b",
     "Qwen/Qwen3-8B": "qwen3_8b",
     "Qwen/Qwen3-32B": "qwen3_32b",
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "Qwen/Qwen3-235B-A22B": "qwen3_235b_a22b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama3_1_8b",
     "meta-llama/Llama-3.3-70B-Instruct": "llama3_3_70b",
-    "deepseek-ai/DeepSeek-V3": "deepseek_v3",
+    "unsloth/DeepSeek-V3-0324-BF16": "deepseek_v3",
 }
 """Folders in tests/data/hf_configs by hub name."""
 

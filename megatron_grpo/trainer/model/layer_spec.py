@@ -41,7 +41,7 @@ def uses_transformer_engine(
     """
     if precision == "float32" or not _transformer_engine_found(platform.name):
         return False
-    if shape.post_norms or shape.local_rope_theta is not None or shape.latent is not None:
+    if not shape.fits_transformer_engine:
         _say_beyond_transformer_engine(shape.family)
         return False
     return True

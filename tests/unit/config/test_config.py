@@ -44,7 +44,9 @@ GOES_WITH = {  # options that make sense only beside others
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
     ("generation", "addition_moe"): ["policy=addition_moe", *OF_THE_MIXTURE],
     ("policy", "addition_moe"): ["generation=addition", *OF_THE_MIXTURE],
-    ("policy", "llama3_70b"): ["policy.model.path=meta-llama/not-in-the-cache"],
+    ("task", "math"): ["env=math"],
+    ("precision", "fp8"): ["cluster.gpus_per_node=8", "policy.precision=bfloat16", "policy.model.path=some/hub-model"],
+    ("precision", "fp8_engines"): ["policy.precision=bfloat16", "policy.model.path=some/hub-model"],
 }
 
 

@@ -12,14 +12,15 @@ from megatron_grpo.weights.shape import ModelShape
 from tests.support.hf_configs import HF_CONFIGS, config_folder
 
 PUBLISHED = {
-    "Qwen/Qwen3-0.6B": 751_632_384,  # its safetensors file also holds the head, which is tied to the embedding
+    "Qwen/Qwen3-0.6B": 751_632_384,  # its safetensors files also hold the head, which is tied to the embedding
+    "Qwen/Qwen3-1.7B": 2_031_739_904,  # as well
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
-    "deepseek-ai/DeepSeek-V3": 671_026_419_200,  # without the layer for multi-token prediction
+    "unsloth/DeepSeek-V3-0324-BF16": 671_026_419_200,  # without the layer for multi-token prediction
 }
 """Parameters of each model as its hub page or technical report counts them."""
 

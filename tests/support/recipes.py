@@ -1,0 +1,33 @@
+"""The recipes for GPUs, in every precision that they run in, with the config files of their models."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+
+from megatron_grpo.config.overrides import RECIPES, config_groups
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.load import compose_config
+from tests.support.hf_configs import config_folder
+
+FP8 = "precision=fp8"
+GPU_RECIPES = [name for name in config_groups()[RECIPES] if not name.startswith("quickstart")]
+"""Recipes that need GPUs; the others train tiny models on a CPU."""
+COMMANDS = [
+    *((f"+exp={name}",) for name in GPU_RECIPES),
+    *((f"+exp={name}", FP8) for name in GPU_RECIPES if not name.startswith("deepseek")),
+]
+"""Command lines: every recipe as it is, and those that do not choose their own precision in FP8."""
+
+
+def recipe_config(*command: str) -> Config:
+    """The configuration of a recipe, whose model is the folder of its config.json in tests/data; nothing is checked
+    against the model yet."""
+    config = deepcopy(_composed(command))
+    config.policy.model.path = str(config_folder(config.policy.model.path))
+    return config
+
+
+@cache
+def _composed(command: tuple[str, ...]) -> Config:
+    return compose_config(command)

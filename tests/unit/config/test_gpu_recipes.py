@@ -1,0 +1,98 @@
+"""Recipes for GPUs against the released models and the machines that they name."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.load import check_config
+from megatron_grpo.weights.families import shape_of_folder, weight_entries
+from megatron_grpo.weights.families.family import global_entries
+from megatron_grpo.weights.layouts import RankShard, destinations, engine_shards, in_fp8_blocks
+from megatron_grpo.weights.shape import ModelShape
+from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
+
+GPU_BYTES = 80e9
+OF_VLLM = 4e9
+"""Bytes assumed for an engine rank's activations, CUDA graphs and communicators."""
+
+
+def problems(config: Config, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All that `--check` would say on a machine without GPUs, which is the last thing it looks for."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return "; ".join(problem.text for problem in check_config(config).problems)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_they_fit_their_models_and_use_all_gpus(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe_config(*command)
+    assert problems(config, monkeypatch).startswith("this machine has no CUDA GPU")
+    policy, engines = config.policy.parallel.world_size, engine_ranks(config)
+    used = max(policy, engines) if config.generation.colocated else policy + engines
+    assert used == config.cluster.num_nodes * config.cluster.gpus
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_engines_hold_the_model_and_a_cache(command: tuple[str, ...]) -> None:
+    """An engine is inside a node, and no pipeline, unless its weights exceed the node."""
+    config = recipe_config(*command)
+    shape, parallel = shape_of_folder(config.policy.model.path), config.generation.parallel
+    share = config.generation.engine.gpu_memory_utilization * GPU_BYTES - OF_VLLM
+    weights = [weights_of(shard, shape, config.refit.fp8_blocks) for shard in engine_shards(parallel, shape)]
+    most_layers = max(len(shard.layers) for shard in engine_shards(parallel, shape))
+    longest = cache_of_a_token(shape, parallel.tensor) * most_layers * config.policy.max_total_sequence_length
+    assert max(weights) + 32 * longest <= share
+    exceed = sum(weights) > share * config.cluster.gpus
+    assert exceed == (parallel.ranks_per_engine > config.cluster.gpus) == (parallel.pipeline > 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor", "pipeline", "data"), [("qwen3_8b_8gpu", 2, 2, 1), ("llama3_70b_slurm", 8, 2, 2)]
+)
+def test_engines_may_be_pipelines(
+    recipe: str, tensor: int, pipeline: int, data: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe_config(f"+exp={recipe}")
+    before, parallel = engine_ranks(config), config.generation.parallel
+    parallel.tensor, parallel.pipeline, parallel.data = tensor, pipeline, data
+    assert engine_ranks(config) == before
+    assert problems(config, monkeypatch).startswith("this machine has no CUDA GPU")
+
+
+def test_latent_attention_is_trained_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = problems(recipe_config("+exp=deepseek_v3_64nodes", FP8), monkeypatch)
+    assert said.startswith("Transformer Engine's layers do not express deepseek_v3; use off, with precision=fp8_engin")
+
+
+def test_every_model_has_a_recipe() -> None:
+    sizes = ["qwen3_0_6b", "qwen3_1_7b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b"]
+    for size in (*sizes, "llama3_8b", "llama3_70b", "deepseek_v3"):
+        assert any(name.startswith(f"{size}_") for name in GPU_RECIPES), size
+
+
+def engine_ranks(config: Config) -> int:
+    """Ranks of all engines."""
+    return config.generation.parallel.ranks_per_engine * config.generation.parallel.data
+
+
+def weights_of(shard: RankShard, shape: ModelShape, fp8_blocks: bool) -> int:
+    """Bytes of the weights of an engine's rank, in bfloat16 or, what can be, in FP8."""
+    total = 0
+    for entry, layer, _ in global_entries(weight_entries(shape), shape, shard.layers):
+        if entry.copy or not shard.keeps(entry, layer):
+            continue
+        experts = shard.experts[1] - shard.experts[0] if entry.per_expert else 1
+        parts = [one.part.local_shape for one in destinations(entry, shape, shard, layer, shard.experts[0])]
+        total += (1 if fp8_blocks and in_fp8_blocks(entry) else 2) * experts * sum(map(prod, parts))
+    return total
+
+
+def cache_of_a_token(shape: ModelShape, tensor: int) -> int:
+    """Bytes of a layer's cache for a token on one rank, in bfloat16: keys and values of its heads, of at least one; or
+    the short vector of latent attention, which every rank holds."""
+    if shape.latent is not None:
+        return 2 * (shape.latent.rank + shape.latent.rope_dim)
+    return 2 * 2 * shape.head_dim * max(shape.key_value_heads // tensor, 1)
