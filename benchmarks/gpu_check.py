@@ -1,134 +1,252 @@
-"""What only a machine with a CUDA GPU can check: tests and timings, in two parts; prints one JSON of both.
+"""Goes through `gpu_checks.CHECKS`, what only a machine with CUDA GPUs can show, and writes one JSON of the verdicts.
 
-    python benchmarks/gpu_check.py [--part torch_only|image|all] [--rehearse]
+    python benchmarks/gpu_check.py [--part torch_only|image|all] [--result FILE] [--minutes M] [--again NAME...] [--dry]
 
-- `torch_only` needs PyTorch, Triton, transformers, Megatron-Core, safetensors and pure-Python packages: whether the
-  kernels are right and how fast they are, what memory log-probabilities take, and whether the engine's gradients and
-  optimizer steps, packed and padded, are those of transformers and torch, on one device.
-- `image` needs Ray, vLLM and Transformer Engine too: what runs through them.
+The file is written after every check, and a later call goes on with those that it lacks: a call may be interrupted, or
+given `--minutes` where commands are limited. `--again` runs checks once more: those named, or `failed`. Verdicts:
 
-Exits with 1 when a test or a measurement failed. `--rehearse` goes through all of the first part that a CPU can run,
-with the kernels in Triton's interpreter and small sizes: it checks this check, and no GPU.
+- `pass`, `fail` (with the messages), and for each test of the check its own verdict, seconds and numbers;
+- `not run`: why, such as GPUs or packages that the machine lacks; tried again by the next call;
+- `dry`: with `--dry` nothing needs a GPU: a check runs in the way that its row names, which tests the check's own code.
+
+Exits with 1 when a check failed, with 3 when checks are left for another call, else with 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-import torch
-from header import header
+import psutil
+from gpu_checks import CHECKS, CUDA_ONLY, PARTS, Check
+from header import commit, header
 
 ROOT = Path(__file__).parents[1]
-NEEDS = {"torch_only": (), "image": ("ray", "vllm", "transformer_engine")}
-"""Parts, each a folder of tests/gpu, and packages without which it is left out."""
+IDENTITY = ("machine", "versions", "gpus", "dry")
+"""Entries of a result that have to be equal for a call to go on with it."""
+DRY = "GPU_CHECK_DRY"
+"""Environment variable of checks that run without a GPU: their row's `dry`."""
+CPU_PATIENCE = 3
+"""A dry run's deadlines are as many times as long."""
+LEFT = 3
+"""Exit code: checks are left for another call."""
+CODES = (0, 1, 5)
+"""Exit codes of pytest that say no more than the outcomes of its tests: passed, failed (or all skipped), none found."""
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
-TIMINGS = {
-    "logprob_hidden_1024": ["logprob.py", "--dtype=bfloat16"],
-    "logprob_hidden_4096": ["logprob.py", "--dtype=bfloat16", "--hidden=4096"],
-    "fp8_blocks": ["fp8_blocks.py"],
-}
-"""Benchmarks of the first part."""
-
-SMALL = {
-    "logprob": ["logprob.py", "--tokens=512", "--vocab=5000", "--hidden=64"],
-    "fp8_blocks": ["fp8_blocks.py", "--rows=300", "--columns=300"],
-}
-"""The same, for a rehearsal."""
+Record = dict[str, Any]
+"""A part of the result: types of JSON."""
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None, checks: tuple[Check, ...] = CHECKS) -> int:
     """Run a command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=[*NEEDS, "all"], default="all")
-    parser.add_argument("--rehearse", action="store_true")
-    options = parser.parse_args()
-    if not torch.cuda.is_available() and not options.rehearse:
-        print("gpu-check: torch finds no CUDA GPU on this machine, so nothing was checked")
+    options = _options(arguments, checks)
+    gpus = [] if options.dry else visible_gpus()
+    if not gpus and not options.dry:
+        print("gpu-check: this machine has no CUDA GPU, so nothing was checked (--dry checks the checks)")
         return 0
-    environment = _environment(options.rehearse)
-    parts = [name for name in NEEDS if options.part in (name, "all")]
-    result: dict[str, Any] = {**header("gpu_check"), "gpu": _gpu(), "rehearsed": options.rehearse, "parts": {}}
-    for part in parts:
-        missing = [name for name in NEEDS[part] if importlib.util.find_spec(name) is None]
-        result["parts"][part] = {"not_run": f"needs {', '.join(missing)}"} if missing else run_tests(part, environment)
-    if "torch_only" in parts:
-        chosen = SMALL if options.rehearse else TIMINGS
-        result["timings"] = {name: run_benchmark(command, environment) for name, command in chosen.items()}
+    result = opened(options.result, {**header("gpu_check"), "gpus": gpus, "dry": options.dry, "checks": {}})
+    chosen = [check for check in checks if options.part in (check.part, "all")]
+    left = run(chosen, result, options)
     print(json.dumps(result, indent=2))
-    failed = any(part.get("failed") or part.get("exit_code") for part in result["parts"].values())
-    return int(failed or any("error" in timing for timing in result.get("timings", {}).values()))
+    failed = any(record["verdict"] == "fail" for record in result["checks"].values())
+    return 1 if failed else LEFT if left else 0
 
 
-def run_tests(part: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Run the tests of a part; what they print goes to standard error.
-
-    Returns:
-        Counts of tests by outcome; of each failure its name and message; seconds of each test that ran; and pytest's
-        exit code, which tells of tests that could not even be collected.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        # Not the repository's options: they ask for plugins of pytest that this part does without.
-        command = ["-m", "pytest", f"tests/gpu/{part}", "-o", "addopts=--import-mode=importlib", f"--junitxml={report}"]
-        ended = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stdout=sys.stderr, check=False)
-        cases = ElementTree.parse(report).getroot().iter("testcase") if report.exists() else []
-        return {"exit_code": ended.returncode, **_summary(list(cases))}
+def _options(arguments: list[str] | None, checks: tuple[Check, ...]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--result", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--again", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--dry", action="store_true")
+    options = parser.parse_args(arguments)
+    names = [check.name for check in checks]
+    if unknown := {*options.again} - {"failed", *names}:
+        parser.error(f"--again {', '.join(sorted(unknown))}: no such check; there are {', '.join(names)}")
+    return options
 
 
-def _summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
-    """Of the test cases of a JUnit report."""
-    failures, times, skipped = {}, {}, 0
-    for case in cases:
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        problem = next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
-        if problem is not None:
-            failures[name] = problem.get("message", "")
-        elif case.find("skipped") is not None:
-            skipped += 1
-            continue
-        times[name] = float(case.get("time", 0))
-    passed = len(times) - len(failures)
-    return {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": failures, "seconds": times}
+def visible_gpus() -> list[str]:
+    """Name, memory, driver and compute capability of each GPU that processes of this machine see."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if chosen is None else found[: len([name for name in chosen.split(",") if name.strip()])]
 
 
-def run_benchmark(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """What a benchmark of this folder prints, a JSON; or its exit code and last words under "error"."""
-    call = [sys.executable, str(Path(__file__).parent / command[0]), *command[1:]]
-    ended = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        return {"error": f"exit code {ended.returncode}: {ended.stderr[-2000:]}"}
-    found: dict[str, Any] = json.loads(ended.stdout)
+def opened(path: Path, fresh: Record) -> Record:
+    """The result in a file, if it is of this machine, else a fresh one; SystemExit: the file is of another machine."""
+    if not path.exists():
+        return fresh
+    found: Record = json.loads(path.read_text())
+    if differing := [name for name in IDENTITY if found.get(name) != fresh[name]]:
+        sys.exit(f"gpu-check: {path} differs from this machine in {', '.join(differing)}; give another --result")
     return found
 
 
-def _environment(rehearse: bool) -> dict[str, str]:
-    """Of the processes that are started."""
-    found = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return found | {"GPU_CHECK_REHEARSED": "1", "TRITON_INTERPRET": "1"} if rehearse else found
+def run(checks: list[Check], result: Record, options: argparse.Namespace) -> bool:
+    """Run the checks that a result lacks, adding each to it and to the file; returns whether some are left."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of a check become children of this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))  # and do not outlive it, either
+    end = time.monotonic() + 60 * options.minutes
+    done = result["checks"]
+    for check in checks:
+        verdict = done.get(check.name, {}).get("verdict", "not run")
+        again = check.name in options.again or ("failed" in options.again and verdict == "fail")
+        if verdict != "not run" and not again:
+            continue
+        if (limit_s := end - time.monotonic()) <= 0:
+            return True
+        record = run_check(check, len(result["gpus"]), options, limit_s)
+        if record is None:
+            return True
+        done[check.name] = {**record, "commit": commit(ROOT), "ended": datetime.now(UTC).isoformat(timespec="seconds")}
+        _write(options.result, result)
+        print(f"{check.name}: {record['verdict']} {record.get('why', '')}", file=sys.stderr, flush=True)
+    return False
 
 
-def _gpu() -> dict[str, Any] | None:
-    """The device, and what torch was built for; None: there is none."""
-    if not torch.cuda.is_available():
+def run_check(check: Check, gpus: int, options: argparse.Namespace, limit_s: float) -> Record | None:
+    """The verdict on one check; None: it ran longer than is left to this call, though not longer than it may."""
+    if missing := _missing(check, gpus, options.dry):
+        return {"verdict": "not run", "why": missing}
+    command = shlex.split((options.dry and check.dry_run) or check.run)
+    deadline_s = check.deadline_s * (CPU_PATIENCE if options.dry else 1)
+    tested = not command[0].startswith("benchmarks/")
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes, printed = Path(folder, "outcomes"), Path(folder, "printed")
+        if tested:
+            # Not the repository's options: they ask for plugins of pytest that a machine with little more than torch
+            # does without.
+            plain = ["-o", "addopts=--import-mode=importlib", "-p", "tests.support.outcomes_file"]
+            command = ["-m", "pytest", *command, *plain]
+        environment = _environment(check, Path(folder), options.dry) | {"PYTEST_OUTCOMES_FILE": str(outcomes)}
+        began = time.monotonic()
+        with printed.open("wb") as file, options.result.with_suffix(".log").open("ab") as log:
+            output = log if tested else file
+            code = _exit_code([sys.executable, *command], environment, output, log, min(deadline_s, limit_s))
+        seconds = time.monotonic() - began
+        if code is None and limit_s < deadline_s:
+            return None
+        late = f"killed after {deadline_s:g} s, its deadline" if code is None else ""
+        if tested:
+            told = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
+            record = of_tests(told, code, late, options.dry)
+        else:
+            record = _of_benchmark(printed.read_text(), code, late, options)
+    return {**record, "seconds": seconds, **({"dry": check.dry} if options.dry else {})}
+
+
+def _missing(check: Check, gpus: int, dry: bool) -> str:
+    """Why a check cannot run here; "": it can."""
+    if dry and not check.dry:
+        return "needs a GPU: nothing stands in for it"
+    if not dry and gpus < check.gpus:
+        return f"needs {check.gpus} GPUs, and this machine has {gpus}"
+    missing = [name for name in check.needs if not (_importable(name) or (dry and name in CUDA_ONLY))]
+    return f"needs {', '.join(missing)}" if missing else ""
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package around it
+        return False
+
+
+def _environment(check: Check, folder: Path, dry: bool) -> dict[str, str]:
+    """Of a check's processes; `folder` may be used until it ends."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if not _importable("megatron_grpo_kernels"):  # the package is not installed, and this is another name of a folder
+        (folder / "megatron_grpo_kernels").symlink_to(ROOT / "kernels")
+        paths.insert(0, str(folder))
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if dry:
+        found |= {DRY: check.dry, "CUDA_VISIBLE_DEVICES": ""}
+        found |= {"TRITON_INTERPRET": "1"} if check.dry == "interpreter" else {}
+    return found
+
+
+def _exit_code(command: list[str], environment: dict[str, str], out: Any, log: Any, limit_s: float) -> int | None:
+    """Run a command in a process group of its own and end all that it has started; None: it was late."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=log, process_group=0)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
         return None
-    device = torch.cuda.get_device_properties(0)
-    return {
-        "name": device.name,
-        "count": torch.cuda.device_count(),
-        "memory_gib": device.total_memory / 2**30,
-        "capability": f"{device.major}.{device.minor}",
-        "cuda": torch.version.cuda,
-        "layers": "torch" if importlib.util.find_spec("transformer_engine") is None else "transformer_engine",
-    }
+    finally:
+        while left := psutil.Process().children(recursive=True):
+            for one in left:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            psutil.wait_procs(left, timeout=5)
+
+
+def of_tests(told: list[Record], code: int | None, late: str, dry: bool) -> Record:
+    """The verdict on a check from what its tests told (`tests.support.outcomes_file`) and pytest's exit code.
+
+    A test that ends by skipping with a reason that begins with "dry" has run without numbers.
+    """
+    verdicts = {"passed": "dry" if dry else "pass", "failed": "fail", "skipped": "not run", "started": "fail"}
+    tests: dict[str, Record] = {}
+    for one in told:
+        name = one.pop("test").removeprefix("tests/")
+        verdict = verdicts[one.pop("outcome")]
+        if verdict == "not run" and one["why"].startswith("dry"):
+            verdict = "dry"
+        tests[name] = {"verdict": verdict, "why": late or "its process ended", **one}
+        if not tests[name]["why"]:
+            del tests[name]["why"]
+    return _summed_up(tests, code, late)
+
+
+def _summed_up(tests: dict[str, Record], code: int | None, late: str) -> Record:
+    found = {one["verdict"] for one in tests.values()}
+    failures = {name: one["why"] for name, one in tests.items() if one["verdict"] == "fail"}
+    if not failures and (late or code not in CODES):
+        failures = {"pytest": late or f"ended with exit code {code}"}
+    if failures:
+        name, why = next(iter(failures.items()))
+        return {"verdict": "fail", "why": f"{len(failures)} failed, first {name}: {why}", "tests": tests}
+    if found & {"pass", "dry"}:
+        return {"verdict": "dry" if "dry" in found else "pass", "tests": tests}
+    reasons = sorted({one["why"] for one in tests.values()})
+    return {"verdict": "not run", "why": "; ".join(reasons) or "no test was found", "tests": tests}
+
+
+def _of_benchmark(printed: str, code: int | None, late: str, options: argparse.Namespace) -> Record:
+    """The verdict on a benchmark, which prints a JSON."""
+    if code != 0:
+        log = options.result.with_suffix(".log").read_text(errors="replace")
+        return {"verdict": "fail", "why": late or f"exit code {code}: {log[-2000:]}"}
+    try:
+        return {"verdict": "dry" if options.dry else "pass", "numbers": json.loads(printed)}
+    except json.JSONDecodeError:
+        return {"verdict": "fail", "why": f"printed no JSON: {printed[-2000:]}"}
+
+
+def _write(path: Path, result: Record) -> None:
+    """At once or not at all, so that a call that is killed meanwhile leaves the file before it."""
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(result, indent=2) + "\n")
+    written.replace(path)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from datetime import date
 from importlib.metadata import distributions
@@ -25,7 +26,9 @@ def header(benchmark: str) -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str | None:
-    """Commit of the checkout that a folder is in, marked when files differ from it; None outside a repository."""
+    """Commit of the checkout that a folder is in, marked when files differ from it; None outside of one or of git."""
+    if shutil.which("git") is None:
+        return None
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

@@ -1,18 +1,16 @@
-"""Everything here needs a CUDA GPU and says so when there is none, unless it is to be rehearsed without one."""
+"""Everything here needs CUDA GPUs and says so when there are none, unless a dry run tests it without them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore
+
+from tests.gpu.dry import DRY
 
 HERE = Path(__file__).parent
-REHEARSED = "GPU_CHECK_REHEARSED"
-"""Environment variable: what can run on a CPU does, kernels in Triton's interpreter."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,22 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE not in item.path.parents:
             continue
-        if REHEARSED not in os.environ or item.get_closest_marker("gpu"):
+        if DRY not in os.environ or item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tensors of the kernels' tests are."""
+    """Where tensors of the tests of kernels and losses are."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    """This process as the only policy rank, on the first GPU."""
-    from megatron_grpo.config.schema import ParallelConfig
-    from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
-
-    initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=1, timeout_s=60)
-    yield
-    destroy_parallel()

@@ -35,6 +35,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 VOCAB = len(LETTERS) + 2
 MAX_LENGTH = 64
 START_S = 300.0
+ON_GPUS = torch.cuda.is_available()
 
 
 def gemma3(**sizes: object) -> PretrainedConfig:
@@ -104,6 +105,15 @@ def _meeting_files() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("vllm_dist_*"))
 
 
+def gpus(count: int) -> dict[str, Any]:
+    """Ray's options of a process that needs as many GPUs, or runs on a CPU where there are none."""
+    return {"num_cpus": 0, "num_gpus": count if ON_GPUS else 0}
+
+
+FIRST_GPU = {**gpus(0), "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": "0" if ON_GPUS else ""}}}
+"""Ray's options of a process on a GPU that another one has."""
+
+
 @contextmanager
 def engines(
     path: Path,
@@ -119,14 +129,20 @@ def engines(
     engine_args: dict[str, Any] | None = None,
     in_flight: AsyncGRPOConfig | None = None,
     engine_restarts: int = 0,
+    colocated: bool = False,
 ) -> Iterator[VllmGeneration]:
-    """Ready engines of this layout; needs Ray."""
+    """Ready engines of this layout, each on GPUs of its own if there are any; needs Ray.
+
+    Args:
+        colocated: of one engine: on the first GPU, which a policy has.
+    """
     config = GenerationConfig(
+        placement="colocated" if colocated else "separate",
         parallel=GenerationParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, data=data),
         engine=EngineConfig(
             enforce_eager=True,
             kv_cache_gib=0.1,
-            max_num_seqs=32,
+            max_num_seqs=1 if ON_GPUS else 32,  # there the last bits depend on what a batch is made of
         ),
         generation_batch_size=generation_batch_size,
         engine_args=engine_args or {},
@@ -140,7 +156,7 @@ def engines(
         max_total_sequence_length=max_length,
         routed=routed,
         in_flight=in_flight,
-        actor_options=lambda engine: {"num_cpus": 0},
+        actor_options=lambda engine: FIRST_GPU if colocated else gpus(tensor * pipeline),
         startup_timeout_s=START_S,
     )
     met = _meeting_files()

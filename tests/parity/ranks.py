@@ -1,4 +1,4 @@
-"""Running a function on gloo ranks: one body, every layout."""
+"""Running a function on ranks, over gloo on a CPU and over NCCL with one GPU a rank: one body, every layout."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
+from torch.utils import _pytree as pytree
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.device import open_store, reach_store
+from megatron_grpo.platform.device import environment, open_store, reach_store
 from megatron_grpo.trainer.model import build  # noqa: F401  # loaded once by the fork server instead of by every rank
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
@@ -79,15 +81,19 @@ LAYOUTS = [
 def run_on_ranks(layout: Layout, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call `function(layout, *args)` on every rank of a layout whose process groups are set up.
 
-    Processes are kept for the next call. `function` has to be importable, arguments and results picklable.
+    Processes are kept for the next call. `function` has to be importable, arguments and results picklable. The test is
+    skipped where there are GPUs, but fewer than ranks.
 
     Returns:
-        What each rank returned, by rank.
+        What each rank returned, by rank, with tensors on the CPU.
 
     Raises:
         RuntimeError: a rank raised or died; the message holds its traceback.
         TimeoutError: not every rank was done in time; the message names the others.
     """
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < layout.ranks:
+        pytest.skip(f"needs {layout.ranks} GPUs, and this machine has {gpus}")
     return _POOL.run(layout, function, args, timeout_s)
 
 
@@ -157,12 +163,17 @@ class _Pool:
 def _start(number: int) -> _Rank:
     # Read by the fork server, which imports everything once before it forks the ranks.
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    # CUDA does not survive a fork, and a rank on CUDA sees its own GPU alone, which it learns before it imports torch.
+    cuda = torch.cuda.is_available()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number + 1)))).split(",")
+    context: Any = multiprocessing.get_context("spawn" if cuda else "forkserver")
+    if not cuda:
+        context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
     # Not a daemon: the checkpoint writer starts processes of its own. A rank ends when its connection does.
     process = context.Process(target=_serve, args=(number, theirs))
-    process.start()
+    with environment(**({"CUDA_VISIBLE_DEVICES": visible[number]} if cuda else {})):
+        process.start()
     theirs.close()
     return _Rank(process, ours)
 
@@ -185,7 +196,7 @@ def _serve(number: int, connection: Connection) -> None:
                     seed=SEED,
                     timeout_s=START_TIMEOUT_S,
                 )
-            answer = (True, function(layout, *args))
+            answer = (True, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(layout, *args)))
         except BaseException:  # noqa: BLE001  # whatever a test raises is reported to it
             answer = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))

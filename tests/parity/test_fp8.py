@@ -92,13 +92,13 @@ def batch() -> TokenBatch:
 
 
 def measured_on_rank(
-    layout: Layout, model: TinyModel, fp8: Fp8Config, recompute: bool
+    layout: Layout, model: TinyModel, fp8: Fp8Config, recompute: bool, precision: str = "float32"
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Log-probabilities of all tokens, on the output rank, and gradients."""
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
-        precision="float32",
+        precision=precision,
         optimizer=replace(OPTIMIZER, distributed=False),
         fp8=fp8,
         activation_checkpointing=recompute,

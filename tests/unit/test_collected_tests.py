@@ -26,7 +26,7 @@ def collected(path: Path) -> Any:
 
 def test_only_tests_of_gpus_are_skipped_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv(gpu.REHEARSED, raising=False)
+    monkeypatch.delenv(gpu.DRY, raising=False)
     items = [collected(ROOT / "tests/gpu/torch_only/test_one.py"), collected(ROOT / "tests/parity/test_other.py")]
     gpu.pytest_collection_modifyitems(items)
     assert [[marker.name for marker in item.markers] for item in items] == [["skip"], []]

@@ -1,23 +1,37 @@
-"""benchmarks/gpu_check.py says when it checked nothing, and sums up what it checked."""
+"""benchmarks/gpu_check.py: verdicts, deadlines, going on with a result; and the table, whose rows run something."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import psutil
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
-PART = """
+BENCHMARKS = ROOT / "benchmarks"
+GPU = "NVIDIA Made Up, 81559 MiB, 580.1, 9.0"
+CALL = """
+import sys
+sys.path.insert(0, {benchmarks!r})
+from gpu_check import main
+from gpu_checks import Check
+sys.exit(main(sys.argv[1:], ({rows},)))
+"""
+RIGHT = "def test_right(): ...\n"
+OUTCOMES = """
 import pytest
 
-def test_right(): ...
+def test_right(record_property):
+    record_property("gigabytes", 7)
 
 def test_wrong():
     assert 1 == 2, "one is not two"
@@ -28,49 +42,190 @@ def broken():
 
 def test_without_its_fixture(broken): ...
 
-@pytest.mark.skip(reason="not here")
-def test_left_out(): ...
+def test_too_large():
+    pytest.skip("needs 3 GPUs")
 """
+COUNTED = """
+from pathlib import Path
+
+def test_counted():
+    with Path({file!r}).open("a") as file:
+        file.write("ran ")
+    assert {right}
+"""
+HANGS = """
+import subprocess, sys, time
+from pathlib import Path
+
+def test_before(): ...
+
+def test_hangs():
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path({file!r}).write_text(str(sleeper.pid))
+    time.sleep(600)
+"""
+DRY = """
+import os
+import pytest
+
+def test_dry():
+    assert (os.environ["GPU_CHECK_DRY"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
+
+def test_without_numbers():
+    pytest.skip("dry: two steps")
+"""
+Call = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, with the modules beside it, as if it had been started."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    yield import_module("gpu_check")
-    for name in ("gpu_check", "header"):
-        sys.modules.pop(name, None)
+def call(tmp_path: Path) -> Call:
+    """Runs rows of a table, given as Python, on a machine with made-up GPUs: exit code, the result, standard error."""
+
+    def run(rows: str, *options: str, gpus: tuple[str, ...] = (GPU,)) -> tuple[int, dict[str, Any], str]:
+        tool = tmp_path / "bin" / "nvidia-smi"
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text("".join(["#!/bin/sh\n", *(f"echo '{gpu}'\n" for gpu in gpus)]))
+        tool.chmod(0o755)
+        found = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment = found | {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
+        file = tmp_path / "result.json"
+        code = CALL.format(benchmarks=str(BENCHMARKS), rows=rows)
+        command = [sys.executable, "-c", code, "--result", str(file), *options]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+        return ended.returncode, json.loads(file.read_text()) if file.exists() else {}, ended.stderr
+
+    return run
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_was_checked() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "gpu-check: torch finds no CUDA GPU on this machine, so nothing was checked\n"
+def row(file: Path, text: str, settings: str = "") -> str:
+    """A row of the table, which has the name of the file of tests that it runs and that is written."""
+    file.write_text(text)
+    return f"Check(name={file.stem.removeprefix('test_')!r}, part='image', run={str(file)!r}, {settings})"
 
 
-def test_every_outcome_of_a_part_is_told(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = tmp_path / "tests" / "gpu" / "made_up"
-    folder.mkdir(parents=True)
-    (folder / "test_made_up.py").write_text(PART)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    found = script.run_tests("made_up", dict(os.environ))
-    assert (found["exit_code"], found["passed"], found["failed"], found["skipped"]) == (1, 1, 2, 1)
-    assert found["seconds"].keys() == {"test_made_up::test_right", *found["failures"]}
-    assert "one is not two" in found["failures"]["test_made_up::test_wrong"]
-    assert "no such file" in found["failures"]["test_made_up::test_without_its_fixture"]
+def by_name(check: dict[str, Any]) -> dict[str, Any]:
+    """The tests of a check."""
+    return {name.partition("::")[2]: one for name, one in check["tests"].items()}
 
 
-def test_tests_that_cannot_be_read_are_a_failure(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    assert script.run_tests("not_there", dict(os.environ))["exit_code"] != 0
+def test_every_outcome_of_a_check_is_told(call: Call, tmp_path: Path) -> None:
+    code, result, _ = call(row(tmp_path / "test_made_up.py", OUTCOMES))
+    assert code == 1
+    assert (result["gpus"], result["dry"]) == ([GPU], False)
+    assert result["versions"]["torch"]
+    check = result["checks"]["made_up"]
+    assert check.keys() == {"verdict", "why", "tests", "seconds", "commit", "ended"}
+    assert check["verdict"] == "fail"
+    assert check["why"].startswith("2 failed, first ")
+    tests = by_name(check)
+    assert {name: one["verdict"] for name, one in tests.items()} == {
+        "test_right": "pass",
+        "test_wrong": "fail",
+        "test_without_its_fixture": "fail",
+        "test_too_large": "not run",
+    }
+    assert tests["test_right"]["numbers"] == {"gigabytes": 7}
+    assert "one is not two" in tests["test_wrong"]["why"]
+    assert "no such file" in tests["test_without_its_fixture"]["why"]
+    assert tests["test_too_large"]["why"] == "needs 3 GPUs"
 
 
-@pytest.mark.slow
-def test_a_benchmark_that_fails_is_told(script: ModuleType) -> None:
-    found = script.run_benchmark(["logprob.py", "--dtype=float3"], dict(os.environ))
-    assert "exit code 1" in found["error"]
-    assert "float3" in found["error"]
+def test_a_check_that_hangs_is_killed_with_all_that_it_started(call: Call, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    hangs = row(tmp_path / "test_hangs.py", HANGS.format(file=str(pid)), "deadline_s=20.0")
+    code, result, _ = call(f"{hangs}, {row(tmp_path / 'test_next.py', RIGHT)}")
+    assert code == 1
+    tests = by_name(result["checks"]["hangs"])
+    assert tests["test_before"]["verdict"] == "pass"
+    assert tests["test_hangs"] == {"verdict": "fail", "why": "killed after 20 s, its deadline"}
+    assert not psutil.pid_exists(int(pid.read_text()))
+    assert result["checks"]["next"]["verdict"] == "pass"
+
+
+def test_a_later_call_goes_on_with_what_is_missing(call: Call, tmp_path: Path) -> None:
+    """What had no time before, and failed checks if asked to; never what has passed."""
+    counts = {name: tmp_path / name for name in ("right", "wrong")}
+    right, wrong = (
+        row(tmp_path / f"test_{name}.py", COUNTED.format(file=str(file), right=name == "right"))
+        for name, file in counts.items()
+    )
+    two = row(tmp_path / "test_two.py", RIGHT, "gpus=2")
+    absent = row(tmp_path / "test_absent.py", RIGHT, "needs=('no_such.module', 'psutil')")
+    rows = f"{right}, {two}, {absent}, {wrong}"
+    assert call(rows, "--minutes", "0")[:2] == (3, {})
+    code, result, _ = call(rows)
+    assert code == 1
+    reasons = [result["checks"][name]["why"] for name in ("two", "absent")]
+    assert reasons == ["needs 2 GPUs, and this machine has 1", "needs no_such.module"]
+    for again in ([], ["--again", "failed"]):
+        code, result, _ = call(rows, *again, gpus=(GPU,))
+        assert code == 1
+        assert result["checks"]["right"]["verdict"] == "pass"
+    assert {name: file.read_text() for name, file in counts.items()} == {"right": "ran ", "wrong": "ran ran "}
+
+
+def test_a_result_of_another_machine_is_left_alone(call: Call, tmp_path: Path) -> None:
+    rows = row(tmp_path / "test_two.py", RIGHT, "gpus=2")
+    assert call(rows)[0] == 0
+    before = (tmp_path / "result.json").read_text()
+    code, _, told = call(rows, gpus=(GPU, GPU))
+    assert code == 1
+    assert "result.json differs from this machine in gpus; give another --result" in told
+    assert (tmp_path / "result.json").read_text() == before
+    code, _, told = call(rows, "--again", "tow")
+    assert code == 2
+    assert "--again tow: no such check; there are two" in told
+
+
+def test_a_check_that_has_no_time_is_left_for_the_next_call(call: Call, tmp_path: Path) -> None:
+    quick = row(tmp_path / "test_quick.py", RIGHT)
+    long = row(tmp_path / "test_long.py", "import time\n\ndef test_long():\n    time.sleep(600)\n")
+    code, result, _ = call(f"{quick}, {long}", "--minutes", "0.4")
+    assert code == 3
+    assert result["checks"].keys() == {"quick"}
+
+
+def test_a_dry_run_needs_no_gpu(call: Call, tmp_path: Path) -> None:
+    stands_in = row(tmp_path / "test_dry.py", DRY, "gpus=8, needs=('transformer_engine_torch',), dry='cpu'")
+    real = row(tmp_path / "test_real.py", RIGHT)
+    code, result, _ = call(f"{stands_in}, {real}", "--dry", gpus=())
+    assert (code, result["dry"]) == (0, True)
+    assert (result["checks"]["dry"]["verdict"], result["checks"]["dry"]["dry"]) == ("dry", "cpu")
+    assert [one["verdict"] for one in by_name(result["checks"]["dry"]).values()] == ["dry", "dry"]
+    assert result["checks"]["real"]["why"] == "needs a GPU: nothing stands in for it"
+
+
+def test_without_a_gpu_nothing_is_checked(call: Call, tmp_path: Path) -> None:
+    assert call(row(tmp_path / "test_right.py", RIGHT), gpus=())[:2] == (0, {})
+
+
+def test_a_benchmark_that_fails_or_prints_no_json_is_told(call: Call) -> None:
+    paths = {"missing": "benchmarks/no_such.py", "silent": "benchmarks/header.py"}
+    code, result, _ = call(", ".join(f"Check(name={n!r}, part='image', run={path!r})" for n, path in paths.items()))
+    assert code == 1
+    assert "no_such.py" in result["checks"]["missing"]["why"]
+    assert result["checks"]["silent"]["why"] == "printed no JSON: "
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield import_module("gpu_checks")
+    sys.modules.pop("gpu_checks", None)
+
+
+def test_every_row_runs_a_file_in_time_and_is_in_the_document(table: Any) -> None:
+    assert len({check.name for check in table.CHECKS}) == len(table.CHECKS)
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for check in table.CHECKS:
+        assert f"| {check.name} |" in page
+        for command in filter(None, (check.run, check.dry_run)):
+            assert (ROOT / shlex.split(command)[0]).is_file(), command
+        assert check.deadline_s < 600, "some machines end a command after ten minutes"
+        if check.part == "torch_only":
+            assert not {"ray", "vllm", "transformer_engine_torch"} & {*check.needs}
+
+
+def test_every_test_of_a_gpu_is_in_a_row(table: Any) -> None:
+    run = {check.run.split()[0] for check in table.CHECKS}
+    assert run >= {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").rglob("test_*.py")}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.fake_rollouts import fake_ray
 from tests.support.ppo_batch import advantages_of, make_config
 
+__all__ = ["fake_ray"]  # a fixture of the test here
 
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("fake_ray")
 @pytest.mark.parametrize("estimator", [{}, {"length_adaptive_alpha": 0.7}, {"name": "raw_reward"}])
 def test_the_device_makes_no_difference(estimator: dict[str, object]) -> None:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from tests.integration.runs import TrainingRun
+from tests.integration.vllm_helpers import ON_GPUS
 
 COLOCATED = (
-    "cluster.gpus_per_node=1",
+    f"cluster.gpus_per_node={int(ON_GPUS)}",
     "generation.placement=colocated",
     "generation.engine.gpu_memory_utilization=0.5",
     "policy.parallel.pipeline=1",

@@ -1,31 +1,78 @@
-"""A rank's memory on a GPU, given up while others need it and taken back."""
+"""A rank's memory on a GPU, given up while others need it and taken back, and how often a step makes the host wait."""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tests.parity.policy_training import train_arguments
-from tests.parity.ranks import Layout
+from tests.parity.policy_training import make_engine, train_arguments
+from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_device_memory import make_rank, nbytes, of_training
-from tests.parity.training import whole_tensors
-from tests.support.tiny_models import TinyModel
+from tests.parity.training import fetched, whole_tensors
+from tests.support.tiny_models import TinyModel, make_tiny_model
 
-pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+
+
+def turn_on_rank(layout: Layout, model: TinyModel, precision: str) -> dict[str, Any]:
+    """Bytes before a turn of others, what there is to give up, and what is left; and whether nothing has changed."""
+    rank = make_rank(layout, model, {"precision": precision})
+    rank.train(*train_arguments(layout))
+    before = whole_tensors(rank)
+    state = nbytes(of_training(rank))
+    weights = nbytes(parameter for chunk in rank.chunks for parameter in chunk.parameters())
+    held = [torch.cuda.memory_allocated()]
+    for with_weights in (False, True):
+        rank.memory.give_up(weights=with_weights)
+        held.append(torch.cuda.memory_allocated())
+    reserved = torch.cuda.memory_reserved()
+    rank.memory.take_back()
+    after = whole_tensors(rank)
+    same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    learns = rank.train(*train_arguments(layout)).grad_norm > 0
+    return {"held": held, "state": state, "weights": weights, "reserved": reserved, "same": same, "learns": learns}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_device_has_its_bytes_back(precision: str, tiny_models: dict[str, TinyModel]) -> None:
-    rank = make_rank(Layout(), tiny_models["qwen3_tied"], {"precision": precision})
-    rank.train(*train_arguments(Layout()))
-    before = whole_tensors(rank)
-    for weights in (False, True):
-        held, wanted = torch.cuda.memory_allocated(), nbytes(of_training(rank))
-        if weights:
-            wanted = nbytes(parameter for chunk in rank.chunks for parameter in chunk.parameters())
-        rank.memory.give_up(weights=weights)
-        assert held - torch.cuda.memory_allocated() >= wanted > 0
-    rank.memory.take_back()
-    after = whole_tensors(rank)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert rank.train(*train_arguments(Layout())).grad_norm > 0
+def test_the_device_has_its_bytes_back(
+    precision: str, tiny_models: dict[str, TinyModel], record_property: Callable[[str, object], None]
+) -> None:
+    (found,) = run_on_ranks(Layout(), turn_on_rank, tiny_models["qwen3_tied"], precision)
+    resident, without_state, without_weights = found["held"]
+    record_property("left_mib", without_weights / MIB)
+    record_property("left_reserved_mib", found["reserved"] / MIB)
+    assert resident - without_state >= found["state"] > 0
+    assert without_state - without_weights >= found["weights"] > 0
+    assert without_weights <= found["reserved"] < 256 * MIB, "what the allocator keeps, engines cannot have"
+    assert found["same"]
+    assert found["learns"]
+
+
+def waits_on_rank(layout: Layout, model: TinyModel) -> float:
+    """Calls that make the host wait for the device, for each further microbatch of a step."""
+    rank = make_engine(layout, model, precision="bfloat16")
+    share, microbatches, loss_fn, counts = train_arguments(layout)
+    batch, found = fetched(rank, share, loss_fn), []
+    for repeats in (1, 1, 2):  # the first warms up
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            rank.compute_gradients(batch, microbatches * repeats, loss_fn, counts)
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(sum("synchronizing CUDA operation" in str(one.message) for one in told))
+    return (found[2] - found[1]) / len(microbatches)
+
+
+@pytest.mark.parametrize(("name", "most"), [("qwen3_tied", 2), ("qwen3_moe", 8)])
+def test_a_microbatch_hardly_makes_the_host_wait(
+    name: str, most: int, tmp_path_factory: pytest.TempPathFactory, record_property: Callable[[str, object], None]
+) -> None:
+    """Experts of two layers wait for the numbers of their tokens; Megatron-Core's dispatcher asks for them."""
+    (waits,) = run_on_ranks(Layout(), waits_on_rank, make_tiny_model(name, tmp_path_factory.mktemp("waits")))
+    record_property("waits_per_microbatch", waits)
+    assert waits <= most

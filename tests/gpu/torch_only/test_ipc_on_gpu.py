@@ -1,32 +1,63 @@
-"""Memory of a GPU that two processes have in common, as a refit between engines and ranks on one GPU uses it."""
+"""Memory that two processes have in common, as a refit between engines and ranks on one GPU uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_grpo.weights.refit.ipc import CudaMemory
+from megatron_grpo.platform.device import environment
+from megatron_grpo.weights.refit.ipc import CudaMemory, HostMemory
 
-pytestmark = pytest.mark.gpu
+CONTEXT = multiprocessing.get_context("spawn")
+Memory: Any = CudaMemory if torch.cuda.is_available() else HostMemory
+
+
+def lend(borrower: dict[str, str], told: Any) -> None:
+    """Own memory that two processes in turn see and double; tell whether it then holds what they wrote."""
+    mine = Memory(2**20 + 16)
+    for _ in range(2):  # each process has an address of its own
+        mine.tensor.copy_(torch.arange(2**20 + 16) % 100)
+        Memory.settle()
+        run(double, borrower, mine.address())
+        told.send(torch.equal(mine.tensor.cpu(), (torch.arange(2**20 + 16) % 100 * 2).byte()))
 
 
 def double(address: Sequence[int]) -> None:
-    """What the process at the other end does to the memory."""
-    memory = CudaMemory.seen(address)
+    memory = Memory.seen(address)
     assert memory is not None
     memory *= 2
-    CudaMemory.settle()
+    Memory.settle()
 
 
-def test_another_process_sees_it_and_writes_to_it() -> None:
-    mine = CudaMemory(2**20 + 16)
-    for _ in range(2):  # each process has an address of its own
-        mine.tensor.copy_(torch.arange(2**20 + 16) % 100)
-        CudaMemory.settle()
-        other = torch.multiprocessing.get_context("spawn").Process(target=double, args=(mine.address(),))
-        other.start()
-        other.join(120)
-        assert other.exitcode == 0
-        assert torch.equal(mine.tensor.cpu(), (torch.arange(2**20 + 16) % 100 * 2).byte())
+def run(function: Callable[..., None], variables: dict[str, str], *args: Any) -> None:
+    """A function in a process that starts with these environment variables."""
+    process = CONTEXT.Process(target=function, args=args)
+    with environment(**variables):
+        process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("segments", ["False", "True"], ids=["allocator's blocks", "expandable segments"])
+def test_another_process_sees_it_and_writes_to_it(segments: str) -> None:
+    shared = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
+    told, tells = CONTEXT.Pipe(duplex=False)
+    run(lend, shared, shared, tells)
+    assert told.recv()
+    assert told.recv()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_found_by_its_name_and_not_by_its_number() -> None:
+    """The borrower sees two GPUs in the other order, as an engine that shares the GPUs of all ranks does."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and this machine has {torch.cuda.device_count()}")
+    first, second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    told, tells = CONTEXT.Pipe(duplex=False)
+    run(lend, {"CUDA_VISIBLE_DEVICES": first}, {"CUDA_VISIBLE_DEVICES": f"{second},{first}"}, tells)
+    assert told.recv()

@@ -1,0 +1,32 @@
+"""What tests of GPUs do in a dry run (`benchmarks/gpu_check.py --dry`), where there is none."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.parity.ranks import Layout
+from tests.support.tiny_models import TinyModel
+
+DRY = "GPU_CHECK_DRY"
+"""Environment variable of the tests' processes in a dry run."""
+
+
+def ends_dry(layout: Layout, tiny: TinyModel, **policy: Any) -> None:
+    """End a test in a dry run after every rank has made two steps on tensors without numbers, decided as on CUDA.
+
+    Args:
+        policy: further keys of policy.*, in bfloat16.
+    """
+    if DRY not in os.environ:
+        return
+    from megatron_grpo.config.schema import Config, ModelConfig, PolicyConfig
+    from megatron_grpo.trainer.dry.run import dry_run
+
+    model = ModelConfig(path=str(tiny.path))
+    config = Config(policy=PolicyConfig(model=model, parallel=layout.parallel, precision="bfloat16", **policy))
+    for rank in range(layout.ranks):
+        dry_run(config, tiny.shape, rank)
+    pytest.skip(f"dry: two steps of {layout.ranks} ranks on tensors without numbers")

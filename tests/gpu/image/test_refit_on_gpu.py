@@ -1,0 +1,94 @@
+"""Weights from ranks into engines over NCCL and through memory of one GPU: the same bits as from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import Qwen3Config
+
+from megatron_grpo.config.schema import ParallelConfig, RefitConfig
+from megatron_grpo.weights.refit.reshard import ReshardTransport
+from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
+from tests.integration.test_reshard import (
+    REFIT,
+    Case,
+    after,
+    answers,
+    test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder,
+)
+from tests.integration.vllm_helpers import ON_GPUS, Oracle, engines, make_model
+
+__all__ = ["ray_cluster"]  # a fixture of every test here
+
+
+def test_one_rank_to_one_engine(tmp_path: Path) -> None:
+    case = Case("dense", ParallelConfig(), {})
+    test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder(case, tmp_path)
+
+
+def test_an_engine_on_the_gpu_of_a_rank(tmp_path: Path) -> None:
+    """Also when a message is damaged on the way."""
+    base, trained = make_model(tmp_path / "base", seed=0), make_model(tmp_path / "trained", seed=1)
+    with engines(trained) as generation:
+        loaded = answers(generation)
+    policy = start_policy(trained, ParallelConfig())
+    policy.wait_ready()
+    try:
+        with engines(base, colocated=True) as generation:
+            assert not np.array_equal(answers(generation), loaded), "another model"
+            assert np.array_equal(after(ReshardTransport, policy, generation, version=1), loaded)
+            assert_serves(generation, Oracle(trained), version=1)
+            transport = ReshardTransport(policy, generation, REFIT)
+            transport.connect()
+            ray.get(policy.submit(_flip_a_bit))
+            assert transport.publish(2).retries == 1
+            assert np.array_equal(answers(generation), loaded)
+    finally:
+        policy.shutdown()
+
+
+def large(**sizes: Any) -> Qwen3Config:
+    """300 million parameters in eight layers; in a dry run the small model."""
+    larger = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8}
+    return Qwen3Config(**sizes | (larger if ON_GPUS else {}))
+
+
+@pytest.mark.parametrize("colocated", [True, False], ids=["through memory", "over the network"])
+def test_bandwidth(colocated: bool, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    if ON_GPUS and torch.cuda.device_count() < 2 and not colocated:
+        pytest.skip(f"needs 2 GPUs, and this machine has {torch.cuda.device_count()}")
+    path = make_model(tmp_path / "model", seed=0, family=large)
+    policy = start_policy(path, ParallelConfig())
+    policy.wait_ready()
+    try:
+        with engines(path, colocated=colocated) as generation:
+            transport = ReshardTransport(policy, generation, RefitConfig(timeout_s=120.0))
+            transport.connect()
+            reports = [transport.publish(version) for version in (1, 2, 3)]
+        record_property("gigabytes", reports[-1].bytes_sent / 1e9)
+        record_property("seconds", [report.seconds for report in reports])
+        assert all(report.bytes_sent > 0 and report.retries == 0 for report in reports)
+    finally:
+        policy.shutdown()
+
+
+def _flip_a_bit(_: Any) -> None:
+    """On the rank: flip one bit of its first message after it is sealed, once."""
+    from megatron_grpo.weights.refit import reshard
+
+    assert reshard._sender is not None
+    links = reshard._sender._links
+    begin = links.begin
+
+    def flipped(number: int) -> Any:
+        links.buffer(number)[3] ^= 1
+        links.begin = begin  # type: ignore[method-assign]
+        return begin(number)
+
+    links.begin = flipped  # type: ignore[method-assign]

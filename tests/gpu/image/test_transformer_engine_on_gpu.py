@@ -1,0 +1,128 @@
+"""What only Transformer Engine's layers do: packed attention, FP8 in each recipe, gradients that products add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_grpo.config.schema import Fp8Config
+from tests.gpu.dry import ends_dry
+from tests.parity.policy_training import gradients_on_rank, make_engine, train_arguments
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.parity.test_fp8 import expected, measured_on_rank, model
+from tests.parity.test_training import load_on_rank, save_on_rank
+from tests.parity.training import merged
+from tests.support.tiny_models import VOCAB, TinyModel, make_tiny_model
+
+__all__ = ["model"]  # a fixture of the tests here
+ONE = Layout()
+RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
+LAYERS = [0, 1]
+
+
+def attention_on_rank(layout: Layout, tiny: TinyModel) -> list[tuple[bool, bool, bool, bool]]:
+    """Of each selection of an attention in a packed step: whether sequences are padded in between, and whether
+    FlashAttention, cuDNN's and the unfused attention may be used."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    found, select = [], utils.get_attention_backend
+
+    def selected(parameters: Any) -> Any:
+        result = select(parameters)
+        found.append((parameters.pad_between_seqs, bool(result[0]), bool(result[2]), bool(result[4])))
+        return result
+
+    utils.get_attention_backend = selected
+    make_engine(layout, tiny, precision="bfloat16").train(*train_arguments(layout))
+    return found
+
+
+@pytest.mark.parametrize("layout", [ONE, Layout(context=2)], ids=str)
+def test_packed_sequences_have_no_padding_in_between(
+    layout: Layout, model: TinyModel, record_property: Callable[[str, object], None]
+) -> None:
+    """Otherwise FlashAttention is excluded, or the host waits in every layer to find out."""
+    ends_dry(layout, model)
+    for selections in run_on_ranks(layout, attention_on_rank, model):
+        record_property("flash, fused, unfused", selections[0][1:])
+        assert selections
+        assert not any(padded for padded, *_ in selections)
+        assert any(flash or fused for _, flash, fused, _ in selections)
+
+
+def require_recipe(fp8: Fp8Config) -> None:
+    """Skip the test on GPUs without the recipe."""
+    have = torch.cuda.get_device_capability() if torch.cuda.is_available() else fp8.least_capability
+    if have < fp8.least_capability:
+        needs, there = (".".join(map(str, one)) for one in (fp8.least_capability, have))
+        pytest.skip(f"needs compute capability {needs}, and this GPU has {there}")
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["", "parameters"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_rounds_as_its_simulation_does(
+    recipe: str, parameters: bool, model: TinyModel, record_property: Callable[[str, object], None]
+) -> None:
+    """Nearer to transformers with rounded operands than to transformers without; delayed scaling has no simulation."""
+    fp8 = Fp8Config(format="hybrid", recipe=recipe, parameters=parameters)
+    require_recipe(fp8)
+    ends_dry(ONE, model, fp8=fp8)
+    ((logprobs, gradients),) = run_on_ranks(ONE, measured_on_rank, model, fp8, False, "bfloat16")
+    assert logprobs is not None
+    plain, of_plain = expected(model, "tensorwise", [])
+    rounded = plain if recipe == "delayed" else expected(model, recipe, LAYERS)[0]
+    to_plain, to_rounded = ((logprobs - one).abs().mean().item() for one in (plain, rounded))
+    record_property("mean_abs_to_unrounded", to_plain)
+    record_property("mean_abs_to_simulated", to_rounded)
+    assert 1e-3 < to_plain < 0.3
+    assert recipe == "delayed" or to_rounded < to_plain
+    errors = {name: ((gradients[name] - one).norm() / one.norm()).item() for name, one in of_plain.items()}
+    record_property("largest_gradient_error", max(errors.values()))
+    assert max(errors.values()) < 0.5, errors
+
+
+@pytest.mark.parametrize("parameters", [False, True], ids=["", "parameters"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_of_fp8_continues(recipe: str, parameters: bool, model: TinyModel, tmp_path: Path) -> None:
+    fp8 = Fp8Config(format="hybrid", recipe=recipe, parameters=parameters)
+    require_recipe(fp8)
+    ends_dry(ONE, model, fp8=fp8)
+    arguments = (model, tmp_path, {"precision": "bfloat16", "fp8": fp8})
+    saved, loaded = (merged(run_on_ranks(ONE, body, *arguments)) for body in (save_on_rank, load_on_rank))
+    for name, tensor in saved.items():
+        torch.testing.assert_close(loaded[name], tensor, atol=2e-2, rtol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", ["qwen3_untied", "qwen3_moe"])
+def test_fused_gradients_are_those_of_a_product_and_a_sum(name: str, tmp_path: Path) -> None:
+    tiny = make_tiny_model(name, tmp_path)
+    separate, fused = ({"precision": "bfloat16", "gradient_accumulation_fusion": chosen} for chosen in (False, True))
+    ends_dry(ONE, tiny, gradient_accumulation_fusion=True)
+    ((expected_ones, _),), ((found, _),) = (
+        run_on_ranks(ONE, gradients_on_rank, [tiny], True, one)[0] for one in (separate, fused)
+    )
+    for parameter, gradient in expected_ones.items():
+        error = (found[parameter] - gradient).norm() / gradient.norm()
+        assert error < 2e-2, f"{parameter}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_experts_in_fp8_train_and_are_saved(recipe: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2))
+    made.save_pretrained(tmp_path / "experts")
+    tiny = TinyModel("experts", tmp_path / "experts")
+    fp8 = Fp8Config(format="hybrid", recipe=recipe)
+    require_recipe(fp8)
+    ends_dry(ONE, tiny, fp8=fp8)
+    (tmp_path / "checkpoint").mkdir()
+    arguments = (tiny, tmp_path / "checkpoint", {"precision": "bfloat16", "fp8": fp8})
+    saved, loaded = (merged(run_on_ranks(ONE, body, *arguments)) for body in (save_on_rank, load_on_rank))
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    assert saved.keys() == loaded.keys()
