@@ -2,8 +2,10 @@
 #   make quickstart              a whole GRPO run on this machine's CPU
 #   make test | test-unit | lint
 #   make test-slow              a short real run with every preset and option, and rare layouts, beyond what test runs
-#   make gpu-check               what only a CUDA machine can check, with that machine's own packages; prints a JSON
-#                                (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the rest)
+#   make gpu-check               what only a CUDA machine can check, with that machine's own packages; writes and prints a
+#                                JSON (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the
+#                                rest; OPTIONS: of benchmarks/gpu_check.py)
+#   make gpu-check-dry           the same checks without a GPU, as far as they go: tests the checks
 #   make lock | docs             write requirements/*.lock, docs/configuration.md anew (the locks from the package index)
 # PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
@@ -11,12 +13,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PART := all
+OPTIONS :=
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh) .ci/run
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test test-slow test-unit lint gpu-check lock docs
+.PHONY: quickstart test test-slow test-unit lint gpu-check gpu-check-dry lock docs
 
 quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
@@ -45,8 +48,11 @@ gpu-check:
 	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 		echo "gpu-check: this machine has no CUDA GPU, so nothing was checked"; \
 	else \
-		PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu_check.py --part $(PART); \
+		$(PYTHON) benchmarks/gpu_check.py --part $(PART) $(OPTIONS); \
 	fi
+
+gpu-check-dry: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu_check.py --dry --part $(PART) --result gpu_check_dry.json $(OPTIONS)
 
 lock: $(VENV)/.dev
 	$(BIN)/python requirements/lock.py

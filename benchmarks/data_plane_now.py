@@ -34,8 +34,9 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.sampler.worker_group import WorkerGroup
 from megatron_grpo.trainer import group as rank_group
-from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings, StepShare
+from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankPlace, RankSettings, StepShare
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
 

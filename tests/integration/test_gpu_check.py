@@ -1,26 +1,75 @@
-"""The part of gpu-check that needs torch alone, rehearsed without a GPU."""
+"""gpu-check without a GPU: all of it, to its end; and on a machine with little more than torch."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check"),
+]
+LITTLE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Little(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.partition(".")[0] in {names}
+        return None if absent else super().find_spec(name, path, target)
+
+kept = [one for one in sys.meta_path if "editable" not in str(one)]
+sys.meta_path[:] = [Little if one is PathFinder else one for one in kept]
+"""
+"""A `sitecustomize` module: these packages are absent, and so is this one but for the checkout's folder."""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
-def test_a_rehearsal_finds_nothing_wrong() -> None:
-    command = [sys.executable, str(SCRIPT), "--part", "torch_only", "--rehearse"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+def dry_run(folder: Path, *options: str, **variables: str) -> dict[str, Any]:
+    """The checks of a dry run that finds nothing wrong, by name."""
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--dry", "--result", str(folder / "dry.json")]
+    environment = {**os.environ, **variables}
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads(ended.stdout)
-    (part,) = found["parts"].values()
-    assert part["passed"] > 20
-    assert found["timings"]["logprob"]["not_measured"].keys() == {"fused", "compiled", "products"}
-    assert found["timings"]["fp8_blocks"]["gigabytes_per_s"]["triton"] is None
+    found: dict[str, Any] = json.loads((folder / "dry.json").read_text())["checks"]
+    return found
+
+
+def test_every_check_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    rows = {check.name: check for check in import_module("gpu_checks").CHECKS}
+    found = dry_run(tmp_path)
+    assert {name: check["verdict"] for name, check in found.items()} == {
+        name: "dry" if row.dry else "not run" for name, row in rows.items()
+    }
+    assert len(found["kernels"]["tests"]) > 20
+    numbers = found["logprob kernels, hidden 1024"]["numbers"]
+    assert numbers["chunked"]["loss"] == pytest.approx(numbers["materialised"]["loss"], rel=1e-4)
+
+
+def test_what_a_machine_lacks_is_not_run(tmp_path: Path) -> None:
+    """Kernels, estimates and memory need torch and Triton; a model on ranks needs what such a machine has not."""
+    absent = ["ray", "vllm", "megatron", "hydra", "omegaconf", "antlr4", "pydantic", "datasets", "torchdata"]
+    (tmp_path / "sitecustomize.py").write_text(LITTLE.format(names=absent))
+    found = dry_run(tmp_path, "--part", "torch_only", PYTHONPATH=str(tmp_path))
+    ran = {name for name, check in found.items() if check["verdict"] == "dry"}
+    assert ran == {
+        "estimates",
+        "kernels",
+        "logprob kernels, hidden 1024",
+        "logprob kernels, hidden 4096",
+        "FP8 blocks",
+        "shared memory",
+    }
+    assert found["losses"]["why"] == "needs pydantic"
+    assert found["gradients"]["why"] == "needs megatron.core, pydantic, hydra, omegaconf, antlr4"
