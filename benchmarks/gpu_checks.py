@@ -107,7 +107,7 @@ CHECKS = (
     _torch("experts, layouts", f"{_POLICY} -k experts_are", RANKS, gpus=2, deadline_s=540, dry="cpu"),
     _image("packed attention", f"{_ENGINE} -k packed", LAYERS, dry="fake tensors"),
     _image("FP8 recipes", f"{_ENGINE} -k 'rounds or continues'", LAYERS, deadline_s=540, dry="fake tensors"),
-    _image("fused gradients", f"{_ENGINE} -k fused", LAYERS, dry="fake tensors"),
+    _image("fused gradients", f"{_ENGINE} -k fused", (*LAYERS, "fused_weight_gradient_mlp_cuda")),
     _image("experts in FP8", f"{_ENGINE} -k experts", LAYERS, dry="fake tensors"),
     _image("advantages", "tests/gpu/image/test_advantages_on_gpu.py", (*RANKS, "ray"), deadline_s=120),
     _image("refit through memory", f"{_REFIT} -k the_gpu_of_a_rank", deadline_s=540, dry="cpu"),
