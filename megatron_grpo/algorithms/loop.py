@@ -16,6 +16,7 @@ from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoint_files import read_state
+from megatron_grpo.controller.directory import STOP_FILE
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
@@ -204,10 +205,17 @@ def _stopped_early(run: SamplingRun) -> bool:
     reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
     if reason is None and run.callbacks.stop:
         reason = "a callback of the script says so"
+    if reason is None and _asked_to_stop(run):
+        reason = f"the file {STOP_FILE} is in the run's folder"
     if reason is not None:
         run.logger.end_early("early_stop", reason)
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
     return reason is not None
+
+
+def _asked_to_stop(run: SamplingRun) -> bool:
+    """Whether somebody wants the run to end soon: a person, or Slurm before the job's time is up."""
+    return (run.logger.run_dir / STOP_FILE).exists()
 
 
 def _advance(run: SamplingRun, report: StepReport) -> None:
@@ -313,7 +321,7 @@ def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     run.checkpointer.finish()
     step, saved = run.state["total_steps"], run.checkpointer.steps()
     validated: dict[str, float] = {}
-    if run.config.loop.val_at_end and run.state.get("val_step") != step:
+    if run.config.loop.val_at_end and run.state.get("val_step") != step and not _asked_to_stop(run):
         try:
             validated = _validated(run)
         except SamplingError:

@@ -1,8 +1,7 @@
-"""Heartbeats: a small file per process with its current phase, which a thread rewrites every second.
+"""Heartbeats: a small file per process with its current phase, which a thread rewrites every few seconds.
 
 People, the driver and other nodes read the files. A file holds one JSON object padded to RECORD_BYTES and is rewritten
-in place: one open, write and close a second, which a shared file system bears for a thousand processes. NFS shows a
-write to other nodes once the file is closed.
+in place: one open, write and close a beat. NFS shows a write to other nodes once the file is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,17 @@ FOLDER = "heartbeats"
 """Folder of the heartbeat files, inside the folder of the logs."""
 
 BEAT_S = 1.0
-"""Seconds between two beats of a process that stays in its phase."""
+"""Seconds between two beats of a process that stays in its phase, where all processes are on one machine."""
+SHARED_BEAT_S = 5.0
+"""The same on several machines, whose thousands of processes write to one file server."""
+BEAT_VARIABLE = "MEGATRON_GRPO_BEAT_S"
+"""Environment variable that tells the driver's processes the seconds between two beats."""
+
+
+def beat_s() -> float:
+    """Seconds between two beats of this process, and of all others of its run."""
+    return float(os.environ.get(BEAT_VARIABLE, BEAT_S))
+
 
 BURST = 20
 WRITES_PER_S = 10.0
@@ -100,7 +109,7 @@ class HeartbeatWriter:
         self._requests = requests_file(folder, name)
         self._requests.write_bytes(b"")
         self._answered = 0
-        self._name, self._log = name, log
+        self._name, self._log, self._beat_s = name, log, beat_s()
         self._host, self._machine = socket.gethostname(), this_machine()
         self._lock = threading.Lock()
         self._tokens, self._tokens_at = float(BURST), time.monotonic()
@@ -137,7 +146,7 @@ class HeartbeatWriter:
                 if self._stopped.is_set():
                     return
                 faulthandler.dump_traceback_later(FROZEN_S, file=self._log)
-            if self._stopped.wait(BEAT_S):
+            if self._stopped.wait(self._beat_s):
                 return
             self._write()
             self._answer_requests()

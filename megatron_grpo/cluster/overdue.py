@@ -22,11 +22,11 @@ from pathlib import Path
 
 import psutil
 
-from megatron_grpo.cluster.heartbeat import BEAT_S, FOLDER, Heartbeat, read_heartbeats, requests_file, this_machine
+from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, beat_s, read_heartbeats, requests_file, this_machine
 from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
 
-SILENT_S = 5.0
-"""Age of the last heartbeat, in seconds, from which a process of this machine counts as hanging."""
+SILENT_BEATS = 5.0
+"""Age of the last heartbeat, in beats, from which a process of this machine counts as hanging."""
 FAR_SILENT_S = 30.0
 """Age from which a process of another machine counts as hanging: clocks may differ, and files may arrive late."""
 
@@ -35,8 +35,8 @@ DESCRIBED = 4
 
 SIGNAL_WAIT_S = 0.5
 """Seconds for processes of this machine to write their stacks before the failed run ends them."""
-REQUEST_WAIT_S = 2.5 * BEAT_S
-"""Seconds for processes of other machines, which look for requests at every heartbeat, to write their stacks."""
+REQUEST_BEATS = 2.5
+"""Beats for processes of other machines, which look for requests at every heartbeat, to write their stacks."""
 
 PY_SPY_S = 10.0
 PY_SPIES = 8
@@ -72,12 +72,12 @@ class ProcessStatus:
         """Whether the process itself is stuck, rather than waiting for another."""
         if self.state in (STOPPED, TRACED, GONE):
             return True
-        return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_S)
+        return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_BEATS * beat_s())
 
     def __str__(self) -> str:
         beat = self.heartbeat
         text = f"{beat.name} (pid {beat.pid} on {beat.host}) {doing(beat)}"
-        if self.hangs or self.silence_s > 2 * BEAT_S:
+        if self.hangs or self.silence_s > 2 * beat_s():
             text += f", last heartbeat {self.silence_s:.0f} s ago"
         return f"{text}: {_VERDICTS[self.state]}" if self.hangs else text
 
@@ -185,7 +185,7 @@ def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus])
         elif one.state == FAR:
             with requests_file(log.folder / FOLDER, beat.name).open("ab") as file:
                 file.write(b"!")
-            wait_s = max(wait_s, REQUEST_WAIT_S)
+            wait_s = max(wait_s, REQUEST_BEATS * beat_s())
     with ThreadPoolExecutor(max_workers=2) as pool:
         texts = pool.map(_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
         for beat, text in zip(stopped, texts, strict=False):

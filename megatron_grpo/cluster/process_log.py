@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from megatron_grpo.cluster.heartbeat import FOLDER, HeartbeatWriter, file_stem
+from megatron_grpo.cluster.heartbeat import BEAT_S, BEAT_VARIABLE, FOLDER, SHARED_BEAT_S, HeartbeatWriter, file_stem
 from megatron_grpo.cluster.phases import THIS_PROCESS
 
 LOGS_FOLDER = "logs"
@@ -91,14 +91,15 @@ class OncePerMessage(logging.Filter):
 
 def log_environment() -> dict[str, str]:
     """Environment variables that a process on another node needs for its log; empty when nothing is logged."""
-    return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE) if name in os.environ}
+    return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE, BEAT_VARIABLE) if name in os.environ}
 
 
 @contextmanager
-def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
+def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterator[Path]:
     """Log this process as the driver while the body runs, and make the processes that it starts there log too.
 
     Logs of the level "debug", "info" or "warning" go into a folder in the run's folder, which is yielded.
+    `one_machine`: whether all processes are on this machine, where heartbeats cost nothing.
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
@@ -106,6 +107,7 @@ def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
         old.unlink(missing_ok=True)
     before = log_environment()
     os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
+    os.environ[BEAT_VARIABLE] = str(BEAT_S if one_machine else SHARED_BEAT_S)
     _current = log = _open(folder, DRIVER, level)
     logger.info("the driver begins: pid %d, %s", log.pid, " ".join(sys.argv))
     try:
@@ -114,7 +116,8 @@ def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
         logger.info("the driver ends")
         _close(log)
         _current = None
-        del os.environ[FOLDER_VARIABLE], os.environ[LEVEL_VARIABLE]
+        for name in log_environment():
+            del os.environ[name]
         os.environ |= before
 
 

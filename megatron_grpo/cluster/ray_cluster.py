@@ -19,6 +19,8 @@ from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig,
 
 JOIN_S = 1.0
 """Seconds between two checks for machines that have not joined yet."""
+SHARED_GPUS = "MEGATRON_GRPO_SHARED_GPUS"
+"""Environment variable of processes that use GPUs of policy ranks: Ray's names of these GPUs, separated by commas."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Size of the object store on CPU: batches of a tiny model are small, and Ray's default is a third of the memory."""
 
@@ -184,7 +186,7 @@ class RayCluster:
             "num_cpus": 1,
             "num_gpus": 0,
             "scheduling_strategy": _in_group(self._policy_group, 0),
-            "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(devices)}},
+            "runtime_env": {"env_vars": dict.fromkeys(("CUDA_VISIBLE_DEVICES", SHARED_GPUS), ",".join(devices))},
         }
 
     def shutdown(self) -> None:
@@ -202,6 +204,12 @@ def _in_group(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStr
     return PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
     )
+
+
+def assigned_gpus() -> list[str]:
+    """Ray's names of the GPUs that this process was given, alone or together with policy ranks; empty on a CPU."""
+    shared = os.environ.get(SHARED_GPUS)
+    return [str(gpu) for gpu in ray.get_gpu_ids()] if shared is None else shared.split(",")
 
 
 def node_address() -> str:

@@ -18,6 +18,8 @@ from megatron_grpo.config.schema import Config
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
+STOP_FILE = "stop"
+"""A file that anybody may put into a run's folder: training then ends after the step that it is in, and is saved."""
 POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
 VALUE_FOLDER = "megatron_value"
@@ -50,6 +52,7 @@ def claimed_run_directory(path: str) -> Iterator[Path]:
             taken_away = True
         if taken_away:
             raise RunError(f"run_dir={folder} is in use by another run that is still alive")
+        (folder / STOP_FILE).unlink(missing_ok=True)  # it was for an earlier start
         try:
             yield folder
         finally:

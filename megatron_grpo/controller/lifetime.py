@@ -123,14 +123,15 @@ def started(config: Config, user_objects: UserObjects | None = None) -> Iterator
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         changes = changes_since_last_start(run_dir, config)
-        stack.enter_context(driver_log(run_dir, config.logger.level))
+        one_machine = config.cluster.ray_address is None
+        stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=one_machine))
         search = stack.enter_context(in_background(lambda stop: checkpoint_to_start_from(checkpointer, config, stop)))
         cluster = RayCluster(config.cluster)
         samples, report = config.samples_per_step, config.logger.report
         summary = partial(write_summary, run_dir, samples_per_step=samples)
         startup = Startup(run_dir, checkpointer, search, changes, cluster, parts, user_objects, summary)
         stack.enter_context(end_recorded(startup, report=report))
-        if config.cluster.ray_address is None:
+        if one_machine:
             stack.enter_context(guarded(if_killed=killed_run_command(run_dir, samples, report=report)))
         stack.callback(cluster.shutdown)
         with parts.part("ray"):

@@ -117,8 +117,9 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
     """
     with ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
-        stack.enter_context(driver_log(output, config.logger.level))
-        if config.cluster.ray_address is None:
+        one_machine = config.cluster.ray_address is None
+        stack.enter_context(driver_log(output, config.logger.level, one_machine=one_machine))
+        if one_machine:
             stack.enter_context(guarded())
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)

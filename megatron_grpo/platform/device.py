@@ -56,7 +56,7 @@ def require_gpus(assigned: Sequence[object]) -> None:
     """Check that torch sees a GPU if Ray assigned one to this process; otherwise the run would go on on CPUs.
 
     Args:
-        assigned: Ray's ids of this process's GPUs (`ray.get_gpu_ids()`); empty: it has none.
+        assigned: Ray's names of this process's GPUs (`assigned_gpus`); empty: it has none.
 
     Raises:
         RuntimeError: torch sees no GPU; says what to look at.

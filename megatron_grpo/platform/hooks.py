@@ -45,7 +45,7 @@ class Library:
 
 
 LIBRARIES = {
-    "torch": Library("torch", ">=2.9,<2.14", ("torch",)),
+    "torch": Library("torch", ">=2.13,<2.14", ("torch",)),
     "megatron-core": Library("megatron.core", ">=0.16.1,<0.17", ("megatron-core",)),
     "modelopt": Library("modelopt", ">=0.42,<0.48", ("nvidia-modelopt",)),
     "transformer-engine": Library("transformer_engine", ">=2.20,<3", ("transformer-engine", "transformer_engine")),

@@ -187,6 +187,9 @@ def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Prob
     yield from _recomputation(config, shape)
     yield from _overlap(config, optimizers)
     yield from _fused_gradients(config)
+    if config.policy.deterministic and config.loss_fn.kl_score_function_gradient and config.cluster.gpus:
+        text = "excludes loss_fn.kl_score_function_gradient: torch has no deterministic running sums on GPUs"
+        yield Problem("policy.deterministic=True", text)
     for section, optimizer in optimizers.items():
         yield from _optimizer(config, section, optimizer)
 

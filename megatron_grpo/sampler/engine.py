@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
+from megatron_grpo.cluster.ray_cluster import assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
@@ -34,6 +34,7 @@ from megatron_grpo.sampler.requests import (
     while_alive,
 )
 from megatron_grpo.sampler.shutdown import EngineProcesses, end_own, own_processes
+from megatron_grpo.weights.source import require_folder
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -87,7 +88,8 @@ class VllmEngine:
             "warm_up" (the batch). And the engine's processes, which the driver ends if this actor no longer can.
         """
         times = [time.monotonic()]
-        require_gpus(ray.get_gpu_ids())
+        require_gpus(assigned_gpus())
+        require_folder(self._settings.model_path)
         prepare_processes(self._settings, self._name)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

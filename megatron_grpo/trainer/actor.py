@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from megatron_grpo.data.step_batch import StepBatch
 
 
+ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
+"""Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): segments that grow, because microbatches of all sizes leave
+gaps between segments of fixed size; and pinned memory above 64 MB as it is asked for, not the next power of two."""
+
 MEMORY_EVENTS = 200_000
 """Number of allocations, the latest ones, that a memory snapshot lists."""
 
@@ -30,6 +34,7 @@ class RankActor:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
         self.name, self.rank, self.threads = name, rank, threads
         self._imports_s = 0.0
 
@@ -43,9 +48,9 @@ class RankActor:
 
     def gpus(self) -> list[str]:
         """Ray's ids of this process's GPUs: one, or none on a CPU."""
-        import ray
+        from megatron_grpo.cluster.ray_cluster import assigned_gpus
 
-        return [str(gpu) for gpu in ray.get_gpu_ids()]
+        return assigned_gpus()
 
     @phase("import packages")
     def import_packages(self) -> None:
@@ -74,7 +79,9 @@ class RankActor:
         from megatron_grpo.platform.device import current_platform, reach_store
         from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
         from megatron_grpo.trainer.rank import PolicyRank, ValueRank
+        from megatron_grpo.weights.source import require_folder
 
+        require_folder(settings.folder)
         if current_platform().name == "cpu":
             torch.set_num_threads(self.threads)
         elif settings.config.deterministic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -113,11 +114,23 @@ class DeviceMemory:
 
 
 def _drop_copies(rank: ModelRank) -> None:
-    """Drop the FP8 copies that Transformer Engine keeps of weights, one or two bytes a parameter; the
-    next forward pass makes them anew."""
+    """Drop what Transformer Engine keeps beside parameters, and makes anew in the next pass.
+
+    These are FP8 copies of bfloat16 weights and transposes of FP8 weights (one or two bytes a parameter), a gradient of
+    each shape that it hands to autograd where the real one is accumulated elsewhere, and working memory of products.
+    """
     for chunk in (*rank.chunks, *(rank.reference or ())):
         for module in chunk.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
+        for parameter in chunk.parameters():
+            if hasattr(parameter, "update_usage"):  # an FP8 parameter
+                parameter.update_usage(rowwise_usage=True, columnwise_usage=False)
+    if "transformer_engine.pytorch" in sys.modules:
+        from transformer_engine.pytorch.cpp_extensions.gemm import get_cublas_workspace
+        from transformer_engine.pytorch.module.base import _dummy_wgrads
+
+        _dummy_wgrads.clear()
+        get_cublas_workspace.cache_clear()
 
 
 def weights_of(rank: ModelRank) -> Iterator[Tensor]:

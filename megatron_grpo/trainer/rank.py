@@ -77,7 +77,9 @@ class ModelRank(ABC):
     def _add_reference(self, reference: ReferenceConfig) -> None:
         """Build a copy of the model that is not trained."""
         config = _reference_config(self.config, reference)
-        self.reference = [chunk.requires_grad_(False) for chunk in build_model(config, self.shape, self.platform)]
+        with torch.no_grad():  # else Transformer Engine keeps copies of FP8 parameters as they were before rounding
+            chunks = build_model(config, self.shape, self.platform)
+        self.reference = [chunk.requires_grad_(False) for chunk in chunks]
         _copy_weights(self.chunks, self.reference)  # faster than reading from disk again
         if reference.offload:
             move_to_host(self.reference, self.platform)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
         return Path(snapshot_download(path, allow_patterns=_WANTED))
     except _hub_errors() as error:
         raise RunError(f"{key}={path} could not be downloaded: {_reason(error)}") from error
+
+
+def require_folder(folder: str) -> None:
+    """Raise a RunError if this machine lacks the model's folder, which the driver found on its own."""
+    if not Path(folder, "config.json").is_file():
+        raise RunError(
+            f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines of "
+            "a run share, those of the hub too (environment variable HF_HOME)"
+        )
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.cluster.ray_cluster import RayCluster, assigned_gpus
 from megatron_grpo.config.schema import ClusterConfig
 
 
@@ -17,7 +17,7 @@ class Process:
     """What a rank or an engine would find."""
 
     def gpus(self) -> list[str]:
-        return [str(gpu) for gpu in ray.get_gpu_ids()]
+        return assigned_gpus()
 
     def visible(self) -> str | None:
         return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -44,3 +44,4 @@ def test_engines_see_their_own_gpus_first_and_then_those_of_the_others(cluster: 
         ",".join([*devices[2:], *devices[:2]]),
     ]
     assert ray.get([value.visible.remote() for value in values], timeout=60) == devices[:2]
+    assert ray.get([value.gpus.remote() for value in values], timeout=60) == [[device] for device in devices[:2]]

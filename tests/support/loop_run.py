@@ -45,6 +45,7 @@ class Run:
         self.refit_fails: dict[int, RefitError] = {}
         """By the step whose weights are not published."""
         self.logger = SimpleNamespace(
+            run_dir=folder,
             note=self.logged.append,
             end_early=lambda outcome, reason: self.ends.append((outcome, reason)),
             note_once=lambda about, text: self.notes.setdefault(about, text),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -90,10 +92,9 @@ def tool(name: str) -> str:
     return found
 
 
-def submitted(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
-    """The commands that the Slurm script gives to a srun that only records them."""
-    folder = tmp_path / "submit"
-    tools = tmp_path / "tools"
+def job(tmp_path: Path, *arguments: str, nodes: int, driver: str = "exit 0", **variables: str) -> subprocess.Popen[str]:
+    """The Slurm script in a job whose srun only records its commands, and runs `driver` in place of the driver."""
+    folder, tools = tmp_path / "submit", tmp_path / "tools"
     for one in (folder, tools):
         one.mkdir(exist_ok=True)
     record = tmp_path / "commands"
@@ -105,8 +106,10 @@ for _ in {{1..200}}; do
     [[ "$*" != *--nodelist=node0* || {nodes} = 1 || -s {record} ]] && break
     sleep 0.05
 done
-exec 9>>{record}; flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9""",
-        "scontrol": f"echo '{names}'",
+{{ flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9; }} 9>>{record}
+[[ "$*" != *--nodelist=node0* ]] && exit
+{driver}""",
+        "scontrol": f"[[ $1 = show ]] && echo '{names}' || echo \"$@\" >>{tmp_path / 'requeued'}",
     }
     for name, text in scripts.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -115,9 +118,16 @@ exec 9>>{record}; flock 9; printf '%s\\0' "$@" >&9; printf '\\n\\0' >&9""",
     env |= {"PATH": f"{tools}:{env['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
     env |= {"SLURM_SUBMIT_DIR": str(folder), "HOME": str(tmp_path / "home"), "HEAD_IP": "10.0.0.1", **variables}
     command = [str(ROOT / "launchers" / "slurm_pyxis.sbatch"), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [command.split("\0")[:-1] for command in record.read_text().split("\n\0")[:-1]]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def submitted(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
+    """The commands that the Slurm script gives to srun."""
+    with job(tmp_path, *arguments, nodes=nodes, **variables) as script:
+        _, errors = script.communicate(timeout=60)
+    assert script.returncode == 0, errors
+    record = (tmp_path / "commands").read_text()
+    return [command.split("\0")[:-1] for command in record.split("\n\0")[:-1]]
 
 
 def mounts_of(command: list[str]) -> list[str]:
@@ -150,3 +160,64 @@ def test_a_folder_within_the_submission_folder_is_mounted_with_it(tmp_path: Path
     (command,) = submitted(tmp_path, nodes=1, CONTAINER_IMAGE="image.sqsh", RUN_DIR="runs/one", HF_HOME=str(models))
     assert mounts_of(command) == [f"{tmp_path / 'submit'}:{tmp_path / 'submit'}", f"{models}:{models}"]
     assert f"run_dir={tmp_path / 'submit' / 'runs' / 'one'}" in command
+
+
+def test_a_run_folder_that_would_not_be_mounted_is_refused(tmp_path: Path) -> None:
+    with job(tmp_path, "run_dir=/scratch/one", nodes=1, CONTAINER_IMAGE="image.sqsh") as script:
+        _, errors = script.communicate(timeout=60)
+    assert script.returncode == 2
+    assert "give RUN_DIR=/scratch/one, which is mounted and resumed, and not run_dir=/scratch/one" in errors
+
+
+REQUEUED = "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("driver", "code", "requeued"),
+    [
+        ("until [[ -e {run}/stop ]]; do sleep 0.05; done", 0, REQUEUED),
+        ("until [[ -e {run}/stop ]]; do sleep 0.05; done; exit 3", 3, ""),
+        ("until [[ -e {requeued} ]]; do sleep 0.05; done; exit 143", 143, REQUEUED),
+    ],
+    ids=["saves in time", "fails by itself", "does not save in time"],
+)
+def test_a_run_saves_before_its_job_is_requeued(tmp_path: Path, driver: str, code: int, requeued: str) -> None:
+    run, record = tmp_path / "run", tmp_path / "requeued"
+    record.touch()
+    driver = driver.format(run=run, requeued=f"{tmp_path / 'asked'}")
+    with job(tmp_path, nodes=1, driver=driver, PYTHON=sys.executable, RUN_DIR=str(run), SAVE_TIME="1") as script:
+        while not (tmp_path / "commands").exists():
+            time.sleep(0.05)
+        script.send_signal(signal.SIGUSR1)
+        if code == 143:  # Slurm ends the steps of a job that it requeues
+            while not record.read_text():
+                time.sleep(0.05)
+            (tmp_path / "asked").touch()
+        script.communicate(timeout=60)
+    assert script.returncode == code
+    assert record.read_text() == requeued
+
+
+@pytest.mark.parametrize(
+    ("of_name", "own", "expected"),
+    [("10.1.0.5", "172.17.0.1 10.1.0.5", "10.1.0.5"), ("127.0.1.1", "fe80::1 10.1.0.5", "10.1.0.5"), ("", "", "")],
+    ids=["resolved", "loopback", "none"],
+)
+def test_nodes_meet_at_the_address_of_the_first_name(tmp_path: Path, of_name: str, own: str, expected: str) -> None:
+    answers = {"getent": f"{of_name}     STREAM node0\n{of_name}     DGRAM" if of_name else "", "hostname": own}
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\nprintf '{text}\\n'\n")
+        (tmp_path / name).chmod(0o755)
+    script = (ROOT / "launchers" / "slurm_pyxis.sbatch").read_text()
+    function = script[script.index("first_address() {") :].partition("\n}\n")[0] + "\n}\nfirst_address"
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", function], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == expected
+
+
+def test_every_node_removes_the_folder_of_its_ray(tmp_path: Path) -> None:
+    """The other nodes' Ray takes the folder of the head's."""
+    for command in submitted(tmp_path, PYTHON=sys.executable):
+        script = command[command.index("-c") + 1]
+        assert 'rm -rf "$temp"' in script
+        assert "/tmp/ray_7" in command

@@ -41,6 +41,7 @@ class TorchCoreAttention(torch.nn.Module):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if windowed else None
         """Tokens that each token sees, itself included; None: all before it."""
+        self._on_gpu = config.platform.like_cuda
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(
@@ -77,6 +78,8 @@ class TorchCoreAttention(torch.nn.Module):
         keys, values = (_taken(tensor, group.keys).transpose(1, 2) for tensor in (key, value))
         sees_all = self.window is None or group.keys.shape[1] <= self.window
         mask = None if group.square and sees_all else self._mask(group)
+        if not self._takes_groups(query.dtype, mask):
+            keys, values = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (keys, values))
         out = F.scaled_dot_product_attention(
             _taken(query, group.queries).transpose(1, 2),
             keys,
@@ -84,9 +87,16 @@ class TorchCoreAttention(torch.nn.Module):
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=query.shape[1] != keys.shape[1],
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+    def _takes_groups(self, dtype: torch.dtype, mask: Tensor | None) -> bool:
+        """Whether a fused kernel of torch takes keys with fewer heads than queries.
+
+        On GPUs only FlashAttention does, which takes neither masks nor float32; torch would then hold all scores.
+        """
+        return not self._on_gpu or (mask is None and dtype != torch.float32)
 
     def _mask(self, group: AttentionGroup) -> Tensor:
         """[parts, 1, most queries, most keys], bool: whether a query sees a key."""
@@ -141,6 +151,32 @@ class GlobalAndLocalRotary(RotaryAtPositions):
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """Positions [tokens], int64, to angles [2, tokens, 1, 1, head_dim], float32: without and with a window."""
         return torch.stack([super().forward(positions), self.local(positions)])
+
+
+class RotaryTable(torch.nn.Module):
+    """Replaces Megatron-Core's rotary embedding in Transformer Engine's layers: one table of angles, whose first rows
+    are the table of a shorter microbatch.
+
+    Megatron-Core would keep a table for each of the last 32 lengths, and packed microbatches nearly all differ: with a
+    longest sequence of 32,768 tokens that is half a gigabyte.
+    """
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self._table: Tensor | None = None
+
+    def get_rotary_seq_len(self, *given: Any) -> int:
+        """The argument of `forward`: tokens of the microbatch's longest sequence, over all context-parallel ranks."""
+        length: int = self.rotary.get_rotary_seq_len(*given)
+        return length
+
+    def forward(self, length: int, *, packed_seq: bool, **_: Any) -> Tensor:
+        """Angles at positions 0 to `length`, [length, 1, 1, head_dim], float32."""
+        assert packed_seq, "Transformer Engine takes each context-parallel rank's positions from the whole table"
+        if self._table is None or len(self._table) < length:
+            self._table = self.rotary.get_emb(length)
+        return self._table[:length]
 
 
 def scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.platform.device import Platform, current_platform
-from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, scaled_rope
+from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, RotaryTable, scaled_rope
 from megatron_grpo.trainer.model.experts import mark_experts
 from megatron_grpo.trainer.model.layer_spec import layer_spec, uses_transformer_engine
 from megatron_grpo.trainer.model.lora import train_adapters_alone
@@ -120,7 +120,9 @@ def _build_chunk(
     mark_experts(model)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope(shape)[0].to(settings.platform.device)
-    if not uses_transformer_engine(shape, settings.platform, config.precision):
+    if uses_transformer_engine(shape, settings.platform, config.precision):
+        model.rotary_pos_emb = RotaryTable(model.rotary_pos_emb)
+    else:
         model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape, settings.platform)
     if shape.embedding_scale is not None and model.pre_process:
         scale = float(torch.tensor(shape.embedding_scale, dtype=settings.params_dtype))  # rounded as the embeddings are

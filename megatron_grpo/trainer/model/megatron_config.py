@@ -202,6 +202,8 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.sequence and parallel.tensor > 1,
+        # A stage's output was sent to the next stage, and only its place in the graph is needed until backward.
+        "deallocate_pipeline_outputs": True,
     }
 
 

@@ -22,7 +22,13 @@ class CudaMemory:
 
     def __init__(self, nbytes: int) -> None:
         torch.cuda.ipc_collect()  # free what other processes have released
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        # Another process needs a system call to map an expandable segment, which containers often forbid.
+        before = torch._C._accelerator_getAllocatorSettings()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        finally:
+            torch._C._accelerator_setAllocatorSettings(before)
 
     def address(self) -> list[Any]:
         """The GPU and torch's handle, with a reference count for one other process: call this once for each."""

@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.controller.directory import STOP_FILE, claimed_run_directory
 from megatron_grpo.controller.user_objects import Callback, Callbacks
 from tests.support.loop_run import LIMITS, Run, validating
+
+
+class Stopper(Callback):
+    """Puts the file that ends a run into its folder during the first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, step: int, metrics: Any) -> None:
+        (self.folder / STOP_FILE).touch()
 
 
 class Watcher(Callback):
@@ -52,6 +63,20 @@ def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: py
         ("end", 3),
     ]
     assert run.ends == [("early_stop", "a callback of the script says so")]
+
+
+def test_a_file_in_the_folder_ends_training_with_a_checkpoint_and_no_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm's launcher asks for it shortly before the job's time is up."""
+    validating(monkeypatch, AssertionError("there is no time for it"))
+    run = Run(tmp_path, replace(LIMITS, val_at_end=True))
+    run.callbacks = Callbacks([Stopper(tmp_path)])
+    run.train()
+    assert run.ends == [("early_stop", "the file stop is in the run's folder")]
+    assert run.checkpointer.steps() == [1]
+    with claimed_run_directory(str(tmp_path)):
+        assert not (tmp_path / STOP_FILE).exists(), "the next start goes on"
 
 
 def test_a_callback_that_fails_ends_the_run_under_its_name(tmp_path: Path) -> None:

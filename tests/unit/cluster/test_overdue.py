@@ -62,7 +62,7 @@ def test_a_stopped_process_is_told_from_one_that_waits_for_it(folder: Path) -> N
 def test_a_process_that_holds_its_interpreter_is_found_and_writes_its_stacks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late, "SILENT_S", 1.5)
+    monkeypatch.setattr(late, "SILENT_BEATS", 1.5)
     with logged_processes(folder, {"policy rank 0": HOLDS_THE_INTERPRETER}):
         time.sleep(2.5)
         text = report_overdue("training step", ["policy rank 0"])

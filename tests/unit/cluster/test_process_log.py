@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.cluster.heartbeat import FOLDER
+from megatron_grpo.cluster.heartbeat import BEAT_S, BEAT_VARIABLE, FOLDER, SHARED_BEAT_S, beat_s
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import (
     FOLDER_VARIABLE,
@@ -42,6 +42,17 @@ def test_a_record_says_when_how_grave_and_who(tmp_path: Path) -> None:
     stamp, rest = line[:23], line[24:]
     assert time.strptime(stamp.partition(",")[0], "%Y-%m-%d %H:%M:%S")
     assert rest == "INFO [policy rank 1] megatron_grpo.trainer: 7 tensors"
+
+
+@pytest.mark.parametrize(("one_machine", "seconds"), [(True, BEAT_S), (False, SHARED_BEAT_S)])
+def test_processes_of_several_machines_write_heartbeats_less_often(
+    one_machine: bool, seconds: float, tmp_path: Path
+) -> None:
+    assert beat_s() == BEAT_S
+    with driver_log(tmp_path, "info", one_machine=one_machine):
+        assert beat_s() == seconds
+        assert log_environment()[BEAT_VARIABLE] == str(seconds), "processes of other machines know it"
+    assert BEAT_VARIABLE not in log_environment()
 
 
 def test_what_is_printed_and_warned_is_in_the_log(tmp_path: Path) -> None:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer import offload, rank
-from megatron_grpo.trainer.model import layer_spec
+from megatron_grpo.trainer import actor, offload, parallel, rank
+from megatron_grpo.trainer.actor import ALLOCATOR, RankActor
+from megatron_grpo.trainer.model import layer_spec, megatron_config
+from megatron_grpo.trainer.model.attention import RotaryTable, TorchCoreAttention
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import transformer_fields
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
 from megatron_grpo.weights.families import shape_of_config
 from tests.support.config_problems import SMALL
+from tests.support.moe_config import QWEN3_MOE
 
-CUDA = Platform("cuda", torch.device("cpu"), "nccl")
+CPU, CUDA = Platform("cpu", torch.device("cpu"), "gloo"), Platform("cuda", torch.device("cpu"), "nccl")
 SHAPE = shape_of_config(SMALL)
 
 
@@ -97,9 +105,144 @@ def test_a_reference_that_moves_to_the_host_has_no_fp8_parameters() -> None:
     assert moved_config.fp8.format == "hybrid"
 
 
-def test_fp8_copies_of_weights_are_given_up_with_the_device() -> None:
-    layer = torch.nn.Linear(2, 2)
+def test_what_transformer_engine_keeps_is_given_up_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, used, cleared = torch.nn.Linear(2, 2), [], []
     layer._fp8_workspaces = {"weight": torch.empty(4)}
+    layer.weight.update_usage = lambda **usage: used.append(usage)  # as FP8 parameters have
+    gradients = {(2, 2, torch.bfloat16): torch.empty(2, 2)}
+    parts = {
+        "transformer_engine.pytorch": {},
+        "transformer_engine.pytorch.module.base": {"_dummy_wgrads": gradients},
+        "transformer_engine.pytorch.cpp_extensions.gemm": {
+            "get_cublas_workspace": SimpleNamespace(cache_clear=lambda: cleared.append(True))
+        },
+    }
     model: Any = SimpleNamespace(chunks=[torch.nn.Sequential(layer)], reference=None)
     offload._drop_copies(model)
+    assert gradients, "nothing of Transformer Engine is imported"
+    for name, contents in parts.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    offload._drop_copies(model)
     assert layer._fp8_workspaces == {}
+    assert used == [{"rowwise_usage": True, "columnwise_usage": False}] * 2
+    assert not gradients
+    assert cleared == [True]
+
+
+def test_a_reference_is_built_without_copies_of_what_was_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core asks Transformer Engine for such copies where gradients are on."""
+    chunk = torch.nn.Linear(2, 2)
+    grads: list[bool] = []
+
+    def build(*_: Any) -> list[torch.nn.Module]:
+        grads.append(torch.is_grad_enabled())
+        return [torch.nn.Linear(2, 2)]
+
+    monkeypatch.setattr(rank, "build_model", build)
+    made: Any = SimpleNamespace(config=Config().policy, shape=SHAPE, platform=CPU, chunks=[chunk])
+    rank.ModelRank._add_reference(made, ReferenceConfig())
+    assert grads == [False]
+    (reference,) = made.reference
+    assert torch.equal(reference.weight, chunk.weight)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+
+
+def test_experts_of_transformer_engine_are_grouped_and_permuted_by_its_kernels() -> None:
+    shape = shape_of_config(QWEN3_MOE)
+    for engine in (True, False):
+        settings = megatron_config._expert_settings(shape, engine=engine)
+        assert settings["moe_grouped_gemm"] is settings["moe_permute_fusion"] is engine
+
+
+def test_outputs_that_were_sent_to_the_next_stage_are_freed() -> None:
+    assert megatron_config.transformer_config(Config().policy, SHAPE, CPU).deallocate_pipeline_outputs
+
+
+def test_one_table_of_angles_serves_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    table = RotaryTable(RotaryEmbedding(8, rotary_percent=1.0))
+    expected = table.rotary.get_freqs_non_repeated(7)
+    longest = table(7, packed_seq=True, cp_group=None)
+    assert torch.equal(longest[:, 0, 0], torch.cat([expected, expected], dim=-1))
+    for length in (3, 5, 7):
+        shorter = table(length, packed_seq=True, cp_group=None)
+        assert torch.equal(shorter, longest[:length])
+        assert shorter.untyped_storage().data_ptr() == longest.untyped_storage().data_ptr()
+    assert len(table(9, packed_seq=True)) == 9
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "grouped"),
+    [(torch.bfloat16, None, True), (torch.bfloat16, 3, False), (torch.float32, None, False)],
+    ids=["causal", "masked", "float32"],
+)
+def test_keys_are_repeated_where_no_fused_kernel_takes_groups(
+    dtype: torch.dtype, window: int | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = {"window_size": window and (window - 1, 0), "window_attn_skip_freq": None}
+    on_cpu, on_gpu = (
+        TorchCoreAttention(SimpleNamespace(context_parallel_size=1, platform=platform, **windows), layer_number=1)
+        for platform in (CPU, CUDA)
+    )
+    asked: set[tuple[int, int, bool]] = set()
+    query, key, value = (torch.randn(8, 1, heads, 8).to(dtype) for heads in (4, 2, 2))
+    packed = packed_sequences(lay_out([4, 4]), transformer_engine=False, window=window)
+    expected = on_cpu(query, key, value, None, packed_seq_params=packed)
+    kernel = F.scaled_dot_product_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        asked.add((key.shape[1], value.shape[1], options["enable_gqa"]))
+        return kernel(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    torch.testing.assert_close(on_gpu(query, key, value, None, packed_seq_params=packed), expected)
+    assert asked == {(2, 2, True) if grouped else (4, 4, False)}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a process, which the test may change."""
+    made = {"PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", made)
+    return made
+
+
+def test_a_rank_sets_what_cuda_reads_before_torch_is_imported(environment: dict[str, str]) -> None:
+    RankActor("policy rank 0", 0, 1)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert environment["PYTORCH_ALLOC_CONF"] == ALLOCATOR
+    environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    RankActor("policy rank 0", 0, 1)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_deterministic_rank_asks_torch_cublas_and_nccl(
+    deterministic: bool, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before it makes the first communicator."""
+    asked: list[bool] = []
+
+    def initialize(*_: Any, **__: Any) -> None:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_grpo.platform.device.current_platform", lambda: CUDA)
+    monkeypatch.setattr("megatron_grpo.platform.device.reach_store", lambda *_: None)
+    monkeypatch.setattr(parallel, "initialize_parallel", initialize)
+    monkeypatch.setattr(RankActor, "import_packages", lambda _: None)
+    (tmp_path / "config.json").write_text("{}")
+    policy = Config().policy
+    policy.deterministic = deterministic
+    settings = actor.RankSettings(config=policy, shape=SHAPE, folder=str(tmp_path), decay_steps=1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RankActor("policy rank 0", 0, 1).start(settings, ("here", 1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [deterministic]
+    found = [environment.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")]
+    assert found == ([":4096:8", "Ring"] if deterministic else [None, None])

@@ -84,6 +84,17 @@ def test_an_address_on_a_gpu_travels_as_json_and_is_what_torch_rebuilds_from(mon
         CudaMemory.seen(address)
 
 
+def test_memory_for_other_processes_is_no_expandable_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, seen = ["expandable_segments:True,pinned_max_cached_size_mb:64"], []
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: seen.append(settings[-1]))
+    CudaMemory(8)
+    assert seen == ["expandable_segments:False"]
+    assert settings[-1] == settings[0]
+
+
 @pytest.mark.parametrize(
     ("device", "in_hosts", "on_gpus", "kind"),
     [
