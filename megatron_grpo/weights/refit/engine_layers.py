@@ -26,6 +26,7 @@ class ModelReload:
 
     def __init__(self, worker: Any) -> None:
         self._model = worker.model_runner.get_model()
+        require_plain(self._model)
         self._config = worker.vllm_config.model_config
         self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
         self._kernels: list[tuple[Any, Any]] = []
@@ -77,6 +78,31 @@ def is_derived(layer: torch.nn.Module) -> bool:
     on_cpu = all(parameter.device.type == "cpu" for parameter in layer.parameters())
     packed = on_cpu and getattr(layer, "cpu_linear", None) is not torch.nn.functional.linear
     return packed or not isinstance(method, UnquantizedLinearMethod)
+
+
+def require_plain(model: nn.Module) -> None:
+    """Check that layers which are filled in place compute with their weights as a checkpoint has them.
+
+    vLLM's kernels rewrite the weights of many layers after loading, of more in every release. Those with a quantisation
+    method and all experts are converted by vLLM again, so only the others may be written to directly.
+
+    Raises:
+        ValueError: a layer's parameter has another shape or dtype than before vLLM converted it; names all of them.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    rewritten = []
+    for module, layer in model.named_modules():
+        if is_derived(layer):
+            continue
+        for name, plain in get_layerwise_info(layer).restore_metadata[0].items():
+            held = getattr(layer, name, None)
+            if held is None or (held.shape, held.dtype) != (plain.shape, plain.dtype):
+                now = "is gone" if held is None else f"is {list(held.shape)} in {held.dtype}"
+                rewritten.append(f"{module}.{name} was {list(plain.shape)} in {plain.dtype} and {now}")
+    if rewritten:
+        text = "vLLM has rewritten weights that a refit writes in place, which this version cannot follow: "
+        raise ValueError(text + "; ".join(rewritten))
 
 
 class RebuiltLayer:

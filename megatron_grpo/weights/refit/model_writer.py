@@ -23,6 +23,7 @@ from megatron_grpo.weights.refit.engine_layers import (
     finish_model,
     is_derived,
     keeps_blocks,
+    require_plain,
     scales_name,
 )
 from megatron_grpo.weights.refit.plan import Pieces, blocks, box_of
@@ -66,7 +67,8 @@ class ModelWriter:
         scaled: rows of the weight map whose tensors come in FP8, with scales.
 
     Raises:
-        ValueError: vLLM's model has parameters that the refit does not fill, or fills with another number of values.
+        ValueError: vLLM's model has parameters that the refit does not fill, or fills with another number of values, or
+            that vLLM has rewritten.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ModelWriter:
         messages: Sequence[Pieces],
         scaled: Collection[int] = (),
     ) -> None:
+        require_plain(model)
         self._model, self._dtype = model, dtype
         self._messages = _regions(shape, shard, messages, scaled)
         regions = [region for message in self._messages for region in message]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ FLOAT32, INDEX = "*fp32", "i32"
 
 
 def shared_memory(kernel: Any, signature: dict[str, str], settings: dict[str, Any], capability: int) -> int:
-    """Bytes of a block of the grid, of a kernel compiled for [..] pointers that 16 divides."""
+    """Bytes of a block of the grid, of a kernel compiled for pointers, and a hidden size, that 16 divides."""
     settings = dict(settings)
     options = {name: settings.pop(name) for name in ("num_warps", "num_stages") if name in settings}
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     assert {name for name, kind in signature.items() if kind == "constexpr"} == settings.keys()
-    pointers = {
-        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
+    divided = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name == "width"
     }
-    source = ASTSource(kernel, signature, settings, pointers)
+    source = ASTSource(kernel, signature, settings, divided)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"]
     return int(compiled.metadata.shared)
@@ -43,7 +46,11 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @GPUS
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_fused_logprobs(dtype: str, even: bool, capability: int) -> None:
+def test_fused_logprobs(
+    dtype: str, even: bool, capability: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They fit into shared memory, and all but a few numbers of a thread into its registers."""
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
     tile = fused_logprob.SINGLE if dtype == "fp32" else fused_logprob.HALF
     settings = {**tile, "EVEN": even, "WIDEN": False}
     numbers = dict.fromkeys(("tokens", "all_columns", "width", "columns_of_split"), INDEX) | {"scale": "fp32"}
@@ -61,6 +68,9 @@ def test_fused_logprobs(dtype: str, even: bool, capability: int) -> None:
             capability,
         )
         assert held <= most
+    spilled = [int(size) for size in re.findall(r"(\d+) bytes spill loads", capsys.readouterr().out)]
+    assert len(spilled) == 3
+    assert max(spilled) <= 32, "bytes of a thread; a row of the tile would be 256"
 
 
 @GPUS

@@ -106,3 +106,20 @@ def test_a_kernel_whose_tensors_graphs_have_captured_stays_on_a_gpu(monkeypatch:
     monkeypatch.setattr(engine_layers, "current_platform", lambda: platform)
     assert engine_layers.forget_kernel(layer) is None
     assert layer.quant_method.moe_kernel is kernel
+
+
+@pytest.mark.parametrize(
+    ("now", "found"),
+    [(torch.zeros(2, 3), r"is \[2, 3\] in torch.float32"), (None, "is gone")],
+    ids=["transposed", "gone"],
+)
+def test_weights_that_vllm_has_rewritten_are_not_written_in_place(now: Tensor | None, found: str) -> None:
+    """A later release may rewrite weights of layers that this one leaves as they are."""
+    norm: Any = nn.Module()
+    norm.weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+    whole = nn.ModuleDict({"norm": norm})
+    record_metadata_for_reloading(whole)
+    ModelReload(made_up_worker(whole))
+    norm.weight = None if now is None else nn.Parameter(now, requires_grad=False)
+    with pytest.raises(ValueError, match=rf"norm.weight was \[3, 2\] in torch.float32 and {found}"):
+        ModelReload(made_up_worker(whole))
