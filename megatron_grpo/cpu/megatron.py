@@ -159,8 +159,7 @@ def _patch_tensor_methods() -> None:
 
     def type_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            # Under a mode for torch's functions, the original calls the method of this name again, which is this one.
-            return original_type(self).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.", 1)
+            return original_type(self).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original_type(self, dtype, *args, **kwargs)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partialmethod
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,11 +18,10 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_grpo.config.schema import Config, Fp8Config
+from megatron_grpo.config.schema import Config, Fp8Config, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
@@ -86,12 +85,10 @@ def tracked_run(
     destroy_parallel()
     initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
     try:
-        with _replaced_names(expert_skew), fake or nullcontext(), mode, CudaKernels():
+        with _replaced_names(expert_skew), fake or nullcontext(), mode:
             with mode.phase("build"):
-                # Megatron-Core would ask Transformer Engine for FP8; the shape-only layers are told below.
-                fp8 = replace(config.policy.fp8, format="off") if config.policy.fp8.on_device else config.policy.fp8
                 settings = RankSettings(
-                    config=replace(config.policy, fp8=fp8),
+                    config=_without_engine(config.policy),
                     shape=shape,
                     folder="",
                     reference=config.reference if config.uses_reference else None,
@@ -113,12 +110,22 @@ def tracked_run(
     return DryReport(mode.peak, mode.peaks, mode.held, mode.holders)
 
 
+def _without_engine(policy: PolicyConfig) -> PolicyConfig:
+    """The configuration without what Megatron-Core would ask Transformer Engine for: FP8, of which the shape-only
+    layers are told, and an optimizer on the host, which is not counted."""
+    fp8 = replace(policy.fp8, format="off") if policy.fp8.on_device else policy.fp8
+    return replace(policy, fp8=fp8, optimizer=replace(policy.optimizer, cpu_offload=0.0))
+
+
 def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:
     """The phases of a step between the engines' turns."""
     policy, reference = config.policy, config.uses_reference
     with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
         rank.optimizer.step(rank.optimizer.grad_norm())
-    mode.name_kind(optimizer_state_of(rank), "optimizer")
+    state = list(optimizer_state_of(rank))
+    mode.name_kind(state, "optimizer")
+    if policy.optimizer.cpu_offload:
+        mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
     work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
     with mode.phase("logprobs"):
         rank.logprobs(*work)
@@ -218,19 +225,29 @@ class ShapedLogprobs:
         return summed.to(head.hidden.dtype), grad_weight
 
 
-class CudaKernels(TorchFunctionMode):
-    """Gives torch's functions the tensors that their fused kernels for CUDA make and save."""
+class ShapedAdam(torch.optim.AdamW):
+    """Transformer Engine's Adam: moments for every parameter, and nothing beside them during an update."""
 
-    _fused: ClassVar[dict[Any, Any]] = {
-        torch.nn.functional.scaled_dot_product_attention: lambda query, key, value, **_: attention(query, key, value),
-        torch.nn.functional.rms_norm: lambda input, normalized_shape, weight, eps: norm(input, weight),
-    }
+    def __init__(self, params: Any, adam_w_mode: bool, **settings: Any) -> None:
+        super().__init__(params, **settings)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Replace attention and RMS norm."""
-        return self._fused.get(func, func)(*args, **(kwargs or {}))
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever passed
+        """Make the moments in the first step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    moments = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    """torch's fused attention."""
+    return attention(query, key, value)
+
+
+def _rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """torch's fused norm."""
+    return norm(hidden, weight)
 
 
 def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
@@ -341,6 +358,10 @@ REPLACED: dict[str, Any] = {
     "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _gated,
     "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _weighted_back,
     "megatron.core.optimizer.clip_grads:l2_norm_impl": _l2_norm,
+    "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": False,
+    "megatron.core.optimizer:Adam": ShapedAdam,
+    "torch.nn.functional:scaled_dot_product_attention": _attention,
+    "torch.nn.functional:rms_norm": _rms_norm,
     "torch.distributed:all_gather_object": _gather_objects,
 }
 """Names that are replaced during a dry run, most of them those of Transformer Engine's kernels."""

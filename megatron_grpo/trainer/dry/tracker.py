@@ -55,6 +55,7 @@ class MemoryTracker(TorchDispatchMode):
         self._total = 0
         self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         """Living storages by the address of torch's object: reference, kind, bytes."""
+        self._discounted: set[int] = set()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -79,6 +80,13 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[before] -= size
                 self.live[name] += size
 
+    def discount(self, tensors: Iterable[Tensor]) -> None:
+        """Count these storages no longer, and forget the peaks so far."""
+        for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self._storages.keys():
+            self._discounted.add(key)
+            self._resize(key, 0)
+        self.peak, self.holders, self.peaks = 0, {}, {}
+
     def follow(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless it is counted already."""
         if tensor.device.type == "meta":
@@ -101,7 +109,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _resize(self, key: int, nbytes: int) -> None:
         reference, kind, before = self._storages[key]
-        size = -(-nbytes // GRANULE) * GRANULE
+        size = 0 if key in self._discounted else -(-nbytes // GRANULE) * GRANULE
         self._storages[key] = reference, kind, size
         self.live[kind] += size - before
         self._total += size - before
@@ -111,6 +119,7 @@ class MemoryTracker(TorchDispatchMode):
         _, kind, size = self._storages.pop(key)
         self.live[kind] -= size
         self._total -= size
+        self._discounted.discard(key)
 
     def _note_peak(self) -> None:
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
@@ -123,6 +132,11 @@ class MemoryTracker(TorchDispatchMode):
             storage = reference()
             if storage is not None:
                 self._resize(key, storage.nbytes())
+
+
+_WRITERS = ("copy_", "zero_", "fill_.Scalar", "mul_.Tensor", "mul_.Scalar", "add_.Tensor", "add_.Scalar", "div_.Tensor")
+IN_PLACE = {f"aten::{name}" for name in _WRITERS}
+"""Operators that only write numbers into their first argument, skipped for floating-point tensors to save time."""
 
 
 class DryMode(MemoryTracker):
@@ -141,6 +155,8 @@ class DryMode(MemoryTracker):
     ) -> Any:
         """Answer, or run the operator and count what it makes."""
         name = func.name()
+        if name in IN_PLACE and args[0].is_floating_point():
+            return args[0]
         if name == "aten::_local_scalar_dense":
             number = args[0]
             return True if number.dtype == torch.bool else 1.0 if number.is_floating_point() else 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.proof.dry_run import dry_run, tracked_run
+from megatron_grpo.trainer.dry.tracker import GRANULE
 from megatron_grpo.weights.families import shape_of_config
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.config_problems import SMALL
@@ -101,7 +103,9 @@ def test_fake_tensors_take_as_much_as_real_ones(
     change(config)
     fake, real = dry_run(config, shape, rank), tracked_run(config, shape, rank, fake=None)
     assert real.peak_bytes > 2**18
-    assert fake.peak_bytes == real.peak_bytes
-    assert fake.holders == real.holders
-    assert {phase: fake.phases[phase] for phase in real.phases} == real.phases
-    assert {phase: fake.held[phase] for phase in real.held} == real.held
+    # Some scalars are in reference cycles, and live until the garbage collector happens to run.
+    close = partial(pytest.approx, abs=8 * GRANULE)
+    assert fake.peak_bytes == close(real.peak_bytes)
+    assert {kind: fake.holders.get(kind, 0) for kind in real.holders} == close(real.holders)
+    assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
+    assert {phase: fake.held[phase] for phase in real.held} == close(real.held)
