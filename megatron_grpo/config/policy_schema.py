@@ -307,7 +307,9 @@ class PolicyConfig(Section):
     core_attn, mlp, layernorm; of a mixture of experts moe, moe_act, shared_experts; of latent attention mla_up_proj."""
 
     deterministic: bool = False
-    """Use only kernels whose results repeat to the bit; slower on GPUs. On a CPU results repeat anyway."""
+    """Use only kernels whose results repeat to the bit; slower on GPUs. On a CPU results repeat anyway. An H100 has no
+    such fused attention for microbatches in which sequences * heads * longest**2 reach 2**30: a kernel that holds all
+    scores replaces it."""
 
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks while the backward pass goes on; null: on GPUs."""
