@@ -16,7 +16,7 @@ from megatron_grpo.platform.device import open_store
 from megatron_grpo.refit_plan import RefitSummary
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.layouts import destinations, engine_shards, in_fp8_blocks
-from megatron_grpo.weights.refit.groups import Rendezvous, join
+from megatron_grpo.weights.refit.groups import Rendezvous, gloo
 from megatron_grpo.weights.shape import ModelShape
 
 HOST = "127.0.0.1"
@@ -43,7 +43,7 @@ def _raw_member(
     repeats: int,
     results: Any,
 ) -> None:
-    group = join(rendezvous, "raw", rank, size, torch.device("cpu"))
+    group = gloo(rendezvous, "raw", rank, size)
     mine = {
         sources + target if rank == source else source: torch.ones(nbytes, dtype=torch.uint8)
         for (source, target), nbytes in links.items()
@@ -71,14 +71,14 @@ def raw_broadcasts(stages: int, receivers: int, total_bytes: int, repeats: int) 
 
 
 def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    group = join(rendezvous, f"stage {stage}", 0, rendezvous.receivers + 1, torch.device("cpu"))
+    group = gloo(rendezvous, f"stage {stage}", 0, rendezvous.receivers + 1)
     buffer = torch.ones(size, dtype=torch.uint8)
     results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
 
 
 def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    size_of_group, cpu = rendezvous.receivers + 1, torch.device("cpu")
-    groups = [join(rendezvous, f"stage {stage}", rank, size_of_group, cpu) for stage in range(stages)]
+    size_of_group = rendezvous.receivers + 1
+    groups = [gloo(rendezvous, f"stage {stage}", rank, size_of_group) for stage in range(stages)]
     buffer = torch.empty(size, dtype=torch.uint8)
 
     def receive() -> None:

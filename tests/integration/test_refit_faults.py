@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -21,36 +21,31 @@ from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.hf_weights import load_hf_weights
-from megatron_grpo.weights.refit.reshard import ReshardTransport
 from megatron_grpo.weights.refit.transport import SETTLE_S, PolicyLostError, RefitError
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
+from tests.support.refit_faults import (
+    DROP,
+    FAULTY_RANK,
+    FLIP,
+    KILL_RANK,
+    KILL_WORKER,
+    LAST,
+    MIDDLE,
+    MOMENTS,
+    SIGNALS,
+    STALL_RANK,
+    STALL_WORKER,
+    FaultyReshard,
+    inject,
+)
 
 DEADLINE_S = 30.0
 REFIT = RefitConfig(bucket_mib=0.02, timeout_s=DEADLINE_S, retries=1)
 """Buckets so small that every link has several messages."""
 RESTART_S = 100.0
 """For a new engine, on a machine with other things to do."""
-FAULTY_RANK = 1
 RESTARTS = 50
-
-FIRST, MIDDLE, LAST = "before the first message", "in the middle", "after the last message"
-MOMENTS = (FIRST, MIDDLE, LAST)
-KILL_WORKER, STALL_WORKER = "kill a vLLM worker", "stall a vLLM worker"
-KILL_RANK, STALL_RANK = "kill a rank", "stall a rank"
-DROP, FLIP = "drop a message", "flip a bit"
-
-
-class FaultyReshard(ReshardTransport):
-    """Calls something between the last message and the commit, once."""
-
-    before_commit: Callable[[], Any] | None = None
-
-    def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
-        call, self.before_commit = self.before_commit, None
-        if call is not None:
-            call()
-        super()._commit(version, engines, deadline)
 
 
 @dataclass
@@ -160,7 +155,7 @@ def test_a_rank_that_dies_or_hangs_is_one_error(fault: str, moment: str, doomed:
     transport.connect()
     restarts = list(doomed.generation.restarts)
     ranks = [ray.get(ref) for ref in doomed.policy.submit(_pid)]
-    number = signal.SIGKILL if fault == KILL_RANK else signal.SIGSTOP
+    number = SIGNALS[fault]
     transport.publish(doomed.learn())
     version = doomed.learn()
     if moment == LAST:
@@ -226,7 +221,7 @@ def _assert_replaced(transport: FaultyReshard, scene: Scene, fault: str, moment:
     transport.publish(scene.learn())
     version, restarts = scene.learn(), list(scene.generation.restarts)
     before = scene.generation._processes[0].started
-    target = worker_pids(scene.generation)[0], signal.SIGKILL if fault == KILL_WORKER else signal.SIGSTOP
+    target = worker_pids(scene.generation)[0], SIGNALS[fault]
     if moment == LAST:
         transport.before_commit = lambda: os.kill(*target)
     else:
@@ -280,44 +275,12 @@ def _lives(pid: int, started: float) -> bool:
         return False
 
 
-class _Done:
-    """What a message that is never sent looks like to its sender."""
-
-    def wait(self) -> bool:
-        return True
-
-
 def _inject(_: Any, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
-    """On a rank of the policy: when its message of the moment is due, signal a process, or lose or change the message.
-
-    Args:
-        moment: one of MOMENTS; of messages, the last one stands for what comes after it.
-        target: a process and a signal for it.
-        what: DROP or FLIP.
-    """
+    """On a rank of the policy: `refit_faults.inject`."""
     import torch
-
-    if torch.distributed.get_rank() != FAULTY_RANK:
-        return
-
-    def fault(buffer: Any) -> bool:
-        """Whether the message is to be sent."""
-        if target is not None:
-            os.kill(*target)
-        if what == FLIP:
-            buffer[3] ^= 1
-        return what != DROP
 
     from megatron_grpo.weights.refit import reshard as sender
 
-    assert sender._sender is not None
-    links = sender._sender._links
-    begin, last = links.begin, len(links.messages) - 1
-    due = {FIRST: 0, MIDDLE: (last + 1) // 2, LAST: last}[moment]
-
-    def faulty(number: int) -> Any:
-        if number == due and not fault(links.buffer(number)):
-            return [_Done()]
-        return begin(number)
-
-    links.begin = faulty  # type: ignore[method-assign]
+    if torch.distributed.get_rank() == FAULTY_RANK:
+        assert sender._sender is not None
+        inject(sender._sender._links, moment, target, what)

@@ -1,19 +1,23 @@
-"""Runs on ranks of the policy and in engines' workers: process groups of a refit, NCCL on CUDA and gloo on CPU.
+"""Runs on ranks of the policy and in engines' workers: the process group of a refit, NCCL on CUDA and gloo on CPU, and
+waits for its other members.
 
-These groups do not come from torch's default group, since policy and engine each have a default group of their own.
+Such a group does not come from torch's default group, since policy and engine each have a default group of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import traceback
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from megatron_grpo.platform.device import environment, reach_store
@@ -22,21 +26,32 @@ REACH_S = 10.0
 """Seconds to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
 cannot be reached was closed, because another member of the attempt has failed."""
 
-P = ParamSpec("P")
-Group = Any
-"""A process group of torch's, whose stubs lack the methods that are used here."""
+FAILURE = "failure"
+"""Key in the store for the first failure of any member, in words: who failed, and why."""
+
+LOOK_S = 0.5
+"""Seconds between two looks of a waiting member at FAILURE: 1,500 members look 3,000 times a second."""
+
+PAUSES_S = 20e-6, 5e-3
+"""Shortest and longest pause between two polls of a transfer, in seconds."""
+
+GLOO_WAITS = 8
+"""Most transfers of a member that are pending at once over gloo: two buffers, each with a notice and its answer, and as
+many to spare."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Address of the store through which the members of the groups find each other."""
+    """Address of the store through which the members of a group find each other."""
 
     host: str
     port: int
     receivers: int
     """Number of workers of all engines."""
     timeout_s: float
-    """Limit in seconds of joining a group, and of each transfer."""
+    """Limit in seconds of making the group, and of each use of it."""
     same_gpus: bool = False
     """Whether both sides compute on the same GPUs, where NCCL cannot be used: it allows one rank a GPU."""
 
@@ -51,47 +66,162 @@ class Rendezvous:
         return store
 
 
-def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> Group:
-    """Join the group of this name; returns when all `size` members have joined.
+class Transfer(Protocol):
+    """A message under way, as torch's `Work`."""
+
+    def is_completed(self) -> bool:
+        """Whether the transfer has ended, by success or failure; does not wait."""
+
+    def wait(self) -> object:
+        """Called after the end: orders the device's current stream behind the transfer. Raises RuntimeError if the
+        transfer failed."""
+
+
+class Group(Protocol):
+    """A process group of torch's, as far as a refit uses it."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        """Start sending one tensor to a member."""
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        """Start receiving one tensor from a member."""
+
+    def abort(self) -> None:
+        """End all pending transfers of this process. Other members may notice nothing."""
+
+
+class Watch:
+    """One member's waits for the others: they end at a deadline, or soon after any member has failed.
+
+    With NCCL nobody is told that a process is gone: a transfer to it stays pending, and so does every transfer that
+    waits for that one, until the last timeout of the last member. So no member waits inside of the library. It polls,
+    and looks now and then at the FAILURE that the first member to fails has left in the store, or the driver, which
+    learns from Ray that a process is gone.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._store, self._timeout_s = rendezvous.store(), rendezvous.timeout_s
+        self.begin()
+
+    def begin(self) -> None:
+        """Let the time of the deadline begin now."""
+        self._end = time.monotonic() + self._timeout_s
+
+    def until(self, over: Callable[[], bool]) -> None:
+        """Return once `over()` is true.
+
+        Raises:
+            RuntimeError: the deadline passed, a member failed, or the driver has closed the store.
+        """
+        began = looked = time.monotonic()
+        while not over():
+            now = time.monotonic()
+            if now >= self._end:
+                raise RuntimeError(f"nothing happened until the deadline of {self._timeout_s:g} s")
+            if now - looked >= LOOK_S:
+                looked = now
+                if self._store.check([FAILURE]):
+                    raise RuntimeError(f"given up, because {self._store.get(FAILURE).decode()}")
+            shortest, longest = PAUSES_S
+            time.sleep(min(max((now - began) / 10, shortest), longest))  # adds a tenth to a wait, at most
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that may block in a library, in a thread that is left behind if the wait for it fails."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is read
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        self.until(answer.done)
+        return answer.result()
+
+    def fail(self, reason: str) -> None:
+        """Tell all members that this one has failed, unless another one did so before."""
+        with contextlib.suppress(RuntimeError):  # the driver has closed the store, so it has given up already
+            record_failure(self._store, reason)
+
+
+def record_failure(store: Store, reason: str) -> None:
+    """Leave a failure in the store of a rendezvous, for all waiting members; an earlier one stays."""
+    store.compare_set(FAILURE, "", reason)
+
+
+def join(rendezvous: Rendezvous, rank: int, size: int, device: torch.device) -> Group:
+    """Join the group of a refit; returns when all `size` members have joined, so it blocks: see `Watch.call`.
 
     Raises:
-        RuntimeError: a member did not join within the timeout.
+        RuntimeError: a member did not join.
     """
-    store, timeout = PrefixStore(f"refit/{name}", rendezvous.store()), timedelta(seconds=rendezvous.timeout_s)
     if device.type == "cuda":
-        from torch.distributed import ProcessGroupNCCL
+        return _nccl(PrefixStore("group", rendezvous.store()), rank, size, device)
+    return GlooGroup(gloo(rendezvous, "group", rank, size), (rank + 1) % size)
 
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        with environment(TORCH_NCCL_BLOCKING_WAIT="1"):  # wait() raises at the timeout; the default ends the process
-            return ProcessGroupNCCL(store, rank, size, nccl)
-    gloo: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
+
+def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Group:
+    """A group over one NCCL communicator of all members, which exists when this returns.
+
+    Without a communicator made beforehand torch would make another one, of two ranks, for each pair that exchanges a
+    message: dozens for each rank of a large model, each with buffers of its own, and each made inside of a send that
+    blocks the host. With it, all transfers of a process go one after the other through one stream. This is safe in the
+    order that `links.schedule` gives them.
+    """
+    from torch.distributed import ProcessGroupNCCL
+
+    settings = {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",  # an error is raised by wait(), instead of ending the process from a thread
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # that transfers go one after the other
+    }
+    with environment(**settings):
+        group: Any = ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
+    group.eager_connect_single_device(device)
+    return cast(Group, group)
+
+
+def gloo(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Any:
+    """torch's gloo group of this name; listens on the address from which this machine reaches the rendezvous."""
+    kind: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((rendezvous.host, 9))  # sends nothing
         own_address = probe.getsockname()[0]  # gloo would choose the host name, which may not resolve
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=own_address)]
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=own_address)]
+    options._timeout = timedelta(seconds=rendezvous.timeout_s)
+    return kind(PrefixStore(name, rendezvous.store()), rank, size, options)
 
 
-def leaves_on_failure(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
-    """Decorate a method: when it fails, its object leaves its group (`close`), so that the other members fail at once.
+class GlooGroup:
+    """A gloo group with transfers that can be polled and an abort, which gloo's own lacks.
 
-    A group lives as long as any reference to it or to a pending transfer, and the traceback of an error keeps the local
-    variables of all functions it has passed; so these are cleared.
+    Args:
+        group: torch's gloo group.
+        other: any other member.
     """
 
-    @wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except BaseException as error:
-            passed: BaseException | None = error
-            while passed is not None:
-                traceback.clear_frames(passed.__traceback__)  # frames of functions that have returned
-                passed = passed.__cause__ or passed.__context__
-            self.close()
-            raise
+    def __init__(self, group: Any, other: int) -> None:
+        self._group, self._other = group, other
+        self._waits = ThreadPoolExecutor(GLOO_WAITS)
 
-    return call
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        """Start sending one tensor to a member."""
+        return _Awaited(self._waits.submit(self._group.send(tensors, peer, tag).wait))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        """Start receiving one tensor from a member."""
+        return _Awaited(self._waits.submit(self._group.recv(tensors, peer, tag).wait))
+
+    def abort(self) -> None:
+        """End all pending transfers: a wait that times out makes gloo close all connections of its group."""
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._other, 1).wait(timedelta(milliseconds=1))
+        self._waits.shutdown(wait=False)
+
+
+class _Awaited:
+    """A transfer that a thread waits for, since gloo's cannot be polled."""
+
+    def __init__(self, wait: Future[Any]) -> None:
+        self.is_completed, self.wait = wait.done, wait.result

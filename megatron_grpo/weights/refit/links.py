@@ -1,21 +1,23 @@
 """Messages between ranks of the policy and workers of engines: the driver plans their order, and `Links` move them on
-both sides. Another communicator would replace `Links._move` and `groups.join` and nothing else."""
+both sides. Another communicator would replace `groups.join` and nothing else."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import Store, Work
+from torch.distributed import Store
 
 from megatron_grpo.weights.families.family import WeightEntry
 from megatron_grpo.weights.refit.checksums import TRAILER_BYTES, checksum_problem, write_checksum
-from megatron_grpo.weights.refit.groups import Group, Rendezvous, join, leaves_on_failure
+from megatron_grpo.weights.refit.groups import Group, Rendezvous, Transfer, Watch, join
 from megatron_grpo.weights.refit.ipc import SharedMemory, shared_memory_on
 from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned, packed_pieces, tensor_name
 
@@ -95,7 +97,8 @@ def write_plan(
         order = np.argsort(scheduled[side], kind="stable")
         ends = np.cumsum(np.bincount(scheduled[side], minlength=ranks))
         for rank, mine in enumerate(np.split(order, ends[:-1])):
-            packed: Any = scheduled[mine].tobytes()  # torch's stubs want a text
+            # Many pieces are equal but for a number or two, and all plans go through the driver's one store.
+            packed: Any = zlib.compress(scheduled[mine].tobytes(), level=1)  # torch's stubs want a text
             store.set(f"{side}/{rank}", packed)
 
 
@@ -123,7 +126,7 @@ class Links:
         self._sends, self._rank, self._entries = side == "source", rank, entries
         self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]
         """Dtype in which tensors are sent, by row of the weight map."""
-        self.messages = split_messages(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
+        self.messages = split_messages(np.frombuffer(zlib.decompress(store.get(f"{side}/{rank}")), dtype=PIECE))
         """Pieces of each of the rank's messages, by turn."""
         self._peers = [int(pieces["target" if self._sends else "source"][0]) for pieces in self.messages]
         """Number of the rank at the other end, by message."""
@@ -140,13 +143,17 @@ class Links:
         member = rank if self._sends else sources + rank
         self._first_peer = sources if self._sends else 0
         """Number in the group of the first rank of the other side."""
-        self._group: Group | None = join(rendezvous, "reshard", member, sources + rendezvous.receivers, self._sent_from)
+        self._group: Group | None = None
+        self._watch = Watch(rendezvous)
         offered = self._memory(nbytes) if self._memory is not None and self._sends else None
         self._shared: dict[int, Tensor] = {}
         """The source's buffers in shared memory, by peer that uses them."""
         self._notices, self._answers = torch.arange(BUFFERS), torch.arange(BUFFERS)
         """Notices of pending messages in shared memory: the number of the buffer, and the answer to the source."""
-        self._connect(store, offered)
+        with self._failing_together():
+            size = sources + rendezvous.receivers
+            self._group = self._watch.call(join, rendezvous, member, size, self._sent_from)
+            self._connect(store, offered)
         if offered is not None:
             self._own: Tensor | None = offered.tensor
             """[BUFFERS * bytes], uint8: the rank's buffers; None on a target to which all messages are handed over."""
@@ -154,7 +161,6 @@ class Links:
             needed = not self._shared.keys() >= set(self._peers)
             self._own = torch.empty(nbytes, dtype=torch.uint8, device=device) if needed else None
 
-    @leaves_on_failure
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         """Send one version: a message is filled while the previous one is being sent.
 
@@ -165,18 +171,18 @@ class Links:
         Raises:
             RuntimeError: a receiver stopped receiving, or the links failed before.
         """
-        under_way: dict[int, list[Work]] = {}
-        for number in range(len(self.messages)):
-            if number >= BUFFERS:
-                self._wait(number - BUFFERS, under_way)
-            buffer = self.buffer(number)
-            fill(number, buffer)
-            write_checksum(buffer, version)
-            under_way[number] = self.begin(number)
-        for number in list(under_way):
-            self._wait(number, under_way)
+        under_way: dict[int, list[Transfer]] = {}
+        with self._failing_together():
+            for number in range(len(self.messages)):
+                if number >= BUFFERS:
+                    self._finish(number - BUFFERS, under_way)
+                buffer = self.buffer(number)
+                fill(number, buffer)
+                write_checksum(buffer, version)
+                under_way[number] = self.begin(number)
+            for number in list(under_way):
+                self._finish(number, under_way)
 
-    @leaves_on_failure
     def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
         """Receive one version: a message is loaded while the next one arrives.
 
@@ -188,24 +194,25 @@ class Links:
             ValueError: a checksum was broken. Raised after the last message, so that no sender is kept waiting.
             RuntimeError: a sender stopped sending, or the links failed before.
         """
-        under_way = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}
         broken: list[str] = []
-        for number, peer in enumerate(self._peers):
-            self._wait(number, under_way)
-            buffer = self.buffer(number)
-            problem = checksum_problem(buffer, version)
-            if problem is not None:
-                first = tensor_name(self._entries, self.messages[number][0])
-                broken.append(f"message {number} from {self._name(peer)}: {problem}; it begins with {first}")
-            if not broken:
-                load(number, buffer)
-            if self._memory is not None and peer in self._shared:
-                self._memory.settle()  # the message has been read
-                self._move(peer, self._notices[number % BUFFERS], sends=True).wait()
-            if number + BUFFERS < len(self.messages):  # into the buffer that is free now
-                under_way[number + BUFFERS] = self.begin(number + BUFFERS)
-        if broken:
-            raise ValueError("; ".join(broken))
+        with self._failing_together():
+            under_way = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}
+            for number, peer in enumerate(self._peers):
+                self._finish(number, under_way)
+                buffer = self.buffer(number)
+                problem = checksum_problem(buffer, version)
+                if problem is not None:
+                    first = tensor_name(self._entries, self.messages[number][0])
+                    broken.append(f"message {number} from {self._name(peer)}: {problem}; it begins with {first}")
+                if not broken:
+                    load(number, buffer)
+                if self._memory is not None and peer in self._shared:
+                    self._memory.settle()  # the message has been read
+                    self._wait(self._move(peer, self._notices[number % BUFFERS], sends=True))
+                if number + BUFFERS < len(self.messages):  # into the buffer that is free now
+                    under_way[number + BUFFERS] = self.begin(number + BUFFERS)
+            if broken:
+                raise ValueError("; ".join(broken))
 
     def buffer(self, number: int) -> Tensor:
         """[bytes with the trailer], uint8: the message of this number; on a target once it has arrived."""
@@ -215,7 +222,7 @@ class Links:
         assert memory is not None, "messages outside shared memory have buffers"
         return memory.view(BUFFERS, -1)[half, : self.sizes[number]]
 
-    def begin(self, number: int) -> list[Work]:
+    def begin(self, number: int) -> list[Transfer]:
         """Start sending the message of this number, or receiving it."""
         peer = self._peers[number]
         if self._memory is None or peer not in self._shared:
@@ -228,33 +235,51 @@ class Links:
         return [self._move(peer, notice, sends=True), self._move(peer, answer, sends=False)]
 
     def close(self) -> None:
-        """Leave the group, so that others that wait for this process fail at once."""
-        self._group = None
+        """Leave the group, which ends all transfers of this process."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
-    def _wait(self, number: int, under_way: dict[int, list[Work]]) -> None:
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Give the body a deadline of its own. If it fails, all members are told, and this one leaves the group."""
+        self._watch.begin()
         try:
-            for work in under_way.pop(number):
-                work.wait()
+            yield
+        except BaseException as error:
+            side = "policy rank" if self._sends else "generation worker"
+            self._watch.fail(f"{side} {self._rank}: {error}")  # before gloo closes connections, which peers notice
+            self.close()
+            raise
+
+    def _finish(self, number: int, under_way: dict[int, list[Transfer]]) -> None:
+        """Wait until the message of this number has moved."""
+        try:
+            for transfer in under_way.pop(number):
+                self._wait(transfer)
         except RuntimeError as error:
             first = tensor_name(self._entries, self.messages[number][0])
             way = "reach" if self._sends else "come from"
             which = f"message {number} of {len(self.messages)}, which begins with {first},"
             raise RuntimeError(f"{which} did not {way} {self._name(self._peers[number])}: {error}") from error
 
+    def _wait(self, transfer: Transfer) -> None:
+        self._watch.until(transfer.is_completed)
+        transfer.wait()
+
     def _name(self, peer: int) -> str:
         return f"{'generation worker' if self._sends else 'policy rank'} {peer}"
 
-    def _move(self, peer: int, data: Tensor, *, sends: bool) -> Work:
+    def _move(self, peer: int, data: Tensor, *, sends: bool) -> Transfer:
         """Start sending a tensor, [...], to a peer, or receiving it."""
         if self._group is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
         begin = self._group.send if sends else self._group.recv
-        work: Work = begin([data.reshape(-1).view(torch.uint8)], self._first_peer + peer, 0)
-        return work
+        return begin([data.reshape(-1).view(torch.uint8)], self._first_peer + peer, 0)
 
     def _connect(self, store: Store, offered: SharedMemory | None) -> None:
-        """Send a notice over every link and back, so that a broken link is noticed now and not in a refit; a source
-        offers its memory, and the notice that comes back says whether the target can map it.
+        """Send a notice over every link, so that a broken link is noticed now and not in a refit; a source offers its
+        memory, and the notice that comes back says whether the target can map it.
 
         Raises:
             RuntimeError: a peer did not respond, or is not the peer of the plan.
@@ -272,17 +297,29 @@ class Links:
                 self._shared[peer] = memory
 
     def _greet(self, peer: int, notice: Tensor, store: Store, offered: SharedMemory | None) -> Tensor | None:
-        """Exchange a notice, [3], with a peer; returns the memory in which messages are handed over, or None."""
+        """Send a notice, [3], over a link; returns the memory in which messages are handed over, or None.
+
+        Where the source offers memory the notice comes back, since messages there are answered. Elsewhere it does not:
+        NCCL keeps buffers for each direction that was ever used.
+        """
         source, target = notice[:2].tolist()
         key = f"memory/{source}/{target}"
         if self._sends:
             store.set(key, json.dumps(None if offered is None else offered.address()))
-            self._move(peer, notice, sends=True).wait()
-            self._move(peer, notice, sends=False).wait()
-            return offered.tensor if offered is not None and notice[2] else None
-        self._move(peer, notice, sends=False).wait()
+            self._first(peer, notice, sends=True)
+            if offered is None:
+                return None
+            self._first(peer, notice, sends=False)
+            return offered.tensor if notice[2] else None
+        self._first(peer, notice, sends=False)
         address = json.loads(store.get(key))
-        memory = self._memory.seen(address) if self._memory is not None and address is not None else None
+        if address is None:
+            return None
+        memory = self._memory.seen(address) if self._memory is not None else None
         notice[2] = int(memory is not None)
-        self._move(peer, notice, sends=True).wait()
+        self._first(peer, notice, sends=True)
         return memory
+
+    def _first(self, peer: int, notice: Tensor, *, sends: bool) -> None:
+        """Move the first data to a peer, or from it: NCCL connects the two then, and blocks until the peer does so."""
+        self._wait(self._watch.call(lambda: self._move(peer, notice, sends=sends)))

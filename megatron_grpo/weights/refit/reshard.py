@@ -95,8 +95,8 @@ _sender: ShardSender | None = None
 """The sender of this process, which is one rank of the policy."""
 
 
-def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankShard]) -> None:
-    """Join the group of all ranks and test this rank's links; `shards` are the planned shards of all policy ranks."""
+def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
+    """Join the group of all ranks and test this rank's links."""
     global _sender
     _sender = None
     from megatron.core import parallel_state
@@ -104,7 +104,8 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankSh
     number = torch.distributed.get_rank()
     # The plan's layout follows from the configuration alone, and must equal Megatron-Core's.
     layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
-    tensor, planned = parallel_state.get_tensor_model_parallel_rank(), shards[number]
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    planned = training_shards(rank.config.parallel, rank.shape)[number]
     assert (layers, tensor) == (planned.layers, planned.tensor.index), f"planned for {planned}, has {layers}, {tensor}"
     links = Links(rendezvous, "source", number, rank.platform.device, weight_entries(rank.shape))
     _sender = ShardSender(rank, planned, links)
@@ -138,8 +139,8 @@ class ReshardTransport(WeightTransport):
             timeout_s=self._timeout_s,
             same_gpus=self._generation.config.colocated,
         )
-        shards = self._write_plan(self._store, receivers)
-        sends = self._policy.submit(connect_shards, rendezvous, shards)
+        self._write_plan(self._store, receivers)
+        sends = self._policy.submit(connect_shards, rendezvous)
         receives = {}
         for place, engine in enumerate(engines):
             arguments = (self.mode, asdict(rendezvous), place * ranks)
@@ -148,8 +149,8 @@ class ReshardTransport(WeightTransport):
         self._complete(sends, receives, deadline, "connecting the refit")
         self._linked = engines
 
-    def _write_plan(self, store: Store, receivers: int) -> list[RankShard]:
-        """Write the messages of all ranks into the store; returns the shards of the policy's ranks."""
+    def _write_plan(self, store: Store, receivers: int) -> None:
+        """Write the messages of all ranks into the store."""
         settings, config = self._policy.settings, self._config
         shards = training_shards(settings.config.parallel, settings.shape)
         engine = self._engine_shards()
@@ -159,7 +160,6 @@ class ReshardTransport(WeightTransport):
         pieces = plan_pieces(settings.shape, shards, engine, engines, dtypes, limit, same_devices=same_devices)
         scheduled = schedule(pieces, self._bucket_bytes)
         write_plan(store, scheduled, len(shards), receivers, dtypes, config.shared_memory)
-        return shards
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
         deadline = time.monotonic() + self._timeout_s

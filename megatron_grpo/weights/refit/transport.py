@@ -28,12 +28,12 @@ from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.weights.refit.groups import record_failure
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 15.0
-"""Seconds for the other calls to end once one has failed. Processes notice a closed link at once, and a silent one at
-their deadline, which begins a little later on the ranks than on the driver."""
+"""Seconds for the other calls to end once one has failed. Those that wait for a transfer end within `groups.LOOK_S`."""
 
 RANK_NAME = "policy rank {}".format
 
@@ -97,7 +97,7 @@ class WeightTransport(ABC):
         self._version = 0
         self._replaced: list[str] = []
         self._store: TCPStore | None = None
-        """Rendezvous store of the process groups."""
+        """Store of the current links: their plan, and the first failure, which ends the waits of all processes."""
 
     def connect(self) -> None:
         """Open the channels between policy and engines, before the first publish."""
@@ -207,9 +207,11 @@ class WeightTransport(ABC):
         try:
             return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
         except RunError as error:
-            # The store closes with its last reference, and a process that looks for a lost engine in it fails at once.
-            self._store = None
-            raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error
+            if self._store is not None:
+                record_failure(self._store, str(error))
+            lost = lost_engines(sends, receives, str(error))
+            self._store = None  # closed with its last reference: a process that comes later fails at once
+            raise AttemptError(str(error), lost) from error
 
 
 def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str) -> dict[int, str]:
@@ -243,7 +245,7 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
     overdue = [name for name, call in ranks.items() if call not in over]
     _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
     _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
-    if not lost:  # otherwise ranks may be waiting for a lost engine, whose end releases them
+    if not lost:  # otherwise a library may hold ranks until a lost engine is ended
         _require_policy(overdue, "stuck", failure)
     return lost
 

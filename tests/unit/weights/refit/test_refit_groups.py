@@ -19,7 +19,7 @@ def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
     _store, rendezvous = _open(timeout_s=1.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        groups.join(rendezvous, "reshard", 0, 2, torch.device("cpu"))
+        groups.join(rendezvous, 0, 2, torch.device("cpu"))
     assert time.monotonic() - began < 10
 
 

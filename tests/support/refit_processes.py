@@ -1,0 +1,230 @@
+"""A policy and engines without models: each rank is a process with real links, and Ray is played by pipes.
+
+For `ReshardTransport`, whose plans, attempts, links and errors are real. What is sent is made up from turn and version.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
+from megatron_grpo.weights.families import shape_of_config, weight_entries
+from megatron_grpo.weights.refit.groups import Rendezvous
+from megatron_grpo.weights.refit.links import Links
+from megatron_grpo.weights.shape import ModelShape
+from tests.support import nccl_like
+from tests.support.refit_faults import inject
+from tests.support.refit_models import DENSE
+
+SHAPE = shape_of_config(DENSE)
+ENTRIES = weight_entries(SHAPE)
+CPU = torch.device("cpu")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+JOINING, GREETING = "before it joins", "before its first notice"
+
+
+class PlayedRay:
+    """The calls of Ray that a transport uses; references are futures."""
+
+    @staticmethod
+    def wait(refs: Sequence[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        """As `ray.wait`, for one or all."""
+        over, _ = wait(refs, timeout, ALL_COMPLETED if num_returns == len(refs) else FIRST_COMPLETED)
+        ready = [ref for ref in refs if ref in over][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    @staticmethod
+    def get(ref: Future[Any]) -> Any:
+        """As `ray.get`, for a reference that is ready."""
+        return ref.result()
+
+
+class Actor:
+    """A process around one object, whose methods run one after the other."""
+
+    def __init__(self, kind: type[Any], *arguments: Any) -> None:
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._calls: list[Future[Any]] = []
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the object without waiting."""
+        ref: Future[Any] = Future()
+        self._calls.append(ref)
+        try:
+            self._pipe.send((method, arguments))
+        except OSError:
+            ref.set_exception(ActorDiedError())
+        return ref
+
+    def _answer(self) -> None:
+        try:
+            while True:
+                result = self._pipe.recv()
+                ref = self._calls.pop(0)
+                if isinstance(result, Exception):
+                    ref.set_exception(RayTaskError("call", "", result))
+                else:
+                    ref.set_result(result)
+        except (EOFError, OSError):
+            for ref in self._calls:
+                ref.set_exception(ActorDiedError())
+
+
+def _serve(pipe: Connection, kind: type[Any], arguments: tuple[Any, ...]) -> None:
+    held = kind(*arguments)
+    while True:
+        method, values = pipe.recv()
+        try:
+            result = getattr(held, method)(*values)
+        except Exception as error:  # noqa: BLE001 - raised where the answer is read
+            result = RuntimeError(f"{error}")
+        pipe.send(result)
+
+
+class Member:
+    """One rank of either side."""
+
+    def __init__(self, group: str, rank: int) -> None:
+        if group == "nccl":
+            nccl_like.install()
+        self.rank = rank
+        self.links: Links | None = None
+
+    def end(self, moment: str, number: int) -> None:
+        """Send this process a signal when it connects the next time."""
+        real = Links._connect
+
+        def greet(*arguments: Any) -> None:
+            os.kill(os.getpid(), number)
+            real(*arguments)
+
+        if moment == GREETING:
+            Links._connect = greet  # type: ignore[method-assign]
+        else:
+            self._connect = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
+
+    def inject(self, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
+        """`refit_faults.inject` on these links."""
+        assert self.links is not None
+        inject(self.links, moment, target, what)
+
+    def _connect(self, rendezvous: Rendezvous, side: Any, rank: int) -> None:
+        self.links = None
+        self.links = Links(rendezvous, side, rank, CPU, ENTRIES)
+
+    def _value(self, number: int, version: int) -> int:
+        """Each byte of a message."""
+        assert self.links is not None
+        return (31 * version + int(self.links.messages[number]["turn"][0])) % 256
+
+
+class Rank(Member):
+    """A rank of the policy."""
+
+    def connect_shards(self, rendezvous: Rendezvous) -> None:
+        """As `reshard.connect_shards`."""
+        self._connect(rendezvous, "source", self.rank)
+
+    def send_shards(self, version: int) -> tuple[int, int, int]:
+        """As `reshard.send_shards`."""
+        assert self.links is not None
+        self.links.send(lambda number, buffer: buffer[:-16].fill_(self._value(number, version)), version)
+        return sum(self.links.sizes), len(self.links.messages), len(self.links.messages)
+
+
+class Worker(Member):
+    """An engine of one rank."""
+
+    received: int | None = None
+    served: int | None = None
+
+    def connect_weights(self, mode: str, rendezvous: dict[str, Any], first: int) -> None:
+        """As the engine's."""
+        self._connect(Rendezvous(**rendezvous), "target", first)
+
+    def receive_weights(self, version: int) -> None:
+        """As the engine's."""
+        self.received, links = None, self.links
+        assert links is not None
+        came: set[int] = set()
+
+        def load(number: int, buffer: torch.Tensor) -> None:
+            assert buffer[:-16].eq(self._value(number, version)).all(), f"message {number} has other bytes"
+            came.add(number)
+
+        links.receive(load, version)
+        assert len(came) == len(links.messages)
+        self.received = version
+
+    def commit_weights(self, version: int) -> None:
+        """As the engine's."""
+        assert self.received == version
+        self.served = version
+
+    def serves(self) -> int | None:
+        """The version that is served."""
+        return self.served
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a transport reads of a policy's settings."""
+
+    config: PolicyConfig
+    shape: ModelShape
+
+
+class Policy:
+    """In place of `MegatronPolicy`."""
+
+    def __init__(self, group: str, parallel: ParallelConfig) -> None:
+        self.settings = Settings(PolicyConfig(parallel=parallel, precision="float32"), SHAPE)
+        self.actors = [Actor(Rank, group, rank) for rank in range(parallel.world_size)]
+
+    def submit(self, fn: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
+        """Call the method of this function's name on every rank."""
+        return [actor.call(fn.__name__, *arguments) for actor in self.actors]
+
+
+class Generation:
+    """In place of `VllmGeneration`."""
+
+    def __init__(self, group: str, engines: int) -> None:
+        self._group = group
+        self.config = GenerationConfig(parallel=GenerationParallelConfig(data=engines))
+        self.actors = [Actor(Worker, group, engine) for engine in range(engines)]
+        self.restarts = [0] * engines
+
+    def submit(self, method: str, *arguments: Any, engines: Sequence[int]) -> list[Future[Any]]:
+        """Call a method of these engines."""
+        return [self.actors[engine].call(method, *arguments) for engine in engines]
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        """Start new engines in place of lost ones."""
+        for engine in lost:
+            self.actors[engine].process.kill()
+            self.actors[engine] = Actor(Worker, self._group, engine)
+            self.restarts[engine] += 1
