@@ -15,6 +15,8 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.help import run_command
 from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.engines import NCCL_RECEIVING, NCCL_SENDING, nccl_bytes
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.weights.layouts import engine_shards, training_shards
 from megatron_grpo.weights.refit.links import schedule
@@ -144,11 +146,25 @@ def _plan(arguments: Sequence[str]) -> int:
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
     layouts, bucket = (policy.parallel, config.generation.parallel), int(config.refit.bucket_mib * 2**20)
     summary = refit_summary(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
+    nccl = _nccl(config, summary)
     if as_json:
-        print(json.dumps(summary.as_dict(speed * 1e9), indent=2))
+        print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))
     else:
-        print("\n".join(_table(summary, speed)))
+        print("\n".join(_table(summary, nccl, speed)))
     return 0
+
+
+def _nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
+    """NCCL communicators of a rank, their ranks, and the bytes that they take of a GPU, at most, on either side."""
+    sending = nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING)
+    receiving = nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
+    ranks = summary.sending.ranks + summary.receiving.ranks
+    return {
+        "communicators": 1 if receiving else 0,
+        "ranks": ranks if receiving else 0,
+        "sending_bytes": sending,
+        "receiving_bytes": receiving,
+    }
 
 
 def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
@@ -175,7 +191,7 @@ def _speed(value: str) -> float:
     raise ConfigError([Problem(f"{_SPEED}={value}", f"must be a number above 0; {_DEFAULT_SPEED:g} is the default")])
 
 
-def _table(summary: RefitSummary, speed: float) -> list[str]:
+def _table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[str]:
     lines = [
         f"{_size(summary.bytes)} in {summary.messages:,} messages of {summary.pieces:,} slices, "
         f"planned in {summary.planned_s:.2f} s",
@@ -183,6 +199,11 @@ def _table(summary: RefitSummary, speed: float) -> list[str]:
         f"generation: {_side(summary.receiving, 'receives', 'ranks of the policy')}",
         f"estimated:  {summary.seconds(speed * 1e9):.3f} s at {speed:g} GB/s a rank",
     ]
+    if nccl["communicators"]:
+        sizes = (
+            f"{_size(nccl['sending_bytes'])} of a GPU that sends, {_size(nccl['receiving_bytes'])} of one that receives"
+        )
+        lines.append(f"NCCL:       one communicator of {nccl['ranks']:,} ranks, up to {sizes}")
     if len(summary.links) <= _LINKS_SHOWN:
         lines += [f"  policy rank {a} -> worker {b}: {_size(size)}" for (a, b), size in sorted(summary.links.items())]
     return lines

@@ -1,4 +1,4 @@
-"""Checks of engines: their devices, sequence lengths, shared GPUs (colocated), and refits in FP8."""
+"""Checks of engines: their devices, sequence lengths, shared GPUs (colocated), and refits in FP8 and over NCCL."""
 
 from __future__ import annotations
 
@@ -9,6 +9,43 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.weights.layouts import cut_blocks, engine_shards, training_shards
 from megatron_grpo.weights.shape import ModelShape
+
+NCCL_POOL = 512 * 2**20
+"""Bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, at most: seen with NCCL
+2.28 and 64 channels (github.com/NVIDIA/nccl/issues/2363); with 32 channels it is half of that."""
+NCCL_SENDING, NCCL_RECEIVING = 32 * 2 * 2**20, 32 * 10 * 2**20
+"""Bytes that it takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB or
+of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685)."""
+GPU_BYTES = 80e9
+"""Memory of the GPU that remarks assume."""
+
+
+def nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
+    """Most bytes of a rank's GPU that the communicator of a refit takes; 0: the refit does not use NCCL.
+
+    It is the same for any number of ranks: only peers on the same machine have buffers of their own.
+
+    Args:
+        config: the run's configuration.
+        peers: ranks that it exchanges messages with.
+        per_peer: NCCL_SENDING or NCCL_RECEIVING.
+    """
+    if config.cluster.gpus_per_node == 0 or config.generation.colocated or config.refit.mode == "files":
+        return 0
+    beside = (config.cluster.gpus or 8) - 1
+    return NCCL_POOL + min(peers, beside) * per_peer
+
+
+def refit_remarks(config: Config) -> Iterator[Problem]:
+    """Memory that vLLM leaves for the refit's communicator, which is made after vLLM has taken its own."""
+    share = config.generation.engine.gpu_memory_utilization
+    needed = nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
+    if config.generates and (1 - share) * GPU_BYTES < needed:
+        most = int((1 - needed / GPU_BYTES) * 100) / 100
+        left = f"{(1 - share) * GPU_BYTES / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB"
+        why = f"NCCL takes up to {needed / 1e9:.1f} GB of that when engines are linked to the policy"
+        subject = f"generation.engine.gpu_memory_utilization={share:g}"
+        yield Problem(subject, f"leaves {left}, and {why}; use at most {most:g}")
 
 
 def engine_problems(config: Config) -> Iterator[Problem]:

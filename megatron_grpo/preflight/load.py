@@ -16,7 +16,13 @@ from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.preflight.data_files import recorded_max_num_steps, training_rows
-from megatron_grpo.preflight.engines import engine_problems, length_problems, placement_problems, refit_problems
+from megatron_grpo.preflight.engines import (
+    engine_problems,
+    length_problems,
+    placement_problems,
+    refit_problems,
+    refit_remarks,
+)
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.model import adapter_problems, fp8_problems, quantization_problems, training_problems
@@ -150,7 +156,7 @@ def _of_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     problems, found = examine_machine(config)
     if not problems and config.loop.max_num_steps == _OPEN:
         problems += _settle_steps(config)
-    return problems, [*remarks(config), *found]
+    return problems, [*remarks(config), *refit_remarks(config), *found]
 
 
 def _by_itself(composed: Composed) -> Checked:

@@ -131,7 +131,7 @@ def cases(faults: tuple[str, ...], moments: tuple[str, ...] = MOMENTS) -> list[A
 
 @pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER)))
 def test_an_engine_that_dies_or_hangs_is_replaced(fault: str, moment: str, scene: Scene) -> None:
-    _assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
+    assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
 @pytest.mark.slow
@@ -139,12 +139,12 @@ def test_an_engine_that_dies_or_hangs_is_replaced(fault: str, moment: str, scene
 @pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER), (MIDDLE,)))
 def test_so_it_is_with_engines_of_two_stages(fault: str, moment: str, scene: Scene) -> None:
     """Whose workers are processes beside vLLM's engine core."""
-    _assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
+    assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
 @pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP)))
 def test_a_message_that_is_lost_or_damaged_is_sent_again(fault: str, moment: str, scene: Scene) -> None:
-    _assert_sent_again(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
+    assert_sent_again(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_an_engine_that_dies_between_refits_gets_the_weights_that_were_published
     scene.assert_serves(version)
 
 
-def _assert_replaced(transport: FaultyReshard, scene: Scene, fault: str, moment: str) -> None:
+def assert_replaced(transport: FaultyReshard, scene: Scene, fault: str, moment: str) -> None:
     transport.connect()
     transport.publish(scene.learn())
     version, restarts = scene.learn(), list(scene.generation.restarts)
@@ -239,7 +239,7 @@ def _assert_replaced(transport: FaultyReshard, scene: Scene, fault: str, moment:
     assert not [pid for pid, started in before if _lives(pid, started)], "something is left of the old engine"
 
 
-def _assert_sent_again(transport: FaultyReshard, scene: Scene, fault: str, moment: str) -> None:
+def assert_sent_again(transport: FaultyReshard, scene: Scene, fault: str, moment: str) -> None:
     transport.connect()
     transport.publish(scene.learn())
     version, restarts = scene.learn(), list(scene.generation.restarts)

@@ -20,6 +20,15 @@ def test_numbers_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     # The embedding, which is tied to the head, is on both stages; everything else is on one.
     assert found["bytes"] == receiving["bytes"]["smallest"] + receiving["bytes"]["largest"]
     assert found["estimated_s"] >= receiving["bytes"]["largest"] / 2e9
+    assert found["nccl"] == {"communicators": 0, "ranks": 0, "sending_bytes": 0, "receiving_bytes": 0}, "on CPUs"
+
+
+def test_on_gpus_all_ranks_share_one_communicator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refit_plan.main([*LAYOUT, "cluster.gpus_per_node=4"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NCCL:")]
+    assert line.split(":")[1].strip() == (
+        "one communicator of 4 ranks, up to 671.09 MB of a GPU that sends, 1.21 GB of one that receives"
+    )
 
 
 def test_links_are_listed_where_they_are_few(capsys: pytest.CaptureFixture[str]) -> None:

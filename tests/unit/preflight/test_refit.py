@@ -1,4 +1,4 @@
-"""What of refit.fp8_blocks is refused before anything starts."""
+"""What of refit.fp8_blocks is refused before anything starts, and what is said of memory for NCCL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.engines import refit_problems
+from megatron_grpo.preflight.engines import NCCL_RECEIVING, nccl_bytes, refit_problems, refit_remarks
 from megatron_grpo.weights.families import shape_of_config
 from tests.support.config_problems import SMALL
 
@@ -57,3 +57,33 @@ def test_a_block_that_two_ranks_share_is_named() -> None:
     [text] = problems(made)
     assert "gate_proj.weight on rank 0 of an engine: 0 to 64 of (512, 256) (and " in text
     assert text.endswith("use fewer tensor-parallel ranks, or false")
+
+
+def on_gpus(**given: Any) -> Config:
+    made = Config()
+    made.cluster.gpus_per_node = 8
+    made.policy.parallel.data = 64
+    made.generation.parallel.data = 8
+    for name, value in given.items():
+        setattr(made.generation, name, value)
+    return made
+
+
+def test_memory_of_the_communicator_is_bounded_by_peers_on_the_same_machine() -> None:
+    few, some, all_of_them = (nccl_bytes(on_gpus(), peers, NCCL_RECEIVING) for peers in (2, 7, 64))
+    assert few < some == all_of_them < 3e9
+    on_cpu = on_gpus()
+    on_cpu.cluster.gpus_per_node = 0
+    assert nccl_bytes(on_cpu, 64, NCCL_RECEIVING) == 0
+    assert nccl_bytes(on_gpus(placement="colocated"), 64, NCCL_RECEIVING) == 0
+
+
+def test_vllm_that_leaves_too_little_for_the_communicator_is_remarked_on() -> None:
+    made = on_gpus()
+    assert list(refit_remarks(made)) == []
+    made.generation.engine.gpu_memory_utilization = 0.98
+    [remark] = refit_remarks(made)
+    assert remark.subject == "generation.engine.gpu_memory_utilization=0.98"
+    assert remark.text.startswith("leaves 1.6 GB of a GPU with 80 GB, and NCCL takes up to 2.9 GB of that")
+    made.generation.engine.gpu_memory_utilization = float(remark.text.rpartition("use at most ")[2])
+    assert list(refit_remarks(made)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +15,12 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weights.families import shape_of_config, weight_entries
 from megatron_grpo.weights.layouts import engine_shards, training_shards
+from megatron_grpo.weights.refit import links
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.ipc import HostMemory
 from megatron_grpo.weights.refit.links import BUFFERS, Links, Side, schedule, write_plan
 from megatron_grpo.weights.refit.plan import plan_pieces
+from tests.support import nccl_like
 from tests.support.refit_models import DENSE
 
 CPU = torch.device("cpu")
@@ -26,11 +29,14 @@ SHAPE = shape_of_config(DENSE)
 SOURCES, TARGETS = 2, 2
 
 
-@pytest.fixture(params=["sent", "handed over", "not to be seen"])
+@pytest.fixture(params=["sent", "one stream", "handed over", "not to be seen"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How messages come; the last is that of processes of two machines which both share memory."""
+    """How messages come: over gloo; one after the other and slowly connected, as over NCCL; in memory; and as between
+    two machines that both share memory."""
     if request.param == "not to be seen":
         monkeypatch.setattr(HostMemory, "seen", lambda address: None)
+    if request.param == "one stream":
+        monkeypatch.setattr(links, "join", nccl_like.join)
     return str(request.param)
 
 
@@ -42,7 +48,7 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Links]]:
     dtypes = ["float32"] * len(weight_entries(SHAPE))
     places = training_shards(training, SHAPE), engine_shards(generation, SHAPE)
     scheduled = schedule(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
-    write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way != "sent")
+    write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
     members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]
     with ThreadPoolExecutor(len(members)) as pool:
@@ -68,15 +74,18 @@ def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
 
 
 def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tuple[Side, int], Links]) -> None:
-    ranks["source", 1].close()
-    with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(_send, ranks["source", 0])
-        with pytest.raises(RuntimeError):
-            _receive(ranks["target", 0])
-        for target in range(TARGETS):
-            ranks["target", target].close()
-        with pytest.raises(RuntimeError):
-            sending.result(timeout=20)
+    def out(_number: int, _buffer: Tensor) -> None:
+        raise RuntimeError("the cable is out")
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        bad = pool.submit(ranks["source", 1].send, out, VERSION)
+        others = [pool.submit(_send, ranks["source", 0])]
+        others += [pool.submit(_receive, ranks["target", target]) for target in range(TARGETS)]
+        for one in (bad, *others):
+            with pytest.raises(RuntimeError):
+                one.result()
+    assert time.monotonic() - began < 20
     with pytest.raises(RuntimeError, match="failed before and were not made anew"):
         ranks["source", 1].begin(0)
 
@@ -87,17 +96,17 @@ def _content(source: int, target: int, number: int, nbytes: int) -> Tensor:
     return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8)
 
 
-def _send(links: Links) -> None:
+def _send(one: Links) -> None:
     def fill(number: int, buffer: Tensor) -> None:
-        target = links._peers[number]
-        earlier = links._peers[:number].count(target)
-        buffer[:-16] = _content(links._rank, target, earlier, len(buffer) - 16)
+        target = one._peers[number]
+        earlier = one._peers[:number].count(target)
+        buffer[:-16] = _content(one._rank, target, earlier, len(buffer) - 16)
 
-    links.send(fill, VERSION)
+    one.send(fill, VERSION)
 
 
-def _receive(links: Links) -> list[Tensor]:
+def _receive(one: Links) -> list[Tensor]:
     """The content of each message."""
     came: list[Tensor] = []
-    links.receive(lambda _, buffer: came.append(buffer[:-16].clone()), VERSION)
+    one.receive(lambda _, buffer: came.append(buffer[:-16].clone()), VERSION)
     return came

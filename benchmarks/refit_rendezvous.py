@@ -1,0 +1,91 @@
+"""What the driver's store carries when a refit links 1,024 ranks to 512 workers, and prints JSON.
+
+    python benchmarks/refit_rendezvous.py
+
+Plans DeepSeek-V3 between the largest layouts of refit_large.py and writes the plan of every rank into a store, as the
+driver does when it links policy and engines; reads all of them; and lets as many clients as there are ranks look for a
+failure, one look after the other. Beside it: what it took when every rank was sent the shards of all ranks, pickled
+once for each, and when plans were not compressed.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+from header import header
+from refit_large import CASES
+
+from megatron_grpo.config.generation_schema import RefitConfig
+from megatron_grpo.platform.device import open_store
+from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.weights.layouts import engine_shards, training_shards
+from megatron_grpo.weights.refit.groups import FAILURE, LOOK_S, Rendezvous
+from megatron_grpo.weights.refit.links import schedule, write_plan
+from megatron_grpo.weights.refit.plan import plan_pieces, wire_dtypes
+
+HOST = "127.0.0.1"
+LOOKS = 5
+
+
+class CountingStore:
+    """Counts the bytes that are written to a store."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.nbytes = store, 0
+
+    def set(self, key: str, value: Any) -> None:
+        self.nbytes += len(value)
+        self._store.set(key, value)
+
+
+def main() -> None:
+    raw, training, generation = CASES["DeepSeek-V3, 1,024 to 512 ranks"]
+    shape, bucket = shape_of_config(raw), int(RefitConfig().bucket_mib * 2**20)
+    shards, engine = training_shards(training, shape), engine_shards(generation, shape)
+    dtypes, workers = wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
+    planned, planning_s = _timed(
+        lambda: schedule(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
+    )
+    store = open_store(HOST, 600.0)
+    counting: Any = CountingStore(store)
+    _, writing_s = _timed(lambda: write_plan(counting, planned, len(shards), workers, dtypes, False))
+    rendezvous = Rendezvous(host=HOST, port=store.port, receivers=workers, timeout_s=600.0)
+    reader = rendezvous.store()
+    keys = [f"source/{rank}" for rank in range(len(shards))] + [f"target/{rank}" for rank in range(workers)]
+    _, reading_s = _timed(lambda: [reader.get(key) for key in keys])
+    clients = [rendezvous.store() for _ in keys]
+    looks = [_timed(lambda: [client.check([FAILURE]) for client in clients])[1] for _ in range(LOOKS)]
+    looks_per_s = len(clients) / float(np.median(looks))
+    _, before_s = _timed(lambda: [pickle.dumps(shards) for _ in shards])
+    result = {
+        **header("refit_rendezvous"),
+        "ranks": len(shards),
+        "workers": workers,
+        "pieces": len(planned),
+        "planning_s": round(planning_s, 2),
+        "plans": {
+            "plain_bytes": 2 * planned.nbytes,
+            "bytes": counting.nbytes,
+            "writing_s": round(writing_s, 2),
+            "reading_all_s": round(reading_s, 2),
+        },
+        "looks_for_a_failure_per_s": {"one_after_the_other": round(looks_per_s), "needed": len(clients) / LOOK_S},
+        "shards_for_every_rank_before": {
+            "bytes": len(pickle.dumps(shards)) * len(shards),
+            "pickling_s": round(before_s, 2),
+        },
+    }
+    print(json.dumps(result, indent=2))
+
+
+def _timed(action: Any) -> tuple[Any, float]:
+    began = time.perf_counter()
+    return action(), time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
