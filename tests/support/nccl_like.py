@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -96,6 +97,8 @@ class NcclLikeGroup:
         """End calls of this process that block. Peers that notice go on waiting all the same."""
         self._aborted.set()
         for one in (self._listener, *self._sockets.values()):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # ends calls of other threads, which close() does not
             one.close()
         with self._arrived:
             self._arrived.notify_all()
@@ -117,27 +120,31 @@ class NcclLikeGroup:
     def _connected(self, peer: int) -> socket.socket:
         """The connection to a peer that receives."""
         if (peer, True) not in self._sockets:
-            link = socket.create_connection((HOST, int(self._store.get(f"nccl/{peer}"))))
-            self._sockets[peer, True] = link
-            try:
+            with self._blocked():
+                link = socket.create_connection((HOST, int(self._store.get(f"nccl/{peer}"))))
+                self._sockets[peer, True] = link
                 link.sendall(self._rank.to_bytes(_LENGTH_BYTES, "big"))
                 _expect(link, _READY)
-            except OSError:
-                self._aborted.wait()
-                raise RuntimeError("aborted") from None
         return self._sockets[peer, True]
 
     def _accepted(self, peer: int) -> socket.socket:
         """The connection from a peer that sends."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: (peer, False) in self._sockets or self._aborted.is_set())
-        if self._aborted.is_set():
-            raise RuntimeError("aborted")
-        link = self._sockets[peer, False]
         if peer not in self._ready_for:
-            self._ready_for.add(peer)
-            link.sendall(_READY)
-        return link
+            with self._blocked():
+                with self._arrived:
+                    self._arrived.wait_for(lambda: (peer, False) in self._sockets or self._aborted.is_set())
+                self._sockets[peer, False].sendall(_READY)
+                self._ready_for.add(peer)
+        return self._sockets[peer, False]
+
+    @contextmanager
+    def _blocked(self) -> Iterator[None]:
+        """A call that does not end when its peer has: it ends with an abort alone."""
+        try:
+            yield
+        except (OSError, KeyError):
+            self._aborted.wait()
+            raise RuntimeError("aborted") from None
 
     def _accept(self) -> None:
         while True:
