@@ -50,6 +50,9 @@ class _Done:
 def inject(links: Links, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
     """When the message of the moment is due on a rank of the policy, signal a process, or lose or change the message.
 
+    With a message all later ones of the rank are lost: a link never skips a message, and gloo ends a process that gets
+    one of another size.
+
     Args:
         links: the rank's links.
         moment: one of MOMENTS; of messages, the last one stands for what comes after it.
@@ -57,22 +60,20 @@ def inject(links: Links, moment: str, target: tuple[int, int] | None, what: str 
         what: DROP, FLIP, or FAIL of the rank.
     """
 
-    def fault(buffer: Any) -> bool:
-        """Whether the message is to be sent."""
+    def fault(buffer: Any) -> None:
         if target is not None:
             os.kill(*target)
         if what == FAIL:
             raise RuntimeError("the cable is out")
         if what == FLIP:
             buffer[3] ^= 1
-        return what != DROP
 
     begin, last = links.begin, len(links.messages) - 1
     due = {FIRST: 0, MIDDLE: (last + 1) // 2, LAST: last}[moment]
 
     def faulty(number: int) -> Any:
-        if number == due and not fault(links.buffer(number)):
-            return [_Done()]
-        return begin(number)
+        if number == due:
+            fault(links.buffer(number))
+        return [_Done()] if what == DROP and number >= due else begin(number)
 
     links.begin = faulty  # type: ignore[method-assign]
