@@ -97,10 +97,14 @@ class Watch:
     waits for that one, until the last timeout of the last member. So no member waits inside of the library. It polls,
     and looks now and then at the FAILURE that the first member to fails has left in the store, or the driver, which
     learns from Ray that a process is gone.
+
+    Args:
+        store: a client of the rendezvous' store that no other thread uses.
+        timeout_s: seconds from `begin` to the deadline.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._store, self._timeout_s = rendezvous.store(), rendezvous.timeout_s
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        self._store, self._timeout_s = store, timeout_s
         self.begin()
 
     def begin(self) -> None:

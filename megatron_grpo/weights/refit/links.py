@@ -144,7 +144,7 @@ class Links:
         self._first_peer = sources if self._sends else 0
         """Number in the group of the first rank of the other side."""
         self._group: Group | None = None
-        self._watch = Watch(rendezvous)
+        self._watch = Watch(store, rendezvous.timeout_s)
         offered = self._memory(nbytes) if self._memory is not None and self._sends else None
         self._shared: dict[int, Tensor] = {}
         """The source's buffers in shared memory, by peer that uses them."""

@@ -47,7 +47,7 @@ def test_a_key_may_come_later_than_a_store_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_a_wait_ends_at_the_deadline_and_a_new_one_begins_anew() -> None:
     _store, rendezvous = _open(timeout_s=0.5)
-    watch = Watch(rendezvous)
+    watch = _watch(rendezvous)
     for _ in range(2):
         watch.begin()
         began = time.monotonic()
@@ -58,7 +58,7 @@ def test_a_wait_ends_at_the_deadline_and_a_new_one_begins_anew() -> None:
 
 def test_a_failure_ends_the_waits_of_all_members_and_the_first_one_is_told() -> None:
     store, rendezvous = _open(timeout_s=60.0)
-    watches = [Watch(rendezvous) for _ in range(3)]
+    watches = [_watch(rendezvous) for _ in range(3)]
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(watch.until, lambda: False) for watch in watches[:2]]
         time.sleep(0.1)
@@ -71,7 +71,7 @@ def test_a_failure_ends_the_waits_of_all_members_and_the_first_one_is_told() -> 
 
 def test_a_closed_store_ends_waits_too() -> None:
     store, rendezvous = _open(timeout_s=60.0)
-    watch = Watch(rendezvous)
+    watch = _watch(rendezvous)
     del store
     with pytest.raises(RuntimeError):
         watch.until(lambda: False)
@@ -80,7 +80,7 @@ def test_a_closed_store_ends_waits_too() -> None:
 
 def test_a_call_that_blocks_in_a_library_is_left_behind() -> None:
     store, rendezvous = _open(timeout_s=60.0)
-    watch, blocked = Watch(rendezvous), threading.Event()
+    watch, blocked = _watch(rendezvous), threading.Event()
     assert watch.call(max, 3, 4) == 4
     with pytest.raises(ZeroDivisionError):
         watch.call(lambda: 1 // 0)
@@ -92,40 +92,51 @@ def test_a_call_that_blocks_in_a_library_is_left_behind() -> None:
 
 def test_polling_adds_a_tenth_to_a_wait_and_leaves_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large refit has thousands of turns of a millisecond, and the store has a thousand members."""
-    _store, rendezvous = _open(timeout_s=60.0)
-    watch, clock, polls = Watch(rendezvous), [1000.0], [0]
-    watch._end = 2000.0
-    monkeypatch.setattr(groups.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(groups.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    looks: list[float] = []
-    watch._store = _Counting(looks, clock)  # type: ignore[assignment]
+    clock = Clock()
+    monkeypatch.setattr(groups, "time", clock)
+    asked: Any = AskedStore()
+    watch = Watch(asked, timeout_s=1000.0)
 
-    def waited(seconds: float) -> float:
-        began, polls[0] = clock[0], 0
+    def wait(seconds: float) -> tuple[float, int]:
+        """Seconds that a wait took, and how often it polled."""
+        began, polls = clock.now, 0
 
         def over() -> bool:
-            polls[0] += 1
-            return clock[0] >= began + seconds
+            nonlocal polls
+            polls += 1
+            return clock.now >= began + seconds
 
         watch.until(over)
-        return clock[0] - began
+        return clock.now - began, polls
 
     for seconds in (1e-4, 1e-3, 1e-2):
-        assert waited(seconds) < 1.2 * seconds
-    assert polls[0] < 100, "it does not spin"
-    assert looks == []
-    waited(10.0)
-    assert 15 <= len(looks) <= 10 / LOOK_S
+        waited, polls = wait(seconds)
+        assert waited < 1.2 * seconds
+        assert polls < 100, "it does not spin"
+    assert asked.looks == 0
+    wait(10.0)
+    assert 15 <= asked.looks <= 10 / LOOK_S
 
 
-class _Counting:
-    """A store without a failure; counts how often it is asked."""
+class Clock:
+    """Time that passes in pauses alone."""
 
-    def __init__(self, looks: list[float], clock: list[float]) -> None:
-        self._looks, self._clock = looks, clock
+    now = 0.0
 
-    def check(self, keys: list[str]) -> bool:
-        self._looks.append(self._clock[0])
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class AskedStore:
+    """A store without a failure; counts how often it is asked for one."""
+
+    looks = 0
+
+    def check(self, _keys: list[str]) -> bool:
+        self.looks += 1
         return False
 
 
@@ -161,6 +172,10 @@ def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: 
     groups.join(rendezvous, 1, 3, torch.device("cuda", 0))
     assert made == [(1, 3, "1"), torch.device("cuda", 0)]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def _watch(rendezvous: Rendezvous) -> Watch:
+    return Watch(rendezvous.store(), rendezvous.timeout_s)
 
 
 def _open(timeout_s: float) -> tuple[Any, Rendezvous]:
