@@ -39,6 +39,8 @@ IDENTITY = ("machine", "versions", "gpus", "dry")
 """Entries of a result that have to be equal for a call to go on with it."""
 DRY = "GPU_CHECK_DRY"
 """Environment variable of checks that run without a GPU: their row's `dry`."""
+KILLS = 6
+"""Rounds of five seconds at most in which a check's processes are killed: one that a device holds does not end."""
 CPU_PATIENCE = 3
 """A dry run's deadlines are as many times as long."""
 LEFT = 3
@@ -148,7 +150,7 @@ def run_check(check: Check, gpus: int, options: argparse.Namespace, limit_s: flo
         late = f"killed after {deadline_s:g} s, its deadline" if code is None else ""
         if tested:
             told = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
-            record = of_tests(told, code, late, options.dry)
+            record = _of_tests(told, code, late, options.dry)
         else:
             record = _of_benchmark(printed.read_text(), code, late, options)
     return {**record, "seconds": seconds, **({"dry": check.dry} if options.dry else {})}
@@ -192,14 +194,15 @@ def _exit_code(command: list[str], environment: dict[str, str], out: Any, log: A
     except subprocess.TimeoutExpired:
         return None
     finally:
-        while left := psutil.Process().children(recursive=True):
+        for _ in range(KILLS):
+            left = psutil.Process().children(recursive=True)
             for one in left:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
             psutil.wait_procs(left, timeout=5)
 
 
-def of_tests(told: list[Record], code: int | None, late: str, dry: bool) -> Record:
+def _of_tests(told: list[Record], code: int | None, late: str, dry: bool) -> Record:
     """The verdict on a check from what its tests told (`tests.support.outcomes_file`) and pytest's exit code.
 
     A test that ends by skipping with a reason that begins with "dry" has run without numbers.

@@ -14,22 +14,17 @@ from transformers import Qwen3Config
 
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.weights.refit.reshard import ReshardTransport
+from tests.integration import test_reshard
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
-from tests.integration.test_reshard import (
-    REFIT,
-    Case,
-    after,
-    answers,
-    test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder,
-)
+from tests.integration.test_reshard import REFIT, Case, after, answers
 from tests.integration.vllm_helpers import ON_GPUS, Oracle, engines, make_model
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
 
 def test_one_rank_to_one_engine(tmp_path: Path) -> None:
-    case = Case("dense", ParallelConfig(), {})
-    test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder(case, tmp_path)
+    same_bits = test_reshard.test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder
+    same_bits(Case("dense", ParallelConfig(), {}), tmp_path)
 
 
 def test_an_engine_on_the_gpu_of_a_rank(tmp_path: Path) -> None:
