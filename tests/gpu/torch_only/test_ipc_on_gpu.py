@@ -43,9 +43,9 @@ def run(function: Callable[..., None], variables: dict[str, str], *args: Any) ->
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("segments", ["False", "True"], ids=["allocator's blocks", "expandable segments"])
-def test_another_process_sees_it_and_writes_to_it(segments: str) -> None:
-    shared = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"], ids=["torch's settings", "a rank's settings"])
+def test_another_process_sees_it_and_writes_to_it(settings: str) -> None:
+    shared = {"PYTORCH_ALLOC_CONF": settings}
     told, tells = CONTEXT.Pipe(duplex=False)
     run(lend, shared, shared, tells)
     assert told.recv()
