@@ -43,6 +43,8 @@ class Check:
 _POLICY = "tests/gpu/torch_only/test_policy_on_gpu.py"
 _ENGINE = "tests/gpu/image/test_transformer_engine_on_gpu.py"
 _REFIT = "tests/gpu/image/test_refit_on_gpu.py"
+_BITS = f"{_REFIT}::test_engines_on_gpus_of_their_own"
+_LOST = "tests/gpu/image/test_lost_engines_on_gpu.py"
 _RUN = "tests/gpu/image/test_run_on_gpus.py"
 _SMALL_HEAD = "benchmarks/logprob.py --tokens=512 --vocab=5000 --hidden=64"
 
@@ -118,19 +120,15 @@ CHECKS = (
     _image("experts in FP8", f"{_ENGINE} -k experts", LAYERS, dry="fake tensors"),
     _image("advantages", "tests/gpu/image/test_advantages_on_gpu.py", (*RANKS, "ray"), deadline_s=120),
     _image("refit through memory", f"{_REFIT} -k the_gpu_of_a_rank", deadline_s=540, dry="cpu"),
-    _image("refit over NCCL", f"{_REFIT} -k one_engine", gpus=2, deadline_s=540, dry="cpu"),
+    _image("refit over NCCL", f"{_REFIT} -k one_to_one", gpus=2, deadline_s=540, dry="cpu"),
     _image("refit bandwidth", f"{_REFIT} -k bandwidth", deadline_s=540, dry="cpu"),
     _image("colocated", "tests/gpu/image/test_colocated_on_gpu.py -k one_gpu_is", deadline_s=540, dry="cpu"),
     _image("colocated, PPO", "tests/gpu/image/test_colocated_on_gpu.py -k value_model", deadline_s=540),
     _image("quickstart", f"{_RUN} -k 'one and one'", gpus=2, deadline_s=540, dry="cpu"),
     _image("quickstart, layouts", f"{_RUN} -k 'stages or replicas'", gpus=4, deadline_s=540),
-    _image(
-        "refit, layouts",
-        "tests/integration/test_reshard.py -k 'tp2_to_pp2 or dp2_to_two or ep2_to_ep2 or pp2_to_tp2'",
-        gpus=4,
-        deadline_s=540,
-    ),
-    _image(
-        "refit, faults", "tests/integration/test_refit_faults.py -k 'is_replaced or sent_again'", gpus=4, deadline_s=540
-    ),
+    _image("refit, layouts", f"{_BITS}[tp2_to_pp2] {_BITS}[dp2_to_two_engines]", gpus=4, deadline_s=540),
+    _image("refit, experts", f"{_BITS}[ep2_to_ep2] {_BITS}[latent_tp2_to_pp2]", gpus=4, deadline_s=540),
+    _image("refit, killed engines", f"{_LOST} -k kill", gpus=4, deadline_s=540),
+    _image("refit, stalled engines", f"{_LOST} -k stall", gpus=4, deadline_s=540),
+    _image("refit, damaged messages", f"{_LOST} -k sent_again", gpus=4, deadline_s=540),
 )

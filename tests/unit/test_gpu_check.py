@@ -220,12 +220,12 @@ def test_every_row_runs_a_file_in_time_and_is_in_the_document(table: Any) -> Non
     for check in table.CHECKS:
         assert f"| {check.name} |" in page
         for command in filter(None, (check.run, check.dry_run)):
-            assert (ROOT / shlex.split(command)[0]).is_file(), command
+            assert (ROOT / shlex.split(command)[0].partition("::")[0]).is_file(), command
         assert check.deadline_s < 600, "some machines end a command after ten minutes"
         if check.part == "torch_only":
             assert not {"ray", "vllm", "transformer_engine_torch"} & {*check.needs}
 
 
 def test_every_test_of_a_gpu_is_in_a_row(table: Any) -> None:
-    run = {check.run.split()[0] for check in table.CHECKS}
+    run = {check.run.split()[0].partition("::")[0] for check in table.CHECKS}
     assert run >= {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").rglob("test_*.py")}

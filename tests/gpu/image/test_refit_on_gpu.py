@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,21 @@ from tests.integration.test_reshard import REFIT, Case, after, answers
 from tests.integration.vllm_helpers import ON_GPUS, Oracle, engines, make_model
 
 __all__ = ["ray_cluster"]  # a fixture of every test here
+LAYOUTS = {"one_to_one": Case("dense", ParallelConfig(), {}), **test_reshard.CASES, **test_reshard.RARE}
+ENGINE_RANKS = ("tensor", "pipeline", "data")
 
 
-def test_one_rank_to_one_engine(tmp_path: Path) -> None:
-    same_bits = test_reshard.test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder
-    same_bits(Case("dense", ParallelConfig(), {}), tmp_path)
+def require_gpus(count: int) -> None:
+    """Skip the test on a machine with fewer GPUs; a dry run has none."""
+    if 0 < torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, and this machine has {torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_engines_on_gpus_of_their_own(name: str, tmp_path: Path) -> None:
+    case = LAYOUTS[name]
+    require_gpus(case.training.world_size + math.prod(case.generation.get(key, 1) for key in ENGINE_RANKS))
+    test_reshard.test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder(case, tmp_path)
 
 
 def test_an_engine_on_the_gpu_of_a_rank(tmp_path: Path) -> None:
@@ -56,8 +67,7 @@ def large(**sizes: Any) -> Qwen3Config:
 
 @pytest.mark.parametrize("colocated", [True, False], ids=["through memory", "over the network"])
 def test_bandwidth(colocated: bool, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    if ON_GPUS and torch.cuda.device_count() < 2 and not colocated:
-        pytest.skip(f"needs 2 GPUs, and this machine has {torch.cuda.device_count()}")
+    require_gpus(1 if colocated else 2)
     path = make_model(tmp_path / "model", seed=0, family=large)
     policy = start_policy(path, ParallelConfig())
     policy.wait_ready()
