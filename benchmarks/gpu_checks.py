@@ -83,6 +83,7 @@ CHECKS = (
         dry_run="benchmarks/fp8_blocks.py --rows=300 --columns=300",
     ),
     _torch("shared memory", "tests/gpu/torch_only/test_ipc_on_gpu.py", dry="cpu"),
+    _torch("NCCL", "tests/gpu/torch_only/test_nccl_on_gpu.py", gpus=2, dry="cpu"),
     _torch("losses", "tests/gpu/torch_only/test_losses_on_gpu.py", ("pydantic",), deadline_s=120, dry="cpu"),
     _torch(
         "gradients",
@@ -119,6 +120,15 @@ CHECKS = (
     _image("fused gradients", f"{_ENGINE} -k fused", (*LAYERS, "fused_weight_gradient_mlp_cuda")),
     _image("experts in FP8", f"{_ENGINE} -k experts", LAYERS, dry="fake tensors"),
     _image("advantages", "tests/gpu/image/test_advantages_on_gpu.py", (*RANKS, "ray"), deadline_s=120),
+    _image(
+        "refit, faults without models",
+        "tests/gpu/image/test_refit_faults_on_gpu.py",
+        (*RANKS, "ray"),
+        gpus=4,
+        deadline_s=540,
+        dry="cpu",
+        dry_run="tests/gpu/image/test_refit_faults_on_gpu.py -k 'one_dead and middle'",
+    ),
     _image("refit through memory", f"{_REFIT} -k the_gpu_of_a_rank", deadline_s=540, dry="cpu"),
     _image("refit over NCCL", f"{_REFIT} -k one_to_one", gpus=2, deadline_s=540, dry="cpu"),
     _image("refit bandwidth", f"{_REFIT} -k bandwidth", deadline_s=540, dry="cpu"),

@@ -69,6 +69,7 @@ def test_what_a_machine_lacks_is_not_run(tmp_path: Path) -> None:
         "logprob kernels, hidden 1024",
         "logprob kernels, hidden 4096",
         "FP8 blocks",
+        "NCCL",
         "shared memory",
     }
     assert found["losses"]["why"] == "needs pydantic"

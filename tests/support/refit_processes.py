@@ -105,12 +105,15 @@ def _serve(pipe: Connection, kind: type[Any], arguments: tuple[Any, ...]) -> Non
 
 
 class Member:
-    """One rank of either side."""
+    """One rank of either side; `gpu` is its number among all, by which it has a GPU in the group "gpus"."""
 
-    def __init__(self, group: str, rank: int) -> None:
+    def __init__(self, group: str, rank: int, gpu: int) -> None:
         if group == "nccl":
             nccl_like.install()
-        self.rank = rank
+        self.rank, self._device = rank, CPU
+        if group == "gpus":
+            self._device = torch.device("cuda", gpu)
+            torch.cuda.set_device(self._device)
         self.links: Links | None = None
 
     def end(self, moment: str, number: int) -> None:
@@ -133,7 +136,7 @@ class Member:
 
     def _connect(self, rendezvous: Rendezvous, side: Any, rank: int) -> None:
         self.links = None
-        self.links = Links(rendezvous, side, rank, CPU, ENTRIES)
+        self.links = Links(rendezvous, side, rank, self._device, ENTRIES)
 
     def _value(self, number: int, version: int) -> int:
         """Each byte of a message."""
@@ -202,7 +205,7 @@ class Policy:
 
     def __init__(self, group: str, parallel: ParallelConfig) -> None:
         self.settings = Settings(PolicyConfig(parallel=parallel, precision="float32"), SHAPE)
-        self.actors = [Actor(Rank, group, rank) for rank in range(parallel.world_size)]
+        self.actors = [Actor(Rank, group, rank, rank) for rank in range(parallel.world_size)]
 
     def submit(self, fn: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
         """Call the method of this function's name on every rank."""
@@ -212,11 +215,14 @@ class Policy:
 class Generation:
     """In place of `VllmGeneration`."""
 
-    def __init__(self, group: str, engines: int) -> None:
-        self._group = group
+    def __init__(self, group: str, engines: int, ranks: int) -> None:
+        self._group, self._ranks = group, ranks
         self.config = GenerationConfig(parallel=GenerationParallelConfig(data=engines))
-        self.actors = [Actor(Worker, group, engine) for engine in range(engines)]
+        self.actors = [self._start(engine) for engine in range(engines)]
         self.restarts = [0] * engines
+
+    def _start(self, engine: int) -> Actor:
+        return Actor(Worker, self._group, engine, self._ranks + engine)
 
     def submit(self, method: str, *arguments: Any, engines: Sequence[int]) -> list[Future[Any]]:
         """Call a method of these engines."""
@@ -226,5 +232,5 @@ class Generation:
         """Start new engines in place of lost ones."""
         for engine in lost:
             self.actors[engine].process.kill()
-            self.actors[engine] = Actor(Worker, self._group, engine)
+            self.actors[engine] = self._start(engine)
             self.restarts[engine] += 1
