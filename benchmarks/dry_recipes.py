@@ -1,6 +1,6 @@
 """Memory of every recipe in conf/exp at its true size, from dry runs of a rank of each distinct pipeline stage.
 
-    python benchmarks/dry_recipes.py [recipe ...] > result.json
+    python benchmarks/dry_recipes.py [recipe ...] [precision=fp8] [KEY=VALUE ...] > result.json
 
 Needs no GPU and no weights. Models are those of tests/data/hf_configs; recipes of other models are left out.
 """
@@ -47,10 +47,12 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
     from megatron_grpo.config.compose import compose_typed
     from megatron_grpo.weights.families import shape_of_config
 
+    overrides = [word for word in sys.argv[1:] if "=" in word]
+    names = set(sys.argv[1:]) - set(overrides)
     for file in sorted((ROOT / "conf" / "exp").glob("*.yaml")):
-        if sys.argv[1:] and file.stem not in sys.argv[1:]:
+        if names and file.stem not in names:
             continue
-        config = compose_typed([f"+exp={file.stem}"]).config
+        config = compose_typed([f"+exp={file.stem}", *overrides]).config
         assert config is not None, f"{file} is no valid configuration"
         raw = model_config(config.policy.model.path)
         if raw is not None:
@@ -58,7 +60,7 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
 
 
 def measure(config: Any, shape: Any, rank: int, expert_skew: float) -> dict[str, Any]:
-    """A dry run in a process of its own: GiB by phase and by kind, and its seconds of CPU."""
+    """A dry run: GiB by phase and by kind, and its seconds of CPU."""
     from megatron_grpo.proof.dry_run import dry_run
 
     began = time.process_time()
@@ -71,15 +73,15 @@ def measure(config: Any, shape: Any, rank: int, expert_skew: float) -> dict[str,
 def main() -> None:
     """Print the memory of every recipe and distinct rank, with balanced experts and with 1.5 times as many tokens."""
     found = []
-    for name, config, shape in recipes():
-        for rank in distinct_ranks(config.policy.parallel):
-            for skew in (1.0, 1.5) if shape.experts is not None else (1.0,):
-                with ProcessPoolExecutor(1) as process:
+    with ProcessPoolExecutor(1) as process:  # one for all: importing Megatron-Core takes longer than most dry runs
+        for name, config, shape in recipes():
+            for rank in distinct_ranks(config.policy.parallel):
+                for skew in (1.0, 1.5) if shape.experts is not None else (1.0,):
                     future = process.submit(measure, config, shape, rank, skew)
                     error = future.exception()
                     result = {"error": str(error)} if error is not None else future.result()
-                found.append({"recipe": name, "rank": rank, "expert_skew": skew, **result})
-                print(found[-1], file=sys.stderr)
+                    found.append({"recipe": name, "rank": rank, "expert_skew": skew, **result})
+                    print(found[-1], file=sys.stderr)
     print(json.dumps({**header("dry_recipes"), "results": found}, indent=1))
 
 
