@@ -2,6 +2,8 @@
 #   make quickstart              a whole GRPO run on this machine's CPU
 #   make test | test-unit | lint
 #   make test-slow              a short real run with every preset and option, and rare layouts, beyond what test runs
+#   make cuda-check             the CUDA packages and our CUDA code on a machine without a GPU, as far as that goes: installs
+#                               10 GB into .venv-cuda the first time (CUDA_PYTHON: a Python 3.12)
 #   make gpu-check               what only a CUDA machine can check, with that machine's own packages; writes and prints a
 #                                JSON (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the
 #                                rest; OPTIONS: of benchmarks/gpu_check.py)
@@ -9,7 +11,9 @@
 #   make lock | docs             write requirements/*.lock, docs/configuration.md anew (the locks from the package index)
 # PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
+CUDA_PYTHON ?= python3.12
 VENV := .venv
+CUDA_VENV := .venv-cuda
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PART := all
@@ -19,7 +23,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh) .ci/run
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test test-slow test-unit lint gpu-check gpu-check-dry lock docs
+.PHONY: quickstart test test-slow test-unit lint cuda-check gpu-check gpu-check-dry lock docs
 
 quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
@@ -43,6 +47,9 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 	$(BIN)/hadolint docker/Dockerfile.*
+
+cuda-check: $(CUDA_VENV)/.installed
+	$(CUDA_VENV)/bin/python -m tests.cuda
 
 gpu-check:
 	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
@@ -70,6 +77,15 @@ $(VENV)/.runtime: requirements/cpu.lock pyproject.toml setup.py
 	$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
 	$(PIP) install --no-deps -r requirements/cpu.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(CUDA_VENV)/.installed: requirements/cuda.lock requirements/install_cuda.sh pyproject.toml setup.py
+	@$(CUDA_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || \
+		{ echo "cuda-check needs Python 3.12, for which requirements/cuda.lock is; give one with make CUDA_PYTHON=..."; exit 1; }
+	@echo "setting up $(CUDA_VENV): about 10 GB, 5 to 15 minutes the first time; the checks take 5 more"
+	test -x $(CUDA_VENV)/bin/python || $(CUDA_PYTHON) -m venv $(CUDA_VENV)
+	requirements/install_cuda.sh $(CUDA_VENV) quick
+	$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.lock

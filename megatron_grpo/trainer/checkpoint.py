@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.platform.device import environment
 from megatron_grpo.weights.hf_weights import ADAPTER_PARAMETERS
 
 if TYPE_CHECKING:
@@ -188,11 +189,14 @@ class RankCheckpoint:
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
             loaded = _load(state, folder)
-            set_weights(rank.chunks, loaded["model"])
-            if "reference" in loaded:
-                assert rank.reference is not None
-                set_weights(rank.reference, loaded["reference"])
-                rank.reference_moved = True
+            # Transformer Engine pickles the scales of the FP8 recipe delayed, and refuses to load pickles unless told
+            # that they can be trusted, as Megatron-Core's own files of a checkpoint have to be.
+            with environment(NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE="1"):
+                set_weights(rank.chunks, loaded["model"])
+                if "reference" in loaded:
+                    assert rank.reference is not None
+                    set_weights(rank.reference, loaded["reference"])
+                    rank.reference_moved = True
             rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
             if "random" in loaded:
                 torch.set_rng_state(loaded["random"]["torch"])

@@ -110,7 +110,7 @@ class LocalOrGlobalSelfAttention(SelfAttention):
     """Self-attention of models whose layers with a window have another rotary embedding (Gemma 3)."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **named: Any
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Any = None, **named: Any
     ) -> Any:
         """Megatron-Core's forward, with the angles of `GlobalAndLocalRotary`: [2, length, 1, 1, head_dim], float32."""
         rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]

@@ -52,9 +52,9 @@ class NormedRowParallelLinear(RowParallelLinear):
         super().__init__(input_size, output_size, config=config, **settings)
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[length, sequences, features of this rank], any float type, to [length, sequences, output_size], no bias."""
-        projected, bias = super().forward(hidden)
+        projected, bias = super().forward(input_)
         assert bias is None, "a bias would have to be added before the norm"
         return self.post_norm(projected), None
 

@@ -1,0 +1,79 @@
+"""Every module of ours imports on CUDA, and every use of another library fits what is installed."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import types
+
+import pytest
+from megatron.core.transformer.moe.router import TopKRouter
+
+import megatron_grpo
+import megatron_grpo_kernels
+from megatron_grpo.platform.hooks import Hook, hooks
+from tests.cuda.contracts import Findings, check_module, check_source, override_problems
+
+FEWEST_CALLS = 250
+"""Calls that are found at least: with fewer the check would have stopped to recognise them."""
+
+
+def our_modules() -> list[str]:
+    """Names of all modules but those for CPUs and commands."""
+    found = []
+    for package in (megatron_grpo, megatron_grpo_kernels):
+        found += [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    return [name for name in found if not name.startswith("megatron_grpo.cpu") and not name.endswith("__main__")]
+
+
+def test_our_calls_and_overridden_methods_fit_the_installed_libraries() -> None:
+    findings = Findings()
+    for name in our_modules():
+        check_module(name, findings)
+    assert findings.problems == []
+    assert findings.checked >= FEWEST_CALLS
+
+
+OURS = [hook for hook in hooks() if hook.platform != "cpu"]
+
+
+@pytest.mark.parametrize("hook", OURS, ids=lambda hook: ".".join(hook.names))
+def test_private_names_are_there(hook: Hook) -> None:
+    importlib.import_module(hook.module)
+    assert not hook.is_missing()
+
+
+PLANTED = {
+    "keyword": ("from megatron.core import parallel_state as p\np.initialize_model_parallel(tensor=2)", "'tensor'"),
+    "position": ("from megatron.core import parallel_state as p\np.destroy_model_parallel(1)", "too many positional"),
+    "missing argument": ("from megatron.core.transformer import ModuleSpec\nModuleSpec()", "'module'"),
+    "imported name": ("from vllm.v1.engine.async_llm import SyncLLM", "has no SyncLLM"),
+    "read name": ("from megatron.core import parallel_state as p\np.get_tensor_rank", "has no get_tensor_rank"),
+    "method of an object": (
+        "from vllm.v1.engine.async_llm import AsyncLLM\n"
+        "async def pause(llm: AsyncLLM | None) -> None:\n    await llm.sleep(depth=1)",
+        "'depth'",
+    ),
+    "method of a made object": (
+        "from vllm import SamplingParams\ndef copy():\n    return SamplingParams().clone(deep=True)",
+        "'deep'",
+    ),
+    "nccl": ("from torch.distributed import ProcessGroupNCCL\nProcessGroupNCCL(None, 0)", "'size'"),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_mistake_is_found(source: str, reason: str) -> None:
+    findings = Findings()
+    check_source(source, types.ModuleType("planted"), findings)
+    (problem,) = findings.problems
+    assert reason in problem
+
+
+def test_a_method_that_lacks_an_argument_is_found() -> None:
+    class Router(TopKRouter):
+        def routing(self, logits):
+            return logits
+
+    (problem,) = override_problems(Router)
+    assert "padding_mask" in problem or "too many positional" in problem

@@ -1,0 +1,191 @@
+"""The life of a rank of the policy on CUDA, with Transformer Engine's layers, for every family and option.
+
+Numbers mean nothing here; shapes, dtypes, devices, memory and the absence of errors do.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import (
+    Fp8Config,
+    LoraConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+)
+from megatron_grpo.trainer.checkpoint import _sharded_state
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weights.layouts import engine_shards, training_shards
+from megatron_grpo.weights.refit.links import schedule, split_messages
+from megatron_grpo.weights.refit.plan import packed_pieces, plan_pieces, wire_dtypes
+from megatron_grpo.weights.refit.reshard import ShardSender
+from tests.cuda.null.kernels import SELECTIONS
+from tests.cuda.null.trial import LENGTHS, Trial, make_trial
+
+TOKENS = sum(map(sum, LENGTHS))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank of a model: keys of `policy`, the rank's number, and settings of its reference."""
+
+    family: str = "qwen3"
+    policy: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
+    reference: ReferenceConfig | None = None
+
+
+def fp8(recipe: str, **keys: Any) -> dict[str, Any]:
+    """The key of `policy` for products in FP8."""
+    return {"fp8": Fp8Config(format="hybrid", recipe=recipe, **keys)}
+
+
+def layout(**sizes: Any) -> dict[str, Any]:
+    """The key of `policy` for the layout."""
+    return {"parallel": ParallelConfig(**sizes)}
+
+
+SPLIT = layout(tensor=2, pipeline=2, data=2, sequence=True)
+LOSSES = {"moe": MoeConfig(aux_loss_coeff=1e-3, z_loss_coeff=1e-3)}
+
+CASES = {
+    "qwen3": Case(),
+    "qwen2": Case("qwen2"),
+    "llama": Case("llama"),
+    "gemma3": Case("gemma3"),
+    "qwen3_moe": Case("qwen3_moe", LOSSES),
+    "mixtral": Case("mixtral"),
+    "deepseek_v3": Case("deepseek_v3", {"moe": MoeConfig(bias_update_rate=1e-3)}),
+    "float32": Case(policy={"precision": "float32"}),
+    "unpacked": Case(policy={"packing": False}),
+    "fused head": Case(policy={"logprob_kernel": "fused"}),
+    "context": Case(policy=layout(context=2)),
+    "context, second rank": Case(policy=layout(context=2, data=2), number=1),
+    "first stage": Case(policy=SPLIT),
+    "last stage": Case(policy=SPLIT, number=7),
+    "last stage, fp8": Case(policy=SPLIT | fp8("tensorwise", parameters=True), number=7),
+    "virtual pipeline": Case(policy=layout(pipeline=2, virtual_pipeline=2), number=1),
+    "experts shared": Case("qwen3_moe", LOSSES | layout(data=2, expert=2), number=1),
+    "experts split": Case("qwen3_moe", LOSSES | layout(tensor=2, expert_tensor=2, sequence=True), number=1),
+    "experts, fp8 delayed": Case("qwen3_moe", fp8("delayed")),
+    "experts, fp8 tensorwise": Case("qwen3_moe", fp8("tensorwise")),
+    "experts, fp8 blockwise": Case("qwen3_moe", fp8("blockwise", parameters=True)),
+    "delayed": Case(policy=fp8("delayed")),
+    "delayed, parameters": Case(policy=fp8("delayed", parameters=True)),
+    "tensorwise": Case(policy=fp8("tensorwise")),
+    "tensorwise, parameters": Case(policy=fp8("tensorwise", parameters=True)),
+    "tensorwise, outer layers": Case(
+        policy=fp8("tensorwise", parameters=True, first_layers_bf16=1, last_layers_bf16=1)
+    ),
+    "blockwise": Case(policy=fp8("blockwise")),
+    "blockwise, parameters": Case(policy=fp8("blockwise", parameters=True)),
+    "simulated fp8": Case(policy=fp8("tensorwise", simulate=True)),
+    "int8": Case(policy={"quantization": "int8"}),
+    "adapters": Case(policy={"lora": LoraConfig(rank=8)}, reference=ReferenceConfig()),
+    "reference": Case(reference=ReferenceConfig()),
+    "reference, fp8": Case(policy=fp8("tensorwise", parameters=True), reference=ReferenceConfig()),
+    "reference on the host": Case(reference=ReferenceConfig(offload=True)),
+    "reference on the host, fp8": Case(
+        policy=fp8("tensorwise", parameters=True), reference=ReferenceConfig(offload=True)
+    ),
+    "recomputed": Case(policy={"activation_checkpointing": True}),
+    "recomputed, fp8": Case(policy=fp8("delayed") | {"activation_checkpointing": True}),
+    "recomputed parts": Case(policy={"recompute_modules": ["core_attn", "mlp", "layernorm"]}),
+    "recomputed experts": Case("qwen3_moe", {"recompute_modules": ["moe_act", "moe"]}),
+    "deterministic": Case(policy={"deterministic": True}),
+    "overlap": Case(policy=layout(data=2)),
+    "not fused": Case(policy={"gradient_accumulation_fusion": False}),
+    "optimizer on the host": Case(policy={"optimizer": OptimizerConfig(cpu_offload=1.0)}),
+    "optimizer of Transformer Engine": Case(policy={"optimizer": OptimizerConfig(precision_aware=True)}),
+    "optimizer not distributed": Case(policy={"optimizer": OptimizerConfig(distributed=False)}),
+}
+
+
+def trial_of(case: Case, models: Callable[[str], Path]) -> Trial:
+    """The rank of a case."""
+    config = PolicyConfig(**({"logprob_kernel": "chunked"} | case.policy))
+    return make_trial(models(case.family), config, case.number, case.reference)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+def test_the_life_of_a_rank(case: Case, models: Callable[[str], Path], tmp_path: Path) -> None:
+    trial = trial_of(case, models)
+    rank = trial.rank
+    outputs = [trial.logprobs()] + ([trial.reference_logprobs()] if case.reference else [])
+    for output in outputs:
+        assert (output is not None) is rank.is_output_rank
+        assert output is None or (output.shape, output.dtype, output.device.type) == ((TOKENS,), torch.float32, "cpu")
+    for _ in range(2):
+        share = trial.train()
+    assert share.grad_norm == 1.0
+    assert (share.metrics is not None) is rank._has_loss
+    assert share.metrics is None or len(share.metrics) == len(LENGTHS)
+    send_weights(trial, case.number)
+    with trial.answers:
+        if rank.config.parallel.world_size == 1:
+            rank.checkpoint.save(str(tmp_path))
+            rank.checkpoint.load(str(tmp_path))
+        else:  # the other ranks' parts would be missing
+            _sharded_state(rank, is_loading=False)
+    del share, outputs
+    offload(rank)
+    trial.logprobs()
+    trial.train()
+
+
+def send_weights(trial: Trial, number: int) -> None:
+    """Fill every message of a refit that goes to one engine of one GPU."""
+    rank = trial.rank
+    config, shape = rank.config, rank.shape
+    shards, engine = training_shards(config.parallel, shape), engine_shards(GenerationParallelConfig(), shape)
+    dtypes = wire_dtypes(shape, config.precision, fp8_blocks=False)
+    pieces = schedule(plan_pieces(shape, shards, engine, 1, dtypes, 1 << 19, same_devices=False), 1 << 20)
+    messages = split_messages(pieces[pieces["source"] == number])
+    packed = [packed_pieces(message, [getattr(torch, dtype) for dtype in dtypes]) for message in messages]
+    sizes = [size for _, size in packed]
+
+    def send(fill: Callable[[int, torch.Tensor], None], version: int) -> None:
+        for message, size in enumerate(sizes):
+            fill(message, torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    links: Any = SimpleNamespace(messages=messages, packed_pieces=[one for one, _ in packed], sizes=sizes, send=send)
+    with torch.no_grad():
+        sent = ShardSender(rank, shards[number], links).send(1)
+    assert sent == (sum(sizes), len(pieces[pieces["source"] == number]), len(messages))
+
+
+def offload(rank: PolicyRank) -> None:
+    """Give the device up and take it back: little stays, and as much comes back."""
+    rank.optimizer.zero_grad()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    rank.memory.give_up(weights=False)
+    rank.memory.give_up(weights=True)
+    gc.collect()
+    left = torch.cuda.memory_allocated()
+    print(f"{before / 2**20:.2f} MiB, {left / 2**20:.2f} MiB left")
+    rank.memory.take_back()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_packed_attention_is_fused_and_without_padding(models: Callable[[str], Path]) -> None:
+    trial = trial_of(Case(), models)
+    trial.train()
+    assert len(SELECTIONS) > 0
+    for parameters, is_fused in SELECTIONS:
+        assert is_fused
+        assert parameters.qkv_layout == "thd_thd_thd"
+        assert not parameters.pad_between_seqs

@@ -1,0 +1,115 @@
+"""vLLM's CUDA build: our engine arguments make a configuration, and a refit fills its models' parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
+from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
+from megatron_grpo.weights.families import FAMILIES, shape_of_folder
+from megatron_grpo.weights.layouts import engine_shards, training_shards
+from megatron_grpo.weights.refit.links import schedule, split_messages
+from megatron_grpo.weights.refit.model_writer import ModelWriter
+from megatron_grpo.weights.refit.plan import FP8, packed_pieces, plan_pieces, wire_dtypes
+
+LONGEST = 1024
+
+
+@pytest.fixture(autouse=True)
+def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: ["0"])
+
+
+def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generation: Any) -> VllmConfig:
+    """vLLM's configuration of an engine, from our arguments."""
+    settings = VllmSettings(
+        index=0,
+        model_path=str(folder),
+        config=GenerationConfig(**generation),
+        precision="bfloat16",
+        max_total_sequence_length=LONGEST,
+        routed=routed,
+    )
+    return AsyncEngineArgs(**engine_arguments(settings), skip_tokenizer_init=True).create_engine_config()
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Path]) -> None:
+    config = engine_config(models("qwen3"), placement=placement)
+    assert config.model_config.enable_sleep_mode is (placement == "colocated")
+    assert config.model_config.logprobs_mode == "processed_logprobs"
+    assert config.model_config.max_model_len == LONGEST
+    assert config.parallel_config.worker_extension_cls == "megatron_grpo.weights.refit.worker.RefitWorker"
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_chosen_experts_are_recorded_and_experts_are_shared_out(family: str, models: Callable[[str], Path]) -> None:
+    folder = models(family)
+    config = engine_config(folder, routed=RoutedForm.of(shape_of_folder(folder)), parallel={"tensor": 1, "expert": 1})
+    assert config.model_config.enable_return_routed_experts
+
+
+ROUNDED = [
+    pytest.param(None, False, id="bfloat16"),
+    pytest.param("fp8", False, id="fp8"),
+    pytest.param("fp8_per_block", False, id="blocks"),
+    pytest.param("fp8_per_block", True, id="blocks from the policy"),
+]
+
+
+@pytest.mark.parametrize(("quantization", "fp8_blocks"), ROUNDED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_refit_fills_every_parameter(
+    family: str, quantization: str | None, fp8_blocks: bool, models: Callable[[str], Path]
+) -> None:
+    folder = models(family)
+    config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
+    model, shape = loaded_model(config), shape_of_folder(folder)
+    dtypes = wire_dtypes(shape, "bfloat16", fp8_blocks)
+    (shard,), policy = engine_shards(GenerationConfig().parallel, shape), training_shards(ParallelConfig(), shape)
+    messages = split_messages(schedule(plan_pieces(shape, policy, [shard], 1, dtypes, 1 << 19), 1 << 20))
+    before = addresses(model)
+    with set_current_vllm_config(config), torch.no_grad():
+        scaled = {number for number, dtype in enumerate(dtypes) if dtype == FP8}
+        writer = ModelWriter(model, torch.bfloat16, shape, shard, messages, scaled)  # refuses what is not filled
+        writer.begin()
+        for number, message in enumerate(messages):
+            packed, size = packed_pieces(message, [getattr(torch, dtype) for dtype in dtypes])
+            sent = torch.zeros(size, dtype=torch.uint8, device="cuda")
+            for position, piece in enumerate(packed):
+                writer.write(number, position, piece.numbers(sent), piece.scales(sent))
+        writer.finish()
+    assert addresses(model) == before, "captured graphs read the old memory"
+
+
+def loaded_model(config: VllmConfig) -> torch.nn.Module:
+    """vLLM's model of one GPU, as after loading, with weights of any content."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    with set_current_vllm_config(config):
+        init_distributed_environment(world_size=1, rank=0, local_rank=0)
+        initialize_model_parallel()
+        with set_default_torch_dtype(torch.bfloat16), torch.device("cuda"):
+            model = initialize_model(config)
+        process_weights_after_loading(model, config.model_config, torch.device("cuda"))
+    return model
+
+
+def addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Address of every parameter, by name."""
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -1,0 +1,178 @@
+"""A rank of the policy on the stand-in device: one rank of a job of any size, whose other ranks are made up.
+
+Collectives go through torch's fake process group: they return at once, and tensors that other ranks would have filled
+have any content. Where such content is a size, a plausible one is put there (`_known_shapes`, `_even_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication as p2p
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.proof.models import SMALL, TINY
+from megatron_grpo.proof.problem import counts_of, make_loss
+from megatron_grpo.trainer.actor import RankSettings, StepShare
+from megatron_grpo.trainer.parallel import initialize_parallel
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.shape import ModelShape
+from tests.cuda.null.kernels import Answers
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "moe_intermediate_size": 256,
+    "num_local_experts": 8,
+}
+"""Sizes that every FP8 recipe can split into whole blocks, in place of those of `proof.models`."""
+LATENT = {
+    "num_key_value_heads": SIZES["num_attention_heads"],
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+}
+"""Sizes of latent attention that vLLM's kernels have: DeepSeek-V3's, with fewer heads."""
+LENGTHS = [[37, 91, 128], [156, 100], [256], [61, 67, 64, 64]]
+"""Tokens of each sequence by microbatch; all microbatches have as many, so that stages may exchange one shape."""
+
+
+def make_model(family: str, folder: Path) -> Path:
+    """Write a small random model of a family, with the sizes above; returns its folder."""
+    config = {"model_type": family, **SMALL, **TINY[family]}
+    config |= {name: size for name, size in SIZES.items() if name in config}
+    if family == "deepseek_v3":
+        config |= LATENT
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Trial:
+    """A rank, with the batch of its replica."""
+
+    rank: PolicyRank
+    batch: TokenBatch
+    microbatches: list[list[int]]
+    answers: Answers
+
+    def logprobs(self) -> Tensor | None:
+        """The policy's log-probabilities of the batch."""
+        with self.answers:
+            return self.rank.logprobs(self.batch, self.microbatches)
+
+    def reference_logprobs(self) -> Tensor | None:
+        """The reference's log-probabilities of the batch."""
+        with self.answers:
+            return self.rank.reference_logprobs(self.batch, self.microbatches)
+
+    def train(self) -> StepShare:
+        """One optimizer step on the batch."""
+        counts = counts_of(self.batch)
+        with self.answers:
+            return self.rank.train(self.batch, self.microbatches, make_loss(), counts)
+
+
+def make_trial(folder: Path, config: PolicyConfig, number: int = 0, reference: ReferenceConfig | None = None) -> Trial:
+    """Build rank `number` of the configuration's layout, on the model of a folder."""
+    config.model.path = str(folder)
+    shape = shape_of_folder(folder)
+    with _fake_groups():
+        initialize_parallel(config.parallel, rank=number, store=FakeStore(), seed=1, timeout_s=60)
+    top_k = 0 if shape.experts is None else shape.experts.top_k
+    with (answers := Answers(top_k)):
+        settings = RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=10, reference=reference)
+        rank = PolicyRank(settings)
+    _known_shapes(rank)
+    _even_experts()
+    numbers = iter(range(sum(map(len, LENGTHS))))
+    microbatches = [[next(numbers) for _ in lengths] for lengths in LENGTHS]
+    return Trial(rank, _batch(shape), microbatches, answers)
+
+
+def _batch(shape: ModelShape) -> TokenBatch:
+    """A batch with every field that a loss reads."""
+    lengths = [length for microbatch in LENGTHS for length in microbatch]
+    total = sum(lengths)
+    sampled = torch.cat([torch.arange(length) >= length // 4 for length in lengths])
+    fields = TokenFields(
+        token_ids=torch.randint(shape.vocab, (total,), dtype=torch.int32),
+        sampled=sampled,
+        loss_mask=sampled.float(),
+        generation_logprobs=-torch.rand(total),
+        prev_logprobs=-torch.rand(total),
+        advantages=torch.randn(total),
+    )
+    return TokenBatch(lengths, fields)
+
+
+@contextmanager
+def _fake_groups() -> Iterator[None]:
+    """Let NCCL's groups be fake ones, which collectives of objects do not know."""
+    init_process_group = dist.init_process_group
+
+    def fake(backend: str, **arguments: Any) -> None:
+        assert backend == "nccl", f"a process with a GPU asks for {backend}"
+        init_process_group("fake", **arguments)
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    dist.init_process_group, dist.all_gather_object = fake, all_gather_object
+    yield
+    dist.init_process_group = init_process_group
+
+
+def _known_shapes(rank: PolicyRank) -> None:
+    """After each exchange of shapes between stages, return the shape of a microbatch."""
+    parallel = rank.config.parallel
+    tokens = rank._maker.place(LENGTHS[0]).local_tokens // (parallel.tensor if parallel.sequence else 1)
+    shape = [tokens, 1, rank.shape.hidden]
+    exchange = p2p.P2PCommunicator._communicate_shapes
+
+    def communicate_shapes(self: Any, *arguments: Any, **keywords: Any) -> tuple[list[int], list[int]]:
+        exchange(self, *arguments, **keywords)
+        return shape, shape
+
+    p2p.P2PCommunicator._communicate_shapes = communicate_shapes
+
+
+def _even_experts() -> None:
+    """Send every expert as many tokens, where kernels would have counted them."""
+    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+
+    def evenly(self: Any, routing_map: Tensor) -> Tensor:
+        device = preprocess(self, routing_map).device
+        ranks, number = self.tp_size * self.ep_size, len(routing_map) * self.config.moe_router_topk
+        each = torch.full((self.num_experts,), number // self.num_experts)
+        each[: number % self.num_experts] += 1
+        own = each[self.local_expert_indices]
+        if ranks > 1:
+            self.input_splits = each.view(self.ep_size, -1).sum(1).to(device)
+            self.output_splits = own.sum().repeat(self.ep_size).to(device)
+            self.output_splits_tp = (own.sum() * self.ep_size).repeat(self.tp_size).to(device)
+        if self.num_local_experts > 1:
+            self.num_global_tokens_per_local_expert = own.repeat(ranks, 1).to(device)
+        return (own * ranks).to(device)
+
+    MoEAlltoAllTokenDispatcher.preprocess = evenly
