@@ -136,11 +136,17 @@ def _drop_copies(rank: ModelRank) -> None:
 def weights_of(rank: ModelRank) -> Iterator[Tensor]:
     """Parameters, buffers and flat parameter buffers of the model and its reference."""
     for chunk in (*rank.chunks, *(rank.reference or ())):
-        yield from chunk.parameters()
+        yield from map(_numbers, chunk.parameters())
         yield from chunk.buffers()
     for buffer in _flat_buffers(rank):
         if buffer.param_data is not None:
             yield buffer.param_data
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    """The tensor with a parameter's memory: an FP8 parameter of Transformer Engine's is a shell around it."""
+    held = getattr(parameter, "get_data_tensors", None)
+    return parameter if held is None else held(columnwise_data=False)
 
 
 def optimizer_state_of(rank: ModelRank) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from megatron_grpo.config.schema import (
     PolicyConfig,
     ReferenceConfig,
 )
-from megatron_grpo.trainer.checkpoint import _sharded_state
+from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.layouts import engine_shards, training_shards
 from megatron_grpo.weights.refit.links import schedule, split_messages
@@ -138,7 +138,7 @@ def test_the_life_of_a_rank(case: Case, models: Callable[[str], Path], tmp_path:
             rank.checkpoint.save(str(tmp_path))
             rank.checkpoint.load(str(tmp_path))
         else:  # the other ranks' parts would be missing
-            _sharded_state(rank, is_loading=False)
+            sharded_state(rank, is_loading=False)
     del share, outputs
     offload(rank)
     trial.logprobs()

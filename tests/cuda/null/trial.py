@@ -24,7 +24,7 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.proof.models import SMALL, TINY
 from megatron_grpo.proof.problem import counts_of, make_loss
-from megatron_grpo.trainer.actor import RankSettings, StepShare
+from megatron_grpo.trainer.messages import RankSettings, StepShare
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
