@@ -22,7 +22,7 @@ unset PIP_FIND_LINKS PIP_EXTRA_INDEX_URL UV_FIND_LINKS UV_INDEX UV_EXTRA_INDEX_U
 export PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 
 "$python" -m pip install --quiet uv  # a quarter of pip's time for 9 GB
-"$python" -m uv pip install --quiet --no-config --no-deps --python "$python" --compile-bytecode \
+"$python" -m uv pip install --quiet --no-cache --no-config --no-deps --python "$python" --compile-bytecode \
     -r <(grep -v '^transformer-engine-torch==' "$lock")
 
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed import HashStore
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -99,11 +98,10 @@ def test_a_refit_fills_every_parameter(
 
 def loaded_model(config: VllmConfig) -> torch.nn.Module:
     """vLLM's model of one GPU, as after loading, with weights of any content."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with set_current_vllm_config(config):
-        init_distributed_environment(world_size=1, rank=0, local_rank=0)
-        initialize_model_parallel()
+        init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
+        initialize_model_parallel(backend="gloo")
         with set_default_torch_dtype(torch.bfloat16), torch.device("cuda"):
             model = initialize_model(config)
         process_weights_after_loading(model, config.model_config, torch.device("cuda"))
