@@ -180,7 +180,10 @@ class RankCheckpoint:
                 adapters differ (policy.lora).
         """
         rank = self._rank
-        with errors_in_one_line(f"{folder} cannot be loaded"):
+        # An optimizer on the host stores the classes that it is made of, which torch loads only if they are known.
+        groups = rank.optimizer.optimizer.param_groups
+        classes = [value for group in groups for value in group.values() if isinstance(value, type)]
+        with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = sharded_state(rank, is_loading=True)
             common = dist_checkpointing.load_common_state_dict(folder)
             _refuse_another_kind(common, state)

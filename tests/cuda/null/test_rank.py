@@ -31,7 +31,7 @@ from megatron_grpo.weights.layouts import engine_shards, training_shards
 from megatron_grpo.weights.refit.links import schedule, split_messages
 from megatron_grpo.weights.refit.plan import packed_pieces, plan_pieces, wire_dtypes
 from megatron_grpo.weights.refit.reshard import ShardSender
-from tests.cuda.null.kernels import SELECTIONS
+from tests.cuda.null.kernels import SELECTIONS, host_waits
 from tests.cuda.null.trial import LENGTHS, Trial, make_trial
 
 TOKENS = sum(map(sum, LENGTHS))
@@ -92,7 +92,6 @@ CASES = {
     "blockwise": Case(policy=fp8("blockwise")),
     "blockwise, parameters": Case(policy=fp8("blockwise", parameters=True)),
     "simulated fp8": Case(policy=fp8("tensorwise", simulate=True)),
-    "int8": Case(policy={"quantization": "int8"}),
     "adapters": Case(policy={"lora": LoraConfig(rank=8)}, reference=ReferenceConfig()),
     "reference": Case(reference=ReferenceConfig()),
     "reference, fp8": Case(policy=fp8("tensorwise", parameters=True), reference=ReferenceConfig()),
@@ -189,3 +188,16 @@ def test_packed_attention_is_fused_and_without_padding(models: Callable[[str], P
         assert is_fused
         assert parameters.qkv_layout == "thd_thd_thd"
         assert not parameters.pad_between_seqs
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen3", 10), ("qwen3_moe", 61)])
+def test_a_step_seldom_waits_for_the_device(family: str, most: int, models: Callable[[str], Path]) -> None:
+    """Twice a microbatch, for the norm and for the metrics; and where tokens are counted that go to experts."""
+    trial = trial_of(Case(family), models)
+    trial.train()
+    before = host_waits()
+    trial.answers.waits.clear()
+    trial.train()
+    in_layers = {place for _, place in trial.answers.waits if "/model/" in place}
+    assert host_waits() - before <= most
+    assert all("experts.py" in place for place in in_layers)
