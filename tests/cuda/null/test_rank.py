@@ -174,7 +174,7 @@ def offload(rank: PolicyRank) -> None:
     rank.memory.give_up(weights=True)
     gc.collect()
     left = torch.cuda.memory_allocated()
-    print(f"{before / 2**20:.2f} MiB, {left / 2**20:.2f} MiB left")
+    assert left < 2 * 2**20, f"{left / 2**20:.2f} MiB of {before / 2**20:.2f} stay"  # histories of scales, small tables
     rank.memory.take_back()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
