@@ -180,7 +180,7 @@ class DecoderLayer(TransformerLayer):
 
         def compute(hidden: Tensor) -> Any:
             router.membership, router.record = of_microbatch
-            return self._experts(hidden, *args, **keywords)
+            return self._without_probs(self._experts(hidden, *args, **keywords))
 
         return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
 
@@ -191,7 +191,16 @@ class DecoderLayer(TransformerLayer):
             router = self.mlp.router
             router.membership = None if known is None else known.membership
             router.record = None if known is None or known.routed is None else self._own_columns(known.routed)
-        return super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
+        return self._without_probs(super().forward(*args, packed_seq_params=packed_seq_params, **keywords))
+
+    def _without_probs(self, result: Any) -> Any:
+        """Return the result; the dispatcher drops the experts' weights of its last call.
+
+        They are used no more, but their graph holds a recomputed layer's input and its gradient through the step.
+        """
+        if self.is_moe_layer:
+            self.mlp.token_dispatcher.probs = None
+        return result
 
     def _own_columns(self, routed: Tensor) -> Tensor:
         """[tokens, layers with experts * experts of a token] to this layer's columns, [tokens, experts of a token]."""

@@ -64,6 +64,10 @@ def recompute_mlp(config: Config) -> None:
     config.policy.recompute_modules = ["mlp"]
 
 
+def recompute_experts(config: Config) -> None:
+    config.policy.recompute_modules = ["moe"]
+
+
 def padded(config: Config) -> None:
     config.policy.packing = False
 
@@ -109,3 +113,11 @@ def test_fake_tensors_take_as_much_as_real_ones(
     assert {kind: fake.holders.get(kind, 0) for kind in real.holders} == close(real.holders)
     assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
     assert {phase: fake.held[phase] for phase in real.held} == close(real.held)
+
+
+@pytest.mark.parametrize("change", [recompute, recompute_experts])
+def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], None]) -> None:
+    config = small_run()
+    change(config)
+    report = dry_run(config, EXPERTS, 0)
+    assert report.held["train"] <= report.held["logprobs"] + 8 * GRANULE
