@@ -29,7 +29,7 @@ class Platform:
     """Device of a process's tensors. Ray shows each worker only its own GPU, so that is always the first."""
     backend: Literal["nccl", "gloo", "fake"]
     host: Literal["cpu", "meta"] = "cpu"
-    """Device of tensors in host memory."""
+    """Device of tensors in host memory; on a dry platform one that tells them from those on the device."""
     move: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
     """A function that puts an array, [...], of any type, on the device."""
 

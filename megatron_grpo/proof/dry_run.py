@@ -4,7 +4,7 @@ that takes on a GPU."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
@@ -35,6 +36,10 @@ from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, PolicyRank
+from megatron_grpo.weights.layouts import RankShard, engine_shards, training_shards
+from megatron_grpo.weights.refit.links import BUFFERS, schedule, split_messages
+from megatron_grpo.weights.refit.plan import aligned, packed_pieces, plan_pieces, wire_dtypes
+from megatron_grpo.weights.refit.reshard import ShardSender
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
 
@@ -91,7 +96,7 @@ def tracked_run(
                     config=_without_engine(config.policy),
                     shape=shape,
                     folder="",
-                    reference=config.reference if config.uses_reference else None,
+                    reference=replace(config.reference, offload=False) if config.uses_reference else None,
                     temperature=config.generation.temperature,
                     decay_steps=config.decay_steps,
                 )
@@ -99,20 +104,22 @@ def tracked_run(
                 if config.policy.fp8.on_device:
                     require_fp8(config.policy.fp8, shape, platform)
                     _multiply_in_fp8(policy, config.policy.fp8)
+                if config.reference.offload:
+                    mode.discount(policy.reference_weights)
             mode.name_kind(gradients_of(policy), "gradients")
             mode.name_kind(optimizer_state_of(policy), "optimizer")
             mode.name_kind(weights_of(policy), "weights")
             _compute(policy, config, mode)
             if fake is not None:
-                _move(policy, mode)
+                _move(policy, config, mode)
     finally:
         destroy_parallel()
     return DryReport(mode.peak, mode.peaks, mode.held, mode.holders)
 
 
 def _without_engine(policy: PolicyConfig) -> PolicyConfig:
-    """The configuration without what Megatron-Core would ask Transformer Engine for: FP8, of which the shape-only
-    layers are told, and an optimizer on the host, which is not counted."""
+    """The configuration without FP8, of which only the shape-only layers are told, and with all of the optimizer on the
+    device: what would be on the host is not counted instead."""
     fp8 = replace(policy.fp8, format="off") if policy.fp8.on_device else policy.fp8
     return replace(policy, fp8=fp8, optimizer=replace(policy.optimizer, cpu_offload=0.0))
 
@@ -126,12 +133,16 @@ def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:
     mode.name_kind(state, "optimizer")
     if policy.optimizer.cpu_offload:
         mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
+        mode.forget_peaks()
     work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
     with mode.phase("logprobs"):
         rank.logprobs(*work)
     if reference:
         with mode.phase("reference"):
+            mode.count_again(rank.reference_weights)
             rank.reference_logprobs(*work)
+            if config.reference.offload:
+                mode.discount(rank.reference_weights)
     batch, microbatches = rank.full_microbatches(policy.microbatch_tokens, reference=reference)
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
@@ -140,14 +151,41 @@ def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:
         rank.train(batch, microbatches, ClippedPGLossFn(config.loss_fn), counts)
 
 
-def _move(rank: DryRank, mode: DryMode) -> None:
-    """The phases around the engines' turns and a checkpoint."""
+def _move(rank: DryRank, config: Config, mode: DryMode) -> None:
+    """The phases around the engines' turns, a refit and a checkpoint."""
     with mode.phase("offload"):
         rank.memory.give_up(weights=True)
     with mode.phase("onload"):
         rank.memory.take_back()
+    with mode.phase("refit"), torch.no_grad():
+        number = dist.get_rank()
+        with _disable_current_modes():
+            shards = training_shards(config.policy.parallel, rank.shape)
+            links: Any = DryLinks(config, rank.shape, shards, number)
+        ShardSender(rank, shards[number], links).send(version=0)
     with mode.phase("checkpoint"):
         sharded_state(rank, is_loading=False)
+
+
+class DryLinks:
+    """A rank's messages of a refit, which are packed into its buffers and go nowhere (`Links`)."""
+
+    def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
+        generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
+        dtypes = wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
+        engine = engine_shards(generation, shape)
+        scheduled = schedule(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
+        self.messages = split_messages(scheduled[scheduled["source"] == rank])
+        laid = [packed_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
+        self.packed_pieces = [pieces for pieces, _ in laid]
+        self.sizes = [size for _, size in laid]
+
+    def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
+        """Pack the messages one after the other."""
+        most = aligned(max(self.sizes, default=0))
+        buffers = torch.empty(BUFFERS, most, dtype=torch.uint8)
+        for number, size in enumerate(self.sizes):
+            fill(number, buffers[number % BUFFERS, :size])
 
 
 def _multiply_in_fp8(rank: PolicyRank, fp8: Fp8Config) -> None:
@@ -191,6 +229,11 @@ class DryRank(PolicyRank):
             )
         sequences = iter(range(len(lengths) * number))
         return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]
+
+    @property
+    def reference_weights(self) -> list[Tensor]:
+        """The weights of the reference policy, which are on the device here even if they are to be on the host."""
+        return [parameter for chunk in self.reference or () for parameter in chunk.parameters()]
 
     @property
     def head_kernel(self) -> Any:

@@ -183,7 +183,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def move_to_host(chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
     """Move a frozen model's parameters to host memory, pinned if there is a GPU."""
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        host = parameter.data.to(platform.host)
+        host = parameter.data.cpu()
         parameter.data = host.pin_memory() if platform.name == "cuda" else host
 
 

@@ -81,10 +81,19 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[name] += size
 
     def discount(self, tensors: Iterable[Tensor]) -> None:
-        """Count these storages no longer, and forget the peaks so far."""
+        """Count these storages no longer, as if they were in host memory."""
         for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self._storages.keys():
             self._discounted.add(key)
             self._resize(key, 0)
+
+    def count_again(self, tensors: Iterable[Tensor]) -> None:
+        """Count storages that were discounted."""
+        for storage in {tensor.untyped_storage() for tensor in tensors}:
+            self._discounted.discard(storage._cdata)
+            self._resize(storage._cdata, storage.nbytes())
+
+    def forget_peaks(self) -> None:
+        """Begin anew with what is alive now."""
         self.peak, self.holders, self.peaks = 0, {}, {}
 
     def follow(self, tensor: Tensor) -> None:

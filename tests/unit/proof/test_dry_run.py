@@ -121,3 +121,24 @@ def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], 
     change(config)
     report = dry_run(config, EXPERTS, 0)
     assert report.held["train"] <= report.held["logprobs"] + 8 * GRANULE
+
+
+def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
+    config = small_run()
+    alone = dry_run(config, DENSE, 0)
+    reference(config)
+    config.reference.offload = True
+    report = dry_run(config, DENSE, 0)
+    assert report.held["build"] == pytest.approx(alone.held["build"], abs=8 * GRANULE)
+    assert report.phases["reference"] >= alone.phases["logprobs"] + sum(weight_bytes(DENSE))
+
+
+def weight_bytes(shape: ModelShape) -> list[int]:
+    """Bytes of the layers' matrices, in bfloat16."""
+    heads = (shape.attention_heads + 2 * shape.key_value_heads) * shape.head_dim
+    matrices = [
+        shape.hidden * heads,
+        shape.attention_heads * shape.head_dim * shape.hidden,
+        3 * shape.hidden * shape.ffn_hidden,
+    ]
+    return [2 * one for one in matrices] * shape.layers
