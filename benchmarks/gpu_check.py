@@ -147,12 +147,17 @@ def run_check(check: Check, gpus: int, options: argparse.Namespace, limit_s: flo
         seconds = time.monotonic() - began
         if code is None and limit_s < deadline_s:
             return None
-        late = f"killed after {deadline_s:g} s, its deadline" if code is None else ""
+        problem = ""
+        if code is None:
+            problem = f"killed after {deadline_s:g} s, its deadline"
+        elif code not in (CODES if tested else (0,)):
+            log_text = options.result.with_suffix(".log").read_text(errors="replace")
+            problem = f"exit code {code}: {log_text[-2000:]}"
         if tested:
             told = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []
-            record = _of_tests(told, code, late, options.dry)
+            record = _of_tests(told, problem, options.dry)
         else:
-            record = _of_benchmark(printed.read_text(), code, late, options)
+            record = _of_benchmark(printed.read_text(), problem, options.dry)
     return {**record, "seconds": seconds, **({"dry": check.dry} if options.dry else {})}
 
 
@@ -179,7 +184,8 @@ def _environment(check: Check, folder: Path, dry: bool) -> dict[str, str]:
     if not _importable("megatron_grpo_kernels"):  # the package is not installed, and this is another name of a folder
         (folder / "megatron_grpo_kernels").symlink_to(ROOT / "kernels")
         paths.insert(0, str(folder))
-    found = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    # Whatever plugins of pytest a machine has are left out: the checks need none, and one that fails ends them all.
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if dry:
         found |= {DRY: check.dry, "CUDA_VISIBLE_DEVICES": ""}
         found |= {"TRITON_INTERPRET": "1"} if check.dry == "interpreter" else {}
@@ -202,8 +208,8 @@ def _exit_code(command: list[str], environment: dict[str, str], out: Any, log: A
             psutil.wait_procs(left, timeout=5)
 
 
-def _of_tests(told: list[Record], code: int | None, late: str, dry: bool) -> Record:
-    """The verdict on a check from what its tests told (`tests.support.outcomes_file`) and pytest's exit code.
+def _of_tests(told: list[Record], problem: str, dry: bool) -> Record:
+    """The verdict on a check from what its tests told (`tests.support.outcomes_file`) and why pytest did not end well.
 
     A test that ends by skipping with a reason that begins with "dry" has run without numbers.
     """
@@ -214,17 +220,17 @@ def _of_tests(told: list[Record], code: int | None, late: str, dry: bool) -> Rec
         verdict = verdicts[one.pop("outcome")]
         if verdict == "not run" and one["why"].startswith("dry"):
             verdict = "dry"
-        tests[name] = {"verdict": verdict, "why": late or "its process ended", **one}
+        tests[name] = {"verdict": verdict, "why": problem, **one}
         if not tests[name]["why"]:
             del tests[name]["why"]
-    return _summed_up(tests, code, late)
+    return _summed_up(tests, problem)
 
 
-def _summed_up(tests: dict[str, Record], code: int | None, late: str) -> Record:
+def _summed_up(tests: dict[str, Record], problem: str) -> Record:
     found = {one["verdict"] for one in tests.values()}
     failures = {name: one["why"] for name, one in tests.items() if one["verdict"] == "fail"}
-    if not failures and (late or code not in CODES):
-        failures = {"pytest": late or f"ended with exit code {code}"}
+    if not failures and problem:
+        failures = {"pytest": problem}
     if failures:
         name, why = next(iter(failures.items()))
         return {"verdict": "fail", "why": f"{len(failures)} failed, first {name}: {why}", "tests": tests}
@@ -234,13 +240,12 @@ def _summed_up(tests: dict[str, Record], code: int | None, late: str) -> Record:
     return {"verdict": "not run", "why": "; ".join(reasons) or "no test was found", "tests": tests}
 
 
-def _of_benchmark(printed: str, code: int | None, late: str, options: argparse.Namespace) -> Record:
-    """The verdict on a benchmark, which prints a JSON."""
-    if code != 0:
-        log = options.result.with_suffix(".log").read_text(errors="replace")
-        return {"verdict": "fail", "why": late or f"exit code {code}: {log[-2000:]}"}
+def _of_benchmark(printed: str, problem: str, dry: bool) -> Record:
+    """The verdict on a benchmark, which prints a JSON, or has a problem."""
+    if problem:
+        return {"verdict": "fail", "why": problem}
     try:
-        return {"verdict": "dry" if options.dry else "pass", "numbers": json.loads(printed)}
+        return {"verdict": "dry" if dry else "pass", "numbers": json.loads(printed)}
     except json.JSONDecodeError:
         return {"verdict": "fail", "why": f"printed no JSON: {printed[-2000:]}"}
 
