@@ -59,7 +59,7 @@ def _image(name: str, run: str, needs: tuple[str, ...] = ENGINES, **others: Any)
 
 CHECKS = (
     _torch("device", "tests/gpu/torch_only/test_device_on_gpu.py", deadline_s=120),
-    _torch("estimates", "tests/gpu/torch_only/test_estimates_on_gpu.py", deadline_s=120, dry="cpu"),
+    _torch("estimates", "tests/gpu/torch_only/test_estimates_on_gpu.py", ("pydantic",), deadline_s=120, dry="cpu"),
     _torch("kernels", "tests/gpu/torch_only/test_kernels_on_gpu.py", TRITON, dry="interpreter"),
     _torch(
         "logprob kernels, hidden 1024",

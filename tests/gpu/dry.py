@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.parity.ranks import Layout
-from tests.support.tiny_models import TinyModel
+if TYPE_CHECKING:  # a machine with little more than torch lacks what a rank needs, and imports this too
+    from tests.parity.ranks import Layout
+    from tests.support.tiny_models import TinyModel
 
 DRY = "GPU_CHECK_DRY"
 """Environment variable of the tests' processes in a dry run."""

@@ -58,13 +58,12 @@ def test_every_check_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_machine_lacks_is_not_run(tmp_path: Path) -> None:
-    """Kernels, estimates and memory need torch and Triton; a model on ranks needs what such a machine has not."""
+    """Kernels, shared memory and NCCL need torch and Triton; a model on ranks needs what such a machine has not."""
     absent = ["ray", "vllm", "megatron", "hydra", "omegaconf", "antlr4", "pydantic", "datasets", "torchdata"]
     (tmp_path / "sitecustomize.py").write_text(LITTLE.format(names=absent))
     found = dry_run(tmp_path, "--part", "torch_only", PYTHONPATH=str(tmp_path))
     ran = {name for name, check in found.items() if check["verdict"] == "dry"}
     assert ran == {
-        "estimates",
         "kernels",
         "logprob kernels, hidden 1024",
         "logprob kernels, hidden 4096",

@@ -1,4 +1,4 @@
-"""Advantages and returns on a GPU are those on the CPU; torch alone is needed."""
+"""Advantages and returns on a GPU are those on the CPU."""
 
 from __future__ import annotations
 
