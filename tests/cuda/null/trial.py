@@ -32,7 +32,7 @@ from megatron_grpo.weights.shape import ModelShape
 from tests.cuda.null.kernels import Answers
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 256,
+    "hidden_size": 512,  # heads times their size, which vLLM takes for granted in some families
     "intermediate_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
