@@ -182,7 +182,7 @@ class RankCheckpoint:
         rank = self._rank
         # An optimizer on the host stores the classes that it is made of, which torch loads only if they are known.
         groups = rank.optimizer.optimizer.param_groups
-        classes = [value for group in groups for value in group.values() if isinstance(value, type)]
+        classes: list[Any] = [value for group in groups for value in group.values() if isinstance(value, type)]
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = sharded_state(rank, is_loading=True)
             common = dist_checkpointing.load_common_state_dict(folder)
