@@ -199,14 +199,14 @@ class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
 
     normed = False
 
-    def forward(self, hidden: Tensor, *_: Any) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[tokens of this rank, sequences, columns] to [tokens, sequences, rows of this rank], and no bias."""
-        tokens = hidden.shape[0] * (self.tp_group.size() if self.sequence_parallel else 1)
-        gathered: list[Made] = [((tokens, *hidden.shape[1:]), hidden.dtype)] if self.sequence_parallel else []
+        tokens = input_.shape[0] * (self.tp_group.size() if self.sequence_parallel else 1)
+        gathered: list[Made] = [((tokens, *input_.shape[1:]), input_.dtype)] if self.sequence_parallel else []
         parameters = list(self.parameters())
-        output = (tokens, *hidden.shape[1:-1], self.weight.shape[0])
+        output = (tokens, *input_.shape[1:-1], self.weight.shape[0])
         memory = {"forward": gathered, "backward": gathered * 2}
-        return self.multiply(hidden, parameters, output, normed=self.normed, **memory), None
+        return self.multiply(input_, parameters, output, normed=self.normed, **memory), None
 
 
 class ShapedNormColumnLinear(ShapedColumnLinear):
@@ -224,13 +224,13 @@ class ShapedNormColumnLinear(ShapedColumnLinear):
 class ShapedRowLinear(Quantizable, RowParallelLinear):
     """Transformer Engine's linear layer whose columns are split; with sequence parallelism it scatters its output."""
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[tokens, sequences, columns of this rank] to [tokens of this rank, sequences, rows], and no bias."""
         parts = self.tp_group.size() if self.sequence_parallel else 1
-        whole = (*hidden.shape[:-1], self.weight.shape[0])
-        gathered: list[Made] = [(whole, hidden.dtype)] if self.sequence_parallel else []
+        whole = (*input_.shape[:-1], self.weight.shape[0])
+        gathered: list[Made] = [(whole, input_.dtype)] if self.sequence_parallel else []
         output = (whole[0] // parts, *whole[1:])
-        return self.multiply(hidden, list(self.parameters()), output, forward=gathered, backward=gathered), None
+        return self.multiply(input_, list(self.parameters()), output, forward=gathered, backward=gathered), None
 
 
 class ShapedGroupedLinear(Quantizable, torch.nn.Module):
