@@ -130,7 +130,8 @@ def made(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T
         return kind(**{**ours, **{name: _converted(hints[name], value) for name, value in passed.items()}})
     except (AssertionError, ValueError) as error:
         given = ", ".join(f"{name}={value}" for name, value in passed.items())
-        raise ValueError(f"Megatron-Core refuses {kind.__name__} with {given}: {error}") from error
+        theirs = next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("megatron.core."))
+        raise ValueError(f"Megatron-Core refuses {theirs} with {given}: {error}") from error
 
 
 def _converted(hint: Any, value: Any) -> Any:
