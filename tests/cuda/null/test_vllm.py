@@ -13,10 +13,9 @@ from torch.distributed import HashStore
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.model_executor.model_loader import get_model
 
-from megatron_grpo.config.schema import GenerationConfig, ParallelConfig
+from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, ParallelConfig
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
 from megatron_grpo.weights.families import FAMILIES, shape_of_folder
@@ -59,7 +58,9 @@ def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Pa
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_chosen_experts_are_recorded_and_experts_are_shared_out(family: str, models: Callable[[str], Path]) -> None:
     folder = models(family)
-    config = engine_config(folder, routed=RoutedForm.of(shape_of_folder(folder)), parallel={"tensor": 1, "expert": 1})
+    config = engine_config(
+        folder, routed=RoutedForm.of(shape_of_folder(folder)), parallel=GenerationParallelConfig(tensor=1, expert=1)
+    )
     assert config.model_config.enable_return_routed_experts
 
 
@@ -97,15 +98,13 @@ def test_a_refit_fills_every_parameter(
 
 
 def loaded_model(config: VllmConfig) -> torch.nn.Module:
-    """vLLM's model of one GPU, as after loading, with weights of any content."""
+    """vLLM's model of one GPU, as its loader leaves it, with weights of any content."""
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with set_current_vllm_config(config):
         init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
         initialize_model_parallel(backend="gloo")
-        with set_default_torch_dtype(torch.bfloat16), torch.device("cuda"):
-            model = initialize_model(config)
-        process_weights_after_loading(model, config.model_config, torch.device("cuda"))
-    return model
+        config.load_config.load_format = "dummy"
+        return get_model(vllm_config=config)
 
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:
