@@ -61,7 +61,7 @@ def test_chosen_experts_are_recorded_and_experts_are_shared_out(family: str, mod
     config = engine_config(
         folder, routed=RoutedForm.of(shape_of_folder(folder)), parallel=GenerationParallelConfig(tensor=1, expert=1)
     )
-    assert config.model_config.enable_return_routed_experts
+    assert config.aux_output_config.enable_return_routed_experts
 
 
 ROUNDED = [
