@@ -22,7 +22,7 @@ PARTS = ("torch_only", "image")
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One row: what runs, what it needs, how long it may take, and what runs instead where there is no GPU."""
+    """A check: its command, its needs, its deadline, and the command that stands in for it without a GPU."""
 
     name: str
     part: Literal["torch_only", "image"]

@@ -58,7 +58,7 @@ def test_every_check_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_machine_lacks_is_not_run(tmp_path: Path) -> None:
-    """Kernels, shared memory and NCCL need torch and Triton; a model on ranks needs what such a machine has not."""
+    """Checks of kernels, shared memory and NCCL run there; checks of a model on ranks lack packages, and say which."""
     absent = ["ray", "vllm", "megatron", "hydra", "omegaconf", "antlr4", "pydantic", "datasets", "torchdata"]
     (tmp_path / "sitecustomize.py").write_text(LITTLE.format(names=absent))
     found = dry_run(tmp_path, "--part", "torch_only", PYTHONPATH=str(tmp_path))

@@ -17,7 +17,7 @@ COMMANDS = [
     *((f"+exp={name}",) for name in GPU_RECIPES),
     *((f"+exp={name}", FP8) for name in GPU_RECIPES if not name.startswith("deepseek")),
 ]
-"""Command lines: every recipe as it is, and those that do not choose their own precision in FP8."""
+"""The command line of every recipe, then of every recipe with precision=fp8, unless it chooses its own precision."""
 
 
 def recipe_config(*command: str) -> Config:

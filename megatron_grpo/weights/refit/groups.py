@@ -95,7 +95,7 @@ class Watch:
 
     With NCCL nobody is told that a process is gone: a transfer to it stays pending, and so does every transfer that
     waits for that one, until the last timeout of the last member. So no member waits inside of the library. It polls,
-    and looks now and then at the FAILURE that the first member to fails has left in the store, or the driver, which
+    and looks now and then at the FAILURE that the first member to fail has left in the store, or the driver, which
     learns from Ray that a process is gone.
 
     Args:

@@ -86,7 +86,7 @@ def test_a_refit_fills_every_parameter(
     before = addresses(model)
     with set_current_vllm_config(config), torch.no_grad():
         scaled = {number for number, dtype in enumerate(dtypes) if dtype == FP8}
-        writer = ModelWriter(model, torch.bfloat16, shape, shard, messages, scaled)  # refuses what is not filled
+        writer = ModelWriter(model, torch.bfloat16, shape, shard, messages, scaled)  # raises for unfilled parameters
         writer.begin()
         for number, message in enumerate(messages):
             packed, size = packed_pieces(message, [getattr(torch, dtype) for dtype in dtypes])
