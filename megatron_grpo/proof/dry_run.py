@@ -3,19 +3,13 @@ that takes on a GPU."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partialmethod
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +22,8 @@ from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
-from megatron_grpo.trainer.dry.layers import Kernel, Quantizable, attention, norm, run
+from megatron_grpo.trainer.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
+from megatron_grpo.trainer.dry.layers import Quantizable
 from megatron_grpo.trainer.dry.tracker import DryMode
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
@@ -41,7 +36,6 @@ from megatron_grpo.weights.refit.links import BUFFERS, schedule, split_messages
 from megatron_grpo.weights.refit.plan import aligned, packed_pieces, plan_pieces, wire_dtypes
 from megatron_grpo.weights.refit.reshard import ShardSender
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ def tracked_run(
     destroy_parallel()
     initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
     try:
-        with _replaced_names(expert_skew), fake or nullcontext(), mode:
+        with replaced_names(expert_skew), fake or nullcontext(), mode:
             with mode.phase("build"):
                 settings = RankSettings(
                     config=_without_engine(config.policy),
@@ -215,7 +209,7 @@ class DryRank(PolicyRank):
         lengths = [longest] * (most_tokens // longest)
         number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)
         part = self._maker.place(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
-        _PASSED[:] = part, 1, self.shape.hidden
+        STAGE_SHAPE[:] = part, 1, self.shape.hidden
         with _disable_current_modes():
             zeros = torch.zeros(sum(lengths) * number)
             fields = TokenFields(
@@ -248,176 +242,3 @@ class HostMaker(MicrobatchMaker):
         """A microbatch, as `MicrobatchMaker` makes it."""
         with _disable_current_modes():
             return super().make(*arguments)
-
-
-class ShapedLogprobs:
-    """The tensors of the fused kernel for log-probabilities (`FusedLogprobs`)."""
-
-    def statistics(self, head: Head) -> Statistics:
-        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
-        highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
-        return Statistics(highest, highest.new_empty(3, len(head.local)))
-
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """Gradients in the shapes and dtypes of hidden states and weight."""
-        summed = torch.empty_like(head.hidden, dtype=torch.float32)
-        block = head.hidden.new_empty(min(CHUNK_NUMBERS, len(head.local) * head.columns))
-        grad_weight = torch.empty_like(head.weight) if asked.of_weight else None
-        product = torch.empty_like(summed)
-        del block, product
-        return summed.to(head.hidden.dtype), grad_weight
-
-
-class ShapedAdam(torch.optim.AdamW):
-    """Transformer Engine's Adam: moments for every parameter, and nothing beside them during an update."""
-
-    def __init__(self, params: Any, adam_w_mode: bool, **settings: Any) -> None:
-        super().__init__(params, **settings)
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever passed
-        """Make the moments in the first step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    moments = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    self.state[parameter] = {"step": torch.zeros(()), **moments}
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    """torch's fused attention."""
-    return attention(query, key, value)
-
-
-def _rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    """torch's fused norm."""
-    return norm(hidden, weight)
-
-
-def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
-    """[rows, 2 * width] to [rows, width]: SwiGLU in one kernel."""
-    return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
-
-
-def _gated_back(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-    """The gradient of `_gated`."""
-    return torch.empty_like(gate_and_up)
-
-
-def _weighted_back(gradient: Tensor, gate_and_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `_gated` with a weight for each row."""
-    return torch.empty_like(gate_and_up), torch.empty_like(weights)
-
-
-def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Fused rotary embedding, [tokens, heads, head_dim]: its backward pass needs the angles alone."""
-    result: Tensor = run(Kernel("rope", [(vectors.shape, vectors.dtype)]), vectors)
-    return result
-
-
-def _permute(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
-    """Tokens [tokens, hidden] to a copy for each of their experts, with its weight, and the map of rows."""
-    rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
-    made = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
-    permuted, weights = run(Kernel("dispatch", made, saved=[rows]), tokens, probs)
-    return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
-
-
-def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_shape: Sequence[int]) -> Tensor:
-    """Sum the copies of each token: [copies, hidden] to [tokens, hidden]."""
-    kernel = Kernel("dispatch", [(restore_shape, tokens.dtype)], keeps=[1])
-    result: Tensor = run(kernel, tokens, row_map)
-    return result
-
-
-def _sort_with_probs(tokens: Tensor, probs: Tensor, *_: Any) -> Any:
-    """Sort rows and their weights by expert."""
-    made = [(tokens.shape, tokens.dtype), (probs.shape, probs.dtype)]
-    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), tokens, probs)
-
-
-def _sort(tokens: Tensor, *_: Any) -> Tensor:
-    """Sort rows by expert, or back."""
-    kernel = Kernel("dispatch", [(tokens.shape, tokens.dtype)], saved=[((len(tokens),), torch.int32)])
-    result: Tensor = run(kernel, tokens)
-    return result
-
-
-def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
-    """Tokens of each of this rank's experts, [local experts], in place of a copy from the device.
-
-    Every rank of an expert group sends alike. Each local expert gets `skew` times the mean, the others share the rest.
-    The arguments and attributes are those of Megatron-Core's dispatcher.
-    """
-    total, count = self.routing_map.shape[0] * self.config.moe_router_topk, self.num_experts
-    here = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
-    share = np.ones(count)
-    share[here] = skew
-    others = count - self.num_local_experts
-    share[: here.start] = share[here.stop :] = (count - skew * self.num_local_experts) / max(others, 1)
-    ends = np.rint(np.cumsum(share) / share.sum() * total).astype(np.int64)
-    each = np.diff(ends, prepend=0)
-    local, peers = each[here], self.tp_size * self.ep_size
-    if peers > 1:
-        self.input_splits = each.reshape(self.ep_size, -1).sum(axis=1)
-        self.output_splits = np.full(self.ep_size, local.sum())
-        self.output_splits_tp = np.full(self.tp_size, local.sum() * self.ep_size)
-    self.num_global_tokens_per_local_expert = np.tile(local, (peers, 1))
-    chunks = np.arange(count * self.tp_size)
-    self.sort_input_by_local_experts = chunks.reshape(-1, self.num_local_experts).T.ravel()
-    self.restore_output_by_local_experts = chunks.reshape(self.num_local_experts, -1).T.ravel()
-    return local * peers
-
-
-def _l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
-    """The norm of all gradients, [1], float32."""
-    return lists[0][0].new_empty(1, dtype=torch.float32), None
-
-
-_PASSED = [0, 0, 0]
-"""Shape of the tensors that pipeline stages exchange: all microbatches of a phase have the same."""
-
-
-def _shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
-    """The shapes that the neighbours of a pipeline stage announce."""
-    return list(_PASSED), list(_PASSED)
-
-
-def _gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
-    """Gather this rank's object from every rank."""
-    found[:] = [own] * len(found)
-
-
-REPLACED: dict[str, Any] = {
-    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _rope,
-    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _rope,
-    "megatron.core.transformer.moe.moe_utils:HAVE_TE": True,
-    "megatron.core.transformer.moe.moe_utils:fused_permute": _permute,
-    "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute,
-    "megatron.core.transformer.moe.moe_utils:fused_unpermute": _unpermute,
-    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort,
-    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort_with_probs,
-    "megatron.core.fusions.fused_bias_swiglu:swiglu": _gated,
-    "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _gated_back,
-    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _gated,
-    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _weighted_back,
-    "megatron.core.optimizer.clip_grads:l2_norm_impl": _l2_norm,
-    "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": False,
-    "megatron.core.optimizer:Adam": ShapedAdam,
-    "torch.nn.functional:scaled_dot_product_attention": _attention,
-    "torch.nn.functional:rms_norm": _rms_norm,
-    "torch.distributed:all_gather_object": _gather_objects,
-}
-"""Names that are replaced during a dry run, most of them those of Transformer Engine's kernels."""
-
-
-@contextmanager
-def _replaced_names(expert_skew: float) -> Iterator[None]:
-    """Replace the names of `REPLACED`, and the dispatcher's counts, for the body."""
-    with ExitStack() as stack:
-        for place, value in REPLACED.items():
-            module, _, name = place.partition(":")
-            stack.enter_context(patch.object(importlib.import_module(module), name, value, create=True))
-        counts = partialmethod(_counts, skew=expert_skew)
-        stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))
-        stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _shapes))
-        yield
