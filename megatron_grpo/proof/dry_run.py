@@ -183,13 +183,18 @@ class DryLinks:
 
 
 def _multiply_in_fp8(rank: PolicyRank, fp8: Fp8Config) -> None:
-    """Let the layers that are not to stay in bfloat16 multiply in FP8."""
+    """Let the layers that are not to stay in bfloat16 multiply in FP8.
+
+    Except with delayed scales Megatron-Core lets the projection after attention save its input as it came, since
+    attention keeps that tensor, its output, anyway.
+    """
     layers = [layer for chunk in (*rank.chunks, *(rank.reference or ())) for layer in chunk.decoder.layers]
     for layer in layers:
         if fp8.first_layers_bf16 < layer.layer_number <= rank.shape.layers - fp8.last_layers_bf16:
             for module in layer.modules():
                 if isinstance(module, Quantizable):
                     module.fp8 = fp8
+            layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
 
 
 class DryRank(PolicyRank):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_grpo import export
+from megatron_grpo.config.help import MISTAKE
 from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.controller.checkpoints import Checkpointer
 from tests.integration.runs import TrainingRun, without_timing
@@ -66,7 +67,7 @@ def test_damage_to_any_real_file_is_named_and_the_previous_checkpoint_taken(
             folder = copy_of(straight, tmp_path / "run", 2, 3)
             damage(folder / "step_3" / name)
             arguments = [f"checkpoint={folder / 'step_3'}", f"output={tmp_path / 'out'}"]
-            assert export.main(arguments) == export.MISTAKE, f"{name}: {damage.__name__}"
+            assert export.main(arguments) == MISTAKE, f"{name}: {damage.__name__}"
             assert str(folder / "step_3" / name) in capsys.readouterr().err
             assert not (tmp_path / "out").exists()
             assert Checkpointer(tmp_path / "run", CheckpointingConfig()).find() == folder / "step_2"

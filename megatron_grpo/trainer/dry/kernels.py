@@ -88,7 +88,7 @@ def _permute(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int
     """Tokens [tokens, hidden] to a copy for each of their experts, with its weight, and the map of rows."""
     rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
     made = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
-    permuted, weights = run(Kernel("dispatch", made, saved=[rows]), tokens, probs)
+    permuted, weights = run(Kernel("dispatch", made), tokens, probs)  # `_unpermute` keeps the map for both
     return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
 
 

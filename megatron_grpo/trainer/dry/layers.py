@@ -119,7 +119,7 @@ class ShapedNorm(RMSNorm):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden], any float type, to the same."""
-        return norm(hidden, self.weight)
+        return norm(hidden.contiguous(), self.weight)
 
 
 class ShapedAttention(torch.nn.Module):
@@ -138,6 +138,8 @@ class Quantizable:
     """A linear layer that multiplies in FP8 if `fp8` says so; the first base class of such a layer."""
 
     fp8: Fp8Config | None = None
+    save_original_input = False
+    """Whether a layer that multiplies in FP8 saves its input as it came, because another layer keeps it anyway."""
     _fp8_workspaces: dict[str, Tensor]
 
     def multiply(
@@ -164,11 +166,12 @@ class Quantizable:
             backward += 2 * _quantized(output, self.fp8)
             self._keep_copies(weights)
         rows: list[Made] = [(hidden.shape[:-1], torch.float32)]
+        as_it_came = self.fp8 is None or self.save_original_input
         kernel = Kernel(
             "linear",
             [(output, hidden.dtype)],
-            keeps=[0] if normed or self.fp8 is None else [],
-            saved=[*(matrix if normed or self.fp8 is not None else []), *(rows if normed else [])],
+            keeps=[0] if normed or as_it_came else [],
+            saved=[*(matrix if normed or not as_it_came else []), *(rows if normed else [])],
             forward=forward,
             backward=backward,
         )

@@ -6,9 +6,10 @@ have any content. Where such content is a size, a plausible one is put there (`_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,14 @@ class Trial:
             return self.rank.train(self.batch, self.microbatches, make_loss(), counts)
 
 
-def make_trial(folder: Path, config: PolicyConfig, number: int = 0, reference: ReferenceConfig | None = None) -> Trial:
-    """Build rank `number` of the configuration's layout, on the model of a folder."""
+def make_trial(
+    folder: Path,
+    config: PolicyConfig,
+    number: int = 0,
+    reference: ReferenceConfig | None = None,
+    lengths: Sequence[Sequence[int]] = LENGTHS,
+) -> Trial:
+    """Build rank `number` of the configuration's layout, on the model of a folder; `lengths` as `LENGTHS`."""
     config.model.path = str(folder)
     shape = shape_of_folder(folder)
     with _fake_groups():
@@ -103,16 +110,15 @@ def make_trial(folder: Path, config: PolicyConfig, number: int = 0, reference: R
     with (answers := Answers(top_k)):
         settings = RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=10, reference=reference)
         rank = PolicyRank(settings)
-    _known_shapes(rank)
+    _known_shapes(rank, lengths[0])
     _even_experts()
-    numbers = iter(range(sum(map(len, LENGTHS))))
-    microbatches = [[next(numbers) for _ in lengths] for lengths in LENGTHS]
-    return Trial(rank, _batch(shape), microbatches, answers)
+    numbers = iter(range(sum(map(len, lengths))))
+    microbatches = [[next(numbers) for _ in one] for one in lengths]
+    return Trial(rank, _batch(shape, list(chain(*lengths))), microbatches, answers)
 
 
-def _batch(shape: ModelShape) -> TokenBatch:
-    """A batch with every field that a loss reads."""
-    lengths = [length for microbatch in LENGTHS for length in microbatch]
+def _batch(shape: ModelShape, lengths: list[int]) -> TokenBatch:
+    """A batch of sequences of these lengths with every field that a loss reads."""
     total = sum(lengths)
     sampled = torch.cat([torch.arange(length) >= length // 4 for length in lengths])
     fields = TokenFields(
@@ -143,10 +149,10 @@ def _fake_groups() -> Iterator[None]:
     dist.init_process_group = init_process_group
 
 
-def _known_shapes(rank: PolicyRank) -> None:
-    """After each exchange of shapes between stages, return the shape of a microbatch."""
+def _known_shapes(rank: PolicyRank, lengths: Sequence[int]) -> None:
+    """After each exchange of shapes between stages, return the shape of a microbatch of these lengths."""
     parallel = rank.config.parallel
-    tokens = rank._maker.place(LENGTHS[0]).local_tokens // (parallel.tensor if parallel.sequence else 1)
+    tokens = rank._maker.place(list(lengths)).local_tokens // (parallel.tensor if parallel.sequence else 1)
     shape = [tokens, 1, rank.shape.hidden]
     exchange = p2p.P2PCommunicator._communicate_shapes
 
