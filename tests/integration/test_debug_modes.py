@@ -59,6 +59,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     return run
 
 
+@pytest.mark.slow
 def test_training_on_a_recording_is_the_recorded_run(straight_run: TrainingRun) -> None:
     run = replay(straight_run)
     assert run.finish() == 0, run.log()

@@ -45,6 +45,7 @@ def engine_and_policy(
     policy.shutdown()
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: Any) -> None:
     generation, policy, oracle = engine_and_policy
     transport = ReshardTransport(policy, generation, replace(REFIT, retries=0))
@@ -82,6 +83,7 @@ def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy:
     assert np.array_equal(after(ReshardTransport, policy, generation, version=11), sent)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, oracle = engine_and_policy
     transport = _Damaging(policy, generation, FILES, tmp_path / "run")

@@ -130,6 +130,7 @@ def test_every_outcome_of_a_check_is_told(call: Call, tmp_path: Path) -> None:
     assert tests["test_too_large"]["why"] == "needs 3 GPUs"
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_killed_with_all_that_it_started(call: Call, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = row(tmp_path / "test_hangs.py", HANGS.format(file=str(pid)), "deadline_s=20.0")
@@ -177,6 +178,7 @@ def test_a_result_of_another_machine_is_left_alone(call: Call, tmp_path: Path) -
     assert "--again tow: no such check; there are two" in told
 
 
+@pytest.mark.slow
 def test_a_check_that_has_no_time_is_left_for_the_next_call(call: Call, tmp_path: Path) -> None:
     quick = row(tmp_path / "test_quick.py", RIGHT)
     long = row(tmp_path / "test_long.py", "import time\n\ndef test_long():\n    time.sleep(600)\n")
