@@ -124,7 +124,9 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)
     one_rank: Row | None = None
-    for name, parallel in [("tp1", ParallelConfig()), *layouts]:
+    one_rank_layout = ParallelConfig()
+    others = [(name, parallel) for name, parallel in layouts if parallel != one_rank_layout]
+    for name, parallel in [("tp1", one_rank_layout), *others]:
         for packed in request.packing:
             task = Task(str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s)
             try:
@@ -159,11 +161,11 @@ def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
 
 def _print(row: Row, *, first: bool) -> None:
     if first:
-        print("layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s")
+        print("layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst gradient")
     print(
         f"{row.layout:12} {'yes' if row.packed else 'no':6}  {row.logprob:11.1e}  {row.gradient:12.1e}  "
         f"{row.loss:8.1e}  {'exact' if row.exact else 'DIFFERS':13}  {row.peak_gib:8.2f}  {row.step_s:6.3f}  "
-        f"{'ok' if row.passed else 'FAILED'}",
+        f"{'ok' if row.passed else 'FAILED':6}  {row.worst_tensor}",
         flush=True,
     )
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts
@@ -68,8 +69,23 @@ def counts_of(batch: TokenBatch) -> GlobalCounts:
 
 
 def solve(folder: Path, batch: TokenBatch) -> Truth:
-    """transformers' results for a batch, one sequence at a time: no padding, no packing, no layout."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    """transformers' results for a batch, one sequence at a time: no padding, no packing, no layout.
+
+    Raises:
+        RunError: transformers cannot load or compute the model.
+    """
+    try:
+        return _solved(folder, batch)
+    except Exception as error:  # whatever a model's own code raises
+        raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
+
+
+def _solved(folder: Path, batch: TokenBatch) -> Truth:
+    # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
+    kind = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **kind).eval()
+    # torch gives the row of this token no gradient. Training has no such token: padding is never computed.
+    model.get_input_embeddings().padding_idx = None
     experts = shape_of_folder(folder).experts
     asked = {} if experts is None else {"output_router_logits": True}
     stored = model.state_dict().keys()

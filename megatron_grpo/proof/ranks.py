@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -211,6 +212,8 @@ class Row:
     """Largest difference of a log-probability."""
     gradient: float
     """Largest relative error of a tensor's gradient."""
+    worst_tensor: str
+    """Name in transformers of the tensor whose gradient has this error."""
     loss: float
     """Difference of the loss after the optimizer steps from that of one rank; 0 for the layout of one rank."""
     exact: bool
@@ -236,12 +239,14 @@ def compare(
     expected = truth.logprobs.split(batch.lengths)
     assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
     final = sum(one.losses[-1] for one in found)
+    gradient, worst_tensor = _relative_error(found, truth.gradients)
     return Row(
         layout=name,
         packed=packed,
         # The maximum of a tensor is NaN if any number is; Python's max would ignore NaN.
         logprob=float(torch.cat([logprobs[n] - expected[n] for n in logprobs]).abs().max()),
-        gradient=_relative_error(found, truth.gradients),
+        gradient=gradient,
+        worst_tensor=worst_tensor,
         loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
         exact=_same_weights(found, truth.weights),
         peak_gib=max(one.peak_bytes for one in found) / 2**30,
@@ -250,13 +255,15 @@ def compare(
     )
 
 
-def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> float:
-    """Largest relative error over all tensors; infinite if one is missing or not finite."""
+def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> tuple[float, str]:
+    """Largest relative error over all tensors, and the name of its tensor; infinite if one is missing or not finite."""
     gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
-    if not truth.keys() <= gradients.keys():
-        return float("inf")
-    errors = torch.stack([(gradients[n] - truth[n]).norm() / truth[n].norm() for n in truth])
-    return float(errors.max()) if bool(errors.isfinite().all()) else float("inf")
+    errors = dict.fromkeys(truth, math.inf)
+    for name in truth.keys() & gradients.keys():
+        error = float((gradients[name] - truth[name]).norm() / truth[name].norm())
+        errors[name] = error if math.isfinite(error) else math.inf
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
 
 
 def _same_weights(found: Sequence[Findings], truth: dict[str, Tensor]) -> bool:
