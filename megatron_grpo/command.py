@@ -17,6 +17,8 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.controller.directory import in_use
 from megatron_grpo.preflight.load import check_overrides, summary
+from megatron_grpo.preflight.model_files import has_tokenizer
+from megatron_grpo.weights.source import is_prepared, local_folder
 
 Task = Literal["train", "check", "show"]
 
@@ -55,12 +57,11 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
     config = checked.require()
-    start_from = _check_start(config) if task == "check" else None
     if task != "show":
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
     if task == "check":
-        print(f"configuration is fine: {summary(config, start_from)}")
+        print(f"configuration is fine: {summary(config, _check_start(config))}")
     elif task == "train":
         start(config)
     return 0
@@ -70,15 +71,24 @@ def _check_start(config: Config) -> Path | None:
     """Make the further checks of a start, beyond the configuration; returns the checkpoint that the run starts from.
 
     Raises:
-        ConfigError: an environment cannot be created, another run uses the folder, or the checkpoint is damaged.
+        ConfigError: an environment cannot be created, another run uses the folder, the checkpoint is damaged or of
+            other adapters, or too few prompts are short enough.
     """
+    if in_use(config.run_dir):
+        raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
     if config.generates:
         from megatron_grpo.environments.checks import check_scoring  # imported here, because NumPy takes long to import
 
         check_scoring(config)
-    if in_use(config.run_dir):
-        raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
-    return checkpoint_to_start_from(Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True), config)
+    checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
+    start_from = checkpoint_to_start_from(checkpointer, config)
+    folder = local_folder(config.policy.model.path)
+    if config.generates and not is_prepared(config) and folder is not None and has_tokenizer(folder):
+        from megatron_grpo.data.load_prompts import load_prompt_data  # imported here, because torch takes long to import
+
+        for note in load_prompt_data(config, folder).notes:
+            print(note, flush=True)
+    return start_from
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:

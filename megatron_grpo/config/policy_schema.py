@@ -190,6 +190,14 @@ class LoraConfig(Section):
     """Layers with an adapter: linear_qkv (q_proj, k_proj and v_proj, which share its A), linear_proj (o_proj),
     linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj)."""
 
+    @property
+    def in_words(self) -> str:
+        """The settings in the words of the configuration; equal for equal adapters."""
+        if not self.rank:
+            return "policy.lora.rank=0"
+        targets = ",".join(self.target_modules)
+        return f"policy.lora.rank={self.rank}, alpha={self.alpha:g}, target_modules=[{targets}]"
+
 
 @dataclass(kw_only=True)
 class Fp8Config(Section):

@@ -17,7 +17,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.schema import CheckpointingConfig, Config
+from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
 from megatron_grpo.controller.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
@@ -28,7 +28,7 @@ from megatron_grpo.controller.checkpoint_files import (
     sync,
     verify,
 )
-from megatron_grpo.controller.directory import VALUE_FOLDER
+from megatron_grpo.controller.directory import CONFIG_FILE, VALUE_FOLDER, read_config_file
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.group import RankGroup
@@ -326,14 +326,27 @@ def _tell(text: str) -> None:
 
 
 def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
-    """The checkpoint that a run starts from (`Checkpointer.find`), which has a value model if the run trains one.
+    """The checkpoint that a run starts from (`Checkpointer.find`), with the models and adapters that the run trains.
 
     Raises:
-        ConfigError: checkpointing.resume selects no usable checkpoint, or one without the value model of PPO.
+        ConfigError: checkpointing.resume selects no usable checkpoint, one without the value model of PPO, or one of a
+            run with other adapters.
         RunError: a file cannot be read.
     """
-    path = checkpointer.find(stop)
+    path, subject = checkpointer.find(stop), f"checkpointing.resume={config.checkpointing.resume}"
     if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
-        text = f"{path} is not a checkpoint of PPO: it has no value model"
-        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
+        raise ConfigError([Problem(subject, f"{path} is not a checkpoint of PPO: it has no value model")])
+    before, now = None if path is None else _adapters_of_run(path), config.policy.lora.in_words
+    if before not in (None, now):
+        text = f"{path} was written with {before}, and this run has {now}; choose another run_dir, or the same adapters"
+        raise ConfigError([Problem(subject, text)])
     return path
+
+
+def _adapters_of_run(checkpoint: Path) -> str | None:
+    """The adapters with which a checkpoint's run was last started; None: the checkpoint is not in a run's folder."""
+    try:
+        lora = read_config_file(checkpoint.parent.parent / CONFIG_FILE)["policy"]["lora"]
+        return LoraConfig(**lora).in_words
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None  # ranks compare their own adapters with those in the checkpoint

@@ -48,10 +48,18 @@ def refit_remarks(config: Config) -> Iterator[Problem]:
         yield Problem(subject, f"leaves {left}, and {why}; use at most {most:g}")
 
 
-def engine_problems(config: Config) -> Iterator[Problem]:
-    """Settings of engines that their devices do not support, or that vLLM would refuse at its start."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's CPU build has kernels for."""
+
+
+def engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Settings of engines that devices or model (None: unknown) do not support, or that vLLM would refuse."""
     if config.cluster.gpus == 0:
         yield from _on_cpu(config)
+        size = None if shape is None or shape.latent is not None else shape.head_dim
+        if config.generates and not config.generation.server.urls and size not in (None, *CPU_HEAD_SIZES):
+            text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has {', '.join(map(str, CPU_HEAD_SIZES))}"
+            yield Problem(f"policy.model.path={config.policy.model.path}", text)
     yield from _batched_tokens(config)
     pipeline = config.generation.parallel.pipeline
     if config.generation.engine.speculative.num_speculative_tokens and pipeline > 1:

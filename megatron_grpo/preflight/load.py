@@ -185,7 +185,7 @@ def _problems(config: Config) -> list[Problem]:
         *config_problems(config),
         *training_problems(config, shape),
         *owned_problems(passed_fields(config)),
-        *engine_problems(config),
+        *engine_problems(config, shape),
         *refit_problems(config, shape),
         *placement_problems(config),
     ]

@@ -242,7 +242,7 @@ def evaluation_problems(config: Config) -> list[Problem]:
         *engine_layout_problems(config, shape),
         *sequence_problems(config, shape),
         *sampling_problems(config),
-        *engine_problems(config),
+        *engine_problems(config, shape),
         *owned_problems(arguments),
         *spec_problems(config.data),
     ]

@@ -92,6 +92,11 @@ def _shapes_in(file: Path, missing: str) -> dict[str, tuple[int, ...]]:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder has files of a tokenizer; in the hub's cache it may not have them yet."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def model_problems(config: Config) -> Iterator[Problem]:
     """Problems of policy.model.path and value.model.path."""
     for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):

@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.platform.device import environment
 from megatron_grpo.weights.hf_weights import ADAPTER_PARAMETERS
 
@@ -210,7 +211,7 @@ def _refuse_another_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
     """Check that a checkpoint has the adapters and the kind of optimizer state of this run."""
     adapters = common.get("lora")  # checkpoints from before adapters have no such entry
     if adapters != state["lora"]:
-        was, now = _adapters_text(adapters), _adapters_text(state["lora"])
+        was, now = (LoraConfig(**(one or {"rank": 0})).in_words for one in (adapters, state["lora"]))
         raise RunError(f"the checkpoint was written with {was}, and this run has {now}")
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
@@ -251,14 +252,6 @@ def sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
             "data": parallel_state.get_data_parallel_world_size(),
         },
     }
-
-
-def _adapters_text(adapters: dict[str, Any] | None) -> str:
-    """Settings of adapters, as the configuration spells them."""
-    if adapters is None:
-        return "policy.lora.rank=0"
-    targets = ",".join(adapters["target_modules"])
-    return f"policy.lora.rank={adapters['rank']}, alpha={adapters['alpha']:g}, target_modules=[{targets}]"
 
 
 def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ SMALL = {
     "intermediate_size": 96,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 8,
+    "head_dim": 32,
     "vocab_size": 128,
     "max_position_embeddings": 8192,
 }

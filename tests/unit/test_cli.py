@@ -14,6 +14,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
 import megatron_grpo.__main__ as overview
 from megatron_grpo import command, evaluate, export, refit_plan, report, verify
@@ -21,8 +25,9 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import COMMANDS
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.directory import claimed_run_directory
+from megatron_grpo.controller.directory import claimed_run_directory, record_start
 from megatron_grpo.controller.lifetime import StartupParts
+from megatron_grpo.preflight.load import load_config
 from tests.support.checkpoints import MODELS, save
 
 
@@ -181,6 +186,34 @@ def test_check_imports_the_reward_functions(function: str, text: str, capsys: py
     assert text in captured.err
     assert "configuration is fine" not in captured.out
     assert command.main([*FUNCTIONS, "env.addition.reward_funcs=[tests.integration.example_rewards.right]"]) == 0
+
+
+@pytest.mark.parametrize(("longest", "code"), [(2, 2), (3, 0)])
+def test_check_renders_the_prompts(
+    longest: int, code: int, given: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = Tokenizer(WordLevel({"?": 0, "<unk>": 1, "<eos>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Split("", "isolated")  # a token a character
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(model)
+    lengths = [f"data.max_input_seq_length={longest}", "data.apply_chat_template=false", "checkpointing=none"]
+    assert command.main([*given, *lengths, "--check"]) == code
+    captured = capsys.readouterr()
+    if code:
+        assert "has 10 usable rows, fewer than the 32 prompts that are sampled together" in captured.err
+    else:
+        assert "configuration is fine" in captured.out
+
+
+def test_check_compares_the_adapters_of_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 12)
+    arguments = ["+exp=quickstart", f"run_dir={tmp_path}", "--check"]
+    record_start(tmp_path, load_config(arguments[:2]))
+    assert command.main(arguments) == 0
+    assert command.main([*arguments, "policy.lora.rank=8"]) == 2
+    assert (
+        f"{tmp_path}/checkpoints/step_12 was written with policy.lora.rank=0, and this run has policy.lora.rank=8, "
+        "alpha=32, target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
+    ) in capsys.readouterr().err
 
 
 def test_check_sees_that_another_run_holds_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megatron_grpo.config.checks.remarks import remarks
+from megatron_grpo.preflight.engines import CPU_HEAD_SIZES
 from megatron_grpo.preflight.load import compose_config
-from tests.support.config_problems import problems_of
+from tests.support.config_problems import problems_of, write_weights
 
 ON_GPUS = "cluster.gpus_per_node=8"
 ICEPOP = (
@@ -151,3 +155,15 @@ def test_penalties_beside_what_drops_for_a_difference_are_told_of(given: list[st
     assert "generation.bad_words" not in {one.key for one in remarks(compose_config(overrides))}
     told = {one.subject: one.text for one in remarks(compose_config([*overrides, *ICEPOP]))}
     assert "truncated_importance_sampling_type=icepop leaves tokens out" in told["generation.bad_words=['x']"]
+
+
+def test_vllm_has_attention_for_the_heads_of_the_model(given: list[str], model: Path) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # here: vLLM takes long to import
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    config = json.loads((model / "config.json").read_text()) | {"head_dim": 16}
+    (model / "config.json").write_text(json.dumps(config))
+    write_weights(model / "model.safetensors", config)
+    problem = problems_of([*given, "cluster.gpus_per_node=0"])[f"policy.model.path={model}"]
+    assert problem.startswith("has heads of 16, for which vLLM has no attention on a CPU; it has 32, 64,")
+    compose_config([*given, "cluster.gpus_per_node=8"])
