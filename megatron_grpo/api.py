@@ -17,6 +17,7 @@ from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.controller.user_objects import Callback, UserObjects
 from megatron_grpo.preflight.load import Checked, check_config, check_overrides
 
@@ -54,6 +55,7 @@ def train(
     environments: Mapping[str, str | type] | None = None,
     tokenizer: Any = None,
     callbacks: Callback | Sequence[Callback] | None = None,
+    **unknown: Any,
 ) -> FinishedRun:
     """Train as the command line does, from start (or resume) to end.
 
@@ -69,6 +71,7 @@ def train(
             (`megatron_grpo.environments.interface.Environment`), or values of env.NAME.type.
         tokenizer: tokenizer of the prompts; None: the model's tokenizer.
         callbacks: one or several callbacks, called at steps, validations, checkpoints and the end of the run.
+        unknown: refused; names of other frameworks' arguments get those of this function.
 
     Returns:
         The folder of the run, with its metrics.
@@ -82,6 +85,7 @@ def train(
     callbacks = [callbacks] if isinstance(callbacks, Callback) else () if callbacks is None else callbacks
     environments = {} if environments is None else environments
     problems = [
+        *(Problem(name, f"no such argument; {_fix(name)}") for name in unknown),
         *_reward_problems(rewards),
         *_environment_problems(environments),
         *_tokenizer_problems(tokenizer),
@@ -137,6 +141,22 @@ def _checked(
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+_ARGUMENTS = {
+    "args": "config",
+    "eval_dataset": "val_dataset",
+    "processing_class": "tokenizer",
+    "reward_funcs": "rewards",
+}
+"""Arguments of `train` by the names of those of TRL's GRPOTrainer."""
+
+
+def _fix(name: str) -> str:
+    if name in _ARGUMENTS:
+        return f"TRL's {name} is {_ARGUMENTS[name]} here"
+    known = counterpart(name, "grpo")
+    return f"settings are in config; {known}" if known else "settings are in config"
 
 
 def _reward_problems(rewards: Any) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ Task = Literal["train", "check", "show"]
 _OF_HYDRA = {
     "--info": "--cfg job prints the configuration, --check says what would run",
     "--multirun": "a run takes one value of each key; start one for each",
+    "--config": "job=FILE takes the fields of a flat YAML, +exp=NAME a recipe, and --config-dir=FOLDER adds recipes",
     "--config-name": "+exp=NAME chooses a recipe",
     "--config-path": "recipes lie in conf/exp; +exp=NAME chooses one",
     "--resolve": "--cfg job prints resolved values",
@@ -84,7 +85,9 @@ def _check_start(config: Config) -> Path | None:
     start_from = checkpoint_to_start_from(checkpointer, config)
     folder = local_folder(config.policy.model.path)
     if config.generates and not is_prepared(config) and folder is not None and has_tokenizer(folder):
-        from megatron_grpo.data.load_prompts import load_prompt_data  # imported here, because torch takes long to import
+        from megatron_grpo.data.load_prompts import (
+            load_prompt_data,
+        )  # imported here, because torch takes long to import
 
         for note in load_prompt_data(config, folder).notes:
             print(note, flush=True)

@@ -161,7 +161,9 @@ def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
 
 def _print(row: Row, *, first: bool) -> None:
     if first:
-        print("layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst gradient")
+        print(
+            "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst gradient"
+        )
     print(
         f"{row.layout:12} {'yes' if row.packed else 'no':6}  {row.logprob:11.1e}  {row.gradient:12.1e}  "
         f"{row.loss:8.1e}  {'exact' if row.exact else 'DIFFERS':13}  {row.peak_gib:8.2f}  {row.step_s:6.3f}  "

@@ -287,9 +287,8 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
 
 def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
     """The error for a checkpointing.metric_name that steps do not have; None: checkpoints can be ranked."""
-    checkpointing = config.checkpointing
-    name, ranked = checkpointing.metric_name, config.saves and checkpointing.keep_top_k is not None
-    if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
+    name, ranked = config.keeping.metric_name, config.saves and config.keeping.keep_top_k is not None
+    if not metrics["optimizer_steps"] or name is None or name.startswith(VALIDATION_PREFIX):
         return None  # a step that does not train the policy, as in the critic's warm-up, lacks many metrics
     if not ranked or name in metrics or name in sometimes_absent(config):
         return None

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import data_file, keys, known_key
-from megatron_grpo.config.loop_schema import LOOPS, VALIDATION_PREFIX, named_for
+from megatron_grpo.config.loop_schema import LOOPS, named_for
 from megatron_grpo.config.overrides import DEEPEST
 
 MOST_BYTES = 2**20
@@ -119,18 +119,16 @@ class Job:
                 return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
             if not self.only_named:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
-        for key, value in {**self._without_validation(composed), **self.settings}.items():
+        for key, value in {**self._without_validation(), **self.settings}.items():
             for name in {named_for(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
 
-    def _without_validation(self, composed: DictConfig) -> dict[str, Any]:
+    def _without_validation(self) -> dict[str, Any]:
         """Settings that switch off the recipe's validation, whose prompts belong to another task."""
         if not self.unvalidated or "data.val_path" in self.overruled:
             return {}
-        by_validation = composed.checkpointing.metric_name.startswith(VALIDATION_PREFIX)
-        ranked = by_validation and "checkpointing.metric_name" not in self.overruled
-        return {"data.val_path": None, **({"checkpointing.metric_name": "reward"} if ranked else {})}
+        return {"data.val_path": None}
 
     def _is_option(self, options: Sequence[str]) -> bool:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings

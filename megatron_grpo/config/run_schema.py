@@ -52,8 +52,9 @@ class CheckpointingConfig(Section):
     keep_top_k: Positive | None = None
     """Checkpoints kept, best by metric_name first; the newest is always kept. null keeps all."""
 
-    metric_name: str = "val_accuracy"
-    """Metric that ranks checkpoints."""
+    metric_name: str | None = "val_accuracy"
+    """Metric that ranks checkpoints; a metric of validation where nothing is validated gives way to reward. null: the
+    newest rank first."""
 
     higher_is_better: bool = True
     """Whether a higher metric_name makes a better checkpoint; false: a lower one does."""

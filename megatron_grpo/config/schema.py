@@ -26,7 +26,14 @@ from megatron_grpo.config.generation_schema import (
     RefitConfig,
     RolloutsConfig,
 )
-from megatron_grpo.config.loop_schema import AsyncGRPOConfig, EarlyStopConfig, LoopConfig, MseValueLossConfig, PPOConfig
+from megatron_grpo.config.loop_schema import (
+    VALIDATION_PREFIX,
+    AsyncGRPOConfig,
+    EarlyStopConfig,
+    LoopConfig,
+    MseValueLossConfig,
+    PPOConfig,
+)
 from megatron_grpo.config.loss_schema import (
     AdvantageEstimatorConfig,
     LossConfig,
@@ -130,6 +137,15 @@ class Config(Section):
     def saves(self) -> bool:
         """Whether checkpoints are written."""
         return self.checkpointing.enabled and self.debug.train
+
+    @property
+    def keeping(self) -> CheckpointingConfig:
+        """Settings of checkpoints, which reward ranks if their metric is one of validation and nothing is validated."""
+        given, loop = self.checkpointing, self.loop
+        validates = self.data.validation and (loop.val_period or loop.val_at_start or loop.val_at_end)
+        if validates or given.metric_name is None or not given.metric_name.startswith(VALIDATION_PREFIX):
+            return given
+        return replace(given, metric_name="reward", higher_is_better=True)
 
     @property
     def uses_reference(self) -> bool:

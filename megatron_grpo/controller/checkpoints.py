@@ -312,6 +312,8 @@ class Checkpointer:
 
     def _score(self, step: int) -> float | None:
         """Score of a checkpoint, higher is better; -inf without the metric. None: unreadable, so it is kept."""
+        if self.config.metric_name is None:
+            return float(step)
         try:
             value = read_state(self.path(step))["metrics"].get(self.config.metric_name)
         except (CheckpointError, OSError):

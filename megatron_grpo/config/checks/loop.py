@@ -31,8 +31,8 @@ def loop_rules(config: Config) -> Iterator[Rule]:
         yield from _validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
         text = "decides after a validation; needs data.val_path and LOOP.val_period"
         yield not config.data.validation or loop.val_period == 0, "LOOP.early_stop.enabled=", text
-    if config.saves and config.checkpointing.keep_top_k is not None:
-        yield from _ranking(config)
+    if config.saves and config.checkpointing.keep_top_k is not None and config.keeping.metric_name is not None:
+        yield from _metric(config, "checkpointing.metric_name=", config.keeping.metric_name)
     yield from _schedules(config)
 
 
@@ -55,17 +55,10 @@ def _optimizer_steps(config: Config) -> Iterator[Rule]:
         yield not samples % size and not size % data and size % shards, subject, text
 
 
-def _ranking(config: Config) -> Iterator[Rule]:
-    """Checks of the metric that ranks checkpoints."""
-    subject, name, loop = "checkpointing.metric_name=", config.checkpointing.metric_name, config.loop
-    if not name.startswith(VALIDATION_PREFIX):
-        yield from _step_metric(config, subject, name)
-        return
-    unknown = list(_validation_metric(config, subject, name))
-    yield from unknown
-    validates = config.data.validation and (loop.val_period or loop.val_at_start or loop.val_at_end)
-    text = "ranks checkpoints, but there is no validation; give data.val_path and LOOP.val_period"
-    yield not unknown and not validates, subject, text
+def _metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
+    """The name of a metric that neither steps nor validations of this run have."""
+    kind = _validation_metric if name.startswith(VALIDATION_PREFIX) else _step_metric
+    yield from kind(config, subject, name)
 
 
 def _validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:

@@ -46,9 +46,11 @@ def _greed_and_ranks(config: Config) -> Iterator[Rule]:
         "REINFORCE takes one: PASSES=1 and one minibatch"
     )
     yield config.loss_fn.disable_ppo_ratio and steps > 1, "loss_fn.disable_ppo_ratio=", text
-    checkpointing, period = config.checkpointing, config.loop.val_period
+    checkpointing, period = config.keeping, config.loop.val_period
     ranked = config.saves and checkpointing.keep_top_k is not None
-    by_validation = ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX)
+    text = "is of a validation, and this run has none; reward ranks checkpoints"
+    yield ranked and checkpointing != config.checkpointing, "checkpointing.metric_name=", text
+    by_validation = ranked and (checkpointing.metric_name or "").startswith(VALIDATION_PREFIX)
     text = (
         f"saves steps without a validation, of which there is one every LOOP.val_period={period}; "
         f"they rank last by checkpointing.metric_name={checkpointing.metric_name}"
@@ -212,6 +214,8 @@ def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
     ranks = checkpointing.enabled and checkpointing.keep_top_k is not None
     text = "ranks checkpoints, and needs checkpointing.keep_top_k"
     yield not ranks, "checkpointing.metric_name checkpointing.higher_is_better", text
+    text = "is about a metric, and with checkpointing.metric_name=null the newest checkpoints rank first"
+    yield checkpointing.metric_name is None, "checkpointing.higher_is_better", text
     yield data.val_path is None, "data.val_split", "needs data.val_path"
     text = "is of data.train_path; each of data.train_sets has a split of its own"
     yield data.train_sets, "data.train_split", text

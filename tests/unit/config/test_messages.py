@@ -95,7 +95,6 @@ UNFIT = [
         "checkpointing.metric_name=val_acuracy",
         "there is val_accuracy, val_reward",
     ),
-    (["checkpointing.keep_top_k=2"], "checkpointing.metric_name=val_accuracy", "there is no validation"),
     (
         ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=2"],
         "grpo.reward_scaling.source_min=2",

@@ -91,6 +91,11 @@ def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool
     assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).steps() == kept
 
 
+def test_without_a_metric_the_newest_are_kept(tmp_path: Path) -> None:
+    scores = {1: 0.9, 2: 0.8, 3: 0.7, 10: None, 11: 0.1}
+    assert saved(tmp_path, scores, keep_top_k=2, metric_name=None).steps() == [10, 11]
+
+
 def test_a_run_that_began_from_another_goes_on_from_its_own(tmp_path: Path) -> None:
     """A job that is queued again has the same command line, and must not fall back to where it once began."""
     other = saved(tmp_path / "other", {5: None}).path(5)

@@ -40,6 +40,15 @@ def test_checkpoints_that_no_validation_ranks() -> None:
     assert said(*given, "grpo.val_period=10", "checkpointing.metric_name=reward") == {}
 
 
+def test_reward_ranks_checkpoints_where_nothing_is_validated() -> None:
+    off = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    subject = "checkpointing.metric_name=val_accuracy"
+    assert said(QUICKSTART, *off) == {subject: "is of a validation, and this run has none; reward ranks checkpoints"}
+    assert said(QUICKSTART, *off, "checkpointing.metric_name=null") == {}
+    config = compose_config([QUICKSTART, *off, "checkpointing.higher_is_better=false"])
+    assert (config.keeping.metric_name, config.keeping.higher_is_better) == ("reward", True)
+
+
 def test_reinforce_on_several_optimizer_steps() -> None:
     assert said(QUICKSTART, "+variant=rloo") == {}
     found = said(QUICKSTART, "+variant=rloo", "grpo.num_iterations=2")
