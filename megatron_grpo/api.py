@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -62,8 +63,9 @@ def train(
     Args:
         config: overrides as on the command line (["+exp=quickstart", "grpo.max_num_steps=3"]), as a mapping
             ({"+exp": "quickstart", "grpo.max_num_steps": 3}), or a single one as a text; or a Config.
-        train_dataset: training rows: a list of dicts, a `datasets.Dataset`, or a path or hub name; kept in the folder
-            of the run, so that it can be resumed. None: as the configuration says.
+        train_dataset: training rows: a list or another iterable of dicts, a `datasets.Dataset` or `IterableDataset`, or
+            a path or hub name; rows are kept in the folder of the run, so that it can be resumed. None: as the
+            configuration says.
         val_dataset: validation rows of the same kinds, or a mapping of several such sets by name.
         rewards: one or several reward functions, their import paths, or folders of reward models; they replace the
             environment that data.task_name names.
@@ -80,7 +82,7 @@ def train(
         ConfigError: the configuration or another argument has problems.
         RunError: the run failed.
     """
-    functions: dict[str, Callable[..., Any]] = {}
+    began, functions = time.time(), dict[str, Callable[..., Any]]()
     rewards = [rewards] if isinstance(rewards, str) or callable(rewards) else () if rewards is None else rewards
     callbacks = [callbacks] if isinstance(callbacks, Callback) else () if callbacks is None else callbacks
     environments = {} if environments is None else environments
@@ -103,7 +105,7 @@ def train(
     settled = checked.require()
     for remark in checked.remarks:
         print(f"{remark.subject} {remark.text}", flush=True)
-    start(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks))
+    start(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), began)
     return FinishedRun(Path(settled.run_dir))
 
 
@@ -244,26 +246,33 @@ def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
     """Write a dataset that is an object to `path`; returns its path and its columns (of a file, none are known)."""
     if isinstance(dataset, str | Path):
         return str(dataset), set()
-    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        file, lines = path.with_suffix(".jsonl"), []
-        for number, row in enumerate(dataset):
-            try:
-                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-            except (TypeError, ValueError) as error:
-                text = "give numbers, texts, lists and dicts, or a datasets.Dataset"
-                problem = Problem(f"{subject}[{number}]", f"cannot be kept as JSON: {error}; {text}")
-                raise ConfigError([problem]) from None
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(lines), encoding="utf-8")
-        return str(file), {str(column) for row in dataset for column in row}
-    if not hasattr(dataset, "column_names") or not hasattr(dataset, "to_parquet"):
-        kinds = "a list of dicts, a datasets.Dataset, or a path or hub name"
+    if not isinstance(dataset, Iterable) or isinstance(dataset, Mapping):
+        kinds = "rows (a list of dicts, a datasets.Dataset or IterableDataset), or a path or hub name"
         text = f"is {type(dataset).__name__}; give {kinds} (of a large hub set with data.streaming=true)"
         raise ConfigError([Problem(subject, text)])
-    file = path.with_suffix(".parquet")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    dataset.to_parquet(str(file))
-    return str(file), set(dataset.column_names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(getattr(dataset, "column_names", None), list) and hasattr(dataset, "num_rows"):
+        file = path.with_suffix(".parquet")
+        dataset.to_parquet(str(file))
+        return str(file), set(dataset.column_names)
+    return _kept_lines(dataset, path.with_suffix(".jsonl"), subject)
+
+
+def _kept_lines(rows: Iterable[Any], file: Path, subject: str) -> tuple[str, set[str]]:
+    """Write rows one by one, as JSON; returns the path of the file and the columns of the rows."""
+    columns: set[str] = set()
+    with file.open("w", encoding="utf-8") as lines:
+        for number, row in enumerate(rows):
+            place = f"{subject}[{number}]"
+            if not isinstance(row, Mapping):
+                raise ConfigError([Problem(place, f"is {type(row).__name__}; a row is a dict of its columns")])
+            try:
+                lines.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            except (TypeError, ValueError) as error:
+                text = "give numbers, texts, lists and dicts, or a datasets.Dataset"
+                raise ConfigError([Problem(place, f"cannot be kept as JSON: {error}; {text}")]) from None
+            columns |= {str(column) for column in row}
+    return str(file), columns
 
 
 def written(config: Any) -> list[str]:

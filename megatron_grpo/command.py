@@ -11,11 +11,10 @@ import yaml
 
 from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import FAILED, INTERRUPTED, MISTAKE, answered, help_text
+from megatron_grpo.config.help import FAILED, MISTAKE, answered, help_text, interrupted
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
-from megatron_grpo.controller.directory import in_use
 from megatron_grpo.preflight.load import check_overrides, summary
 from megatron_grpo.preflight.model_files import has_tokenizer
 from megatron_grpo.weights.source import is_prepared, local_folder
@@ -47,9 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     except RunError as error:
         print(f"run failed: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        return interrupted(error)
 
 
 def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
@@ -72,11 +70,9 @@ def _check_start(config: Config) -> Path | None:
     """Make the further checks of a start, beyond the configuration; returns the checkpoint that the run starts from.
 
     Raises:
-        ConfigError: an environment cannot be created, another run uses the folder, the checkpoint is damaged or of
-            other adapters, or too few prompts are short enough.
+        ConfigError: an environment cannot be created, the checkpoint is damaged or of other adapters, or too few
+            prompts are short enough.
     """
-    if in_use(config.run_dir):
-        raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
     if config.generates:
         from megatron_grpo.environments.checks import check_scoring  # imported here, because NumPy takes long to import
 

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.config.help import run_command
-from megatron_grpo.config.paths import unwritable
+from megatron_grpo.config.paths import is_hub_name, unwritable
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, verify
+from megatron_grpo.controller.checkpoints import named_checkpoint
 from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
+from megatron_grpo.controller.model_card import push
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.source import model_folder
 
 USAGE = """\
-python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized]
+python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized] [push_to_hub=NAME]
 
-  checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N
+  checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N; best is the one that the run ranks first, newest the
+              last one
   output      folder to write; must not exist yet
   format      hf: a model in Hugging Face format, adapters merged into its weights (the default);
               peft: the adapters of a run with policy.lora.rank above 0 alone, as the peft package loads them;
               quantized: the weights of a run with policy.quantization in the 8 bits that it trained with, for vLLM
+  push_to_hub  repository on the Hugging Face hub, such as ORGANISATION/NAME, that the folder is sent to; a new one is
+              private
 """
 _PATHS, _FORMATS = ("checkpoint", "output"), ("hf", "peft", "quantized")
-_ARGUMENTS = (*_PATHS, "format")
+_PUSH = "push_to_hub"
+_ARGUMENTS = (*_PATHS, "format", _PUSH)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,6 +50,7 @@ def _export(arguments: Sequence[str]) -> int:
     """Check command line, checkpoint and model before torch is imported, then write the model."""
     given = _read_arguments(arguments)
     checkpoint, output = (Path(os.path.expanduser(given[name])) for name in _PATHS)
+    checkpoint = named_checkpoint(checkpoint)
     weights, form = checkpoint / POLICY_FOLDER, given.get("format", "hf")
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
@@ -58,20 +68,36 @@ def _export(arguments: Sequence[str]) -> int:
     remark = verify(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    from megatron_grpo.weights.hf_export import export_checkpoint  # imports torch, which the checks above do not need
+    with _quiet_libraries():
+        from megatron_grpo.weights.hf_export import export_checkpoint  # imports torch, which the checks above do not
 
-    export_checkpoint(
-        weights,
-        source,
-        shape,
-        output,
-        precision=policy.precision,
-        lora=policy.lora,
-        adapters_of=policy.model.path if form == "peft" else None,
-        quantization=policy.quantization if form == "quantized" else None,
-    )
-    print(f"wrote {output}")
+        export_checkpoint(
+            weights,
+            source,
+            shape,
+            output,
+            precision=policy.precision,
+            lora=policy.lora,
+            adapters_of=policy.model.path if form == "peft" else None,
+            quantization=policy.quantization if form == "quantized" else None,
+        )
+    print(f"wrote {output} from {checkpoint}")
+    if _PUSH in given:
+        print(f"sent to {push(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Silence the warnings of packages about their fallbacks while the body runs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _trained_policy(config_file: Path) -> PolicyConfig:
@@ -121,6 +147,8 @@ def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())
         if "\0" in values[name]:
             raise ValueError(f"{name} has a NUL character, which no name has")
+    if _PUSH in values and not is_hub_name(values[_PUSH]):
+        raise ValueError(f"{_PUSH}={values[_PUSH]} is no name on the hub; give ORGANISATION/NAME")
     if values.get("format", _FORMATS[0]) not in _FORMATS:
         raise ValueError(f"format={values['format']} is not known; use {' or '.join(_FORMATS)}")
     return values

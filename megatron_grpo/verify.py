@@ -162,7 +162,7 @@ def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
 def _print(row: Row, *, first: bool) -> None:
     if first:
         print(
-            "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst gradient"
+            "layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s          worst"
         )
     print(
         f"{row.layout:12} {'yes' if row.packed else 'no':6}  {row.logprob:11.1e}  {row.gradient:12.1e}  "

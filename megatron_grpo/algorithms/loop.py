@@ -53,10 +53,16 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         SamplingError: sampling or scoring failed; the finished steps were saved first.
         RefitError: the weights of a step could not be published; that step was saved first.
         ModelLostError: a rank of a model is gone, and all training since the last checkpoint is lost.
-        RunError: a step failed; the message is that of the step.
+        RunError: a step failed, or a file of the run cannot be written; the message says which.
     """
     try:
         _train_steps(run, step)
+    except KeyboardInterrupt as error:
+        error.add_note(_where_to_continue(run))
+        raise
+    except OSError as error:  # a full disk, or the run's folder is gone
+        file, reason = error.filename or run.run_dir, error.strerror or error
+        raise RunError(f"{file} cannot be written: {reason}; {_where_to_continue(run)}") from error
     except RunError as error:
         with _only_noted(run, "the rollouts of the step that failed could not be written"):
             run.dumps.leave()
@@ -70,6 +76,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     limits, state = run.config.loop, run.state
     _tell_progress(run)
+    run.callbacks.tell("on_start", state["total_steps"], run.run_dir)
     _catch_up_on_validation(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
@@ -260,7 +267,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         if not isinstance(failure, ModelLostError):
             _save_finished_steps(run, metrics, Snapshot.of(run))
         raise failure
-    if run.config.saves and step % run.config.checkpointing.save_period == 0:
+    if run.config.saves and (step % run.config.checkpointing.save_period == 0 or run.callbacks.save):
         _save(run, metrics, Snapshot.of(run))
     return metrics
 
@@ -275,6 +282,14 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
     failed = [outcome for outcome in report.sampled if outcome.failure is not None]
     if failed:
         run.logger.note(f"step {step}: {len(failed)} of {len(report.sampled)} rollouts failed: {reasons(failed)}")
+    errors = sum(outcome.reward_errors for outcome in report.sampled)
+    if errors:
+        run.logger.note_once(
+            "reward errors",
+            f"reward functions failed {errors} times in step {step}, and their rewards count as None "
+            "(env.NAME.on_reward_error=none): logs/environment_*.log name function, exception and line; reward_errors "
+            "counts them",
+        )
     unscored = [outcome for outcome in report.sampled if outcome.reward is None and outcome.failure is None]
     if unscored:
         run.logger.note_once(
@@ -335,8 +350,8 @@ def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
 
 
 def _periodic_validation_due(run: SamplingRun) -> bool:
-    period = run.config.loop.val_period
-    return period > 0 and run.state["total_steps"] % period == 0
+    loop, step = run.config.loop, run.state["total_steps"]
+    return loop.val_period > 0 and step % loop.val_period == 0 and step >= loop.val_delay
 
 
 def _validated(run: SamplingRun) -> dict[str, float]:

@@ -173,12 +173,15 @@ class StepGuard:
         broken = [number for number, one in enumerate(outcomes) if not one.finite_logprobs]
         if broken:  # the weights themselves may be broken
             self.stop("a sampling log-probability", broken)
-        rewards = [number for number, one in enumerate(outcomes) if not _all_fit([one.reward])]
+        rewards = [n for n, one in enumerate(outcomes) if not _all_fit([one.reward, *one.reward_parts.values()])]
         if rewards:
-            self.stop("the reward", rewards, error=SamplingError)
-        parts = [number for number, one in enumerate(outcomes) if not _all_fit(one.reward_parts.values())]
-        if parts:
-            self.stop("a reward function's reward", parts, error=SamplingError)
+            parts = [part for number in rewards for part in outcomes[number].reward_parts.items()]
+            functions = sorted({name for name, value in parts if not _all_fit([value])})
+            self.stop(
+                " of ".join(["the reward", *([", ".join(functions)] if functions else [])]),
+                rewards,
+                error=SamplingError,
+            )
 
     def require_finite(self, entry: str, finite: NDArray[np.bool_], batch: StepBatch) -> None:
         """Check an entry that was computed for every token.

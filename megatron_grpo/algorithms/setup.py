@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
-from megatron_grpo.controller.lifetime import Startup, StartupParts, since_command, started
+from megatron_grpo.controller.lifetime import Startup, StartupParts, started
 from megatron_grpo.controller.startup import (
     Models,
     make_transport,
@@ -85,7 +86,7 @@ def _brought_up(
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         stack.callback(gc.unfreeze)
-        run.logger.started(startup_s=since_command(), parts=startup.parts.seconds, changes=startup.changes)
+        run.logger.started(startup_s=time.time() - startup.began, parts=startup.parts.seconds, changes=startup.changes)
         yield run
 
 
@@ -193,7 +194,7 @@ def _sampling_run(
     """The parts that all runs have, made of the started processes."""
     state, settings = progress.state, sampling_settings(config.generation, data.eos_token_id)
     logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.resumed else None)
-    stack.callback(logger.close)
+    stack.push(logger.__exit__)
     for note in data.notes:
         logger.note(note)
     callbacks = Callbacks(startup.user_objects.callbacks)

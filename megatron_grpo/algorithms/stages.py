@@ -252,6 +252,7 @@ def combine_results(results: Sequence[TrainResult], tokens: Sequence[float]) -> 
         learning_rate=results[-1].learning_rate,
         metrics=combine_metrics(shares),
         optimizer_steps=len(results),
+        gpu_memory_gib=max(result.gpu_memory_gib for result in results),
     )
 
 
@@ -356,6 +357,8 @@ def report(
         devices=config.policy.parallel.world_size,
         peak=peak,
     )
+    if learned is not None and learned.gpu_memory_gib:
+        speed["gpu_memory_gib"] = learned.gpu_memory_gib
     done = StepReport(dict(metrics), dict(timing), {**speed, **samples.engines}, samples.sampled)
     if isinstance(transfer, RefitError):
         return replace(done, failure=transfer)

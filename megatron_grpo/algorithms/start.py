@@ -14,7 +14,7 @@ ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.alg
 """Module of each algorithm, with a function `run`; imported late, because torch and Ray take seconds to import."""
 
 
-def start(config: Config, user_objects: UserObjects | None = None) -> None:
+def start(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:
     """Run the configured algorithm from start (or resume) to end; its module is imported while Ray starts.
 
     With debug.train=false the run only samples and scores, which is the same for every algorithm.
@@ -22,6 +22,8 @@ def start(config: Config, user_objects: UserObjects | None = None) -> None:
     Args:
         config: the checked configuration.
         user_objects: objects of a script that a configuration cannot name; None: none.
+        began: time in seconds since the epoch at which a script called for the run; None: the run is the command of
+            this process.
 
     Raises:
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
@@ -35,7 +37,7 @@ def start(config: Config, user_objects: UserObjects | None = None) -> None:
     module = ALGORITHMS[config.algorithm] if config.debug.train else "megatron_grpo.algorithms.sampling_only"
     with ThreadPoolExecutor(1, "import") as importer:
         algorithm = importer.submit(importlib.import_module, module)
-        with started(config, user_objects) as startup:
+        with started(config, user_objects, began) as startup:
             with startup.parts.part("imports"):
                 run = algorithm.result().run
             run(config, startup)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ import psutil
 
 from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, beat_s, read_heartbeats, requests_file, this_machine
 from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
+from megatron_grpo.config.errors import shown
 
 SILENT_BEATS = 5.0
 """Age of the last heartbeat, in beats, from which a process of this machine counts as hanging."""
@@ -41,6 +43,11 @@ REQUEST_BEATS = 2.5
 PY_SPY_S = 10.0
 PY_SPIES = 8
 """Deadline of py-spy in seconds, and most stopped processes that it reads."""
+
+LOG_END_BYTES = 2**18
+"""Bytes at the end of a log in which its last error is looked for."""
+_ERROR = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt): .*\S")
+"""The line of a traceback that names the exception, perhaps after the prefix of a logger."""
 
 STOPPED, TRACED, GONE, ALIVE, FAR = "stopped", "traced", "gone", "alive", "far"
 """States of a process according to the kernel of this machine; FAR: the process is on another machine."""
@@ -131,7 +138,18 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
     hanging = [one for one in process_statuses(log) if one.hangs and _belongs(one.heartbeat.name, processes)]
     if hanging and overdue is not None:
         request_stacks(log, overdue, hanging)
-    return "".join(f"; {part}" for part in _described(hanging))
+    ends = (_last_error(log_file(log.folder, one.heartbeat.name)) for one in hanging if one.state == GONE)
+    return "".join(f"; {part}" for part in (*_described(hanging), *filter(None, ends)))
+
+
+def _last_error(file: Path) -> str | None:
+    """The last error in the log of a process that is gone, with the name of the log; None: the log has none."""
+    with file.open("rb") as opened:
+        opened.seek(-min(LOG_END_BYTES, file.stat().st_size), os.SEEK_END)
+        lines = opened.read().decode(errors="replace").splitlines()
+    errors = (found[0] for line in reversed(lines) if (found := _ERROR.search(line)))
+    last = next(errors, None)
+    return None if last is None else f"{file} ends with {shown(last)}"
 
 
 def process_statuses(log: ProcessLog) -> list[ProcessStatus]:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +74,17 @@ def level_of_libraries() -> str:
     """
     level = os.environ.get(LEVEL_VARIABLE, "error").upper()
     return "INFO" if level == "DEBUG" else level
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes records to a log. When that fails, as on a full disk, one line says so, and later failures say nothing."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        if not self._told:
+            self._told = True
+            print(f"{self.stream.name} lacks records from now on: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class OncePerMessage(logging.Filter):
@@ -151,7 +162,7 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
     path = log_file(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
-    handler = logging.StreamHandler(stream)
+    handler = LogHandler(stream)
     handler.setFormatter(logging.Formatter(LOG_FORMAT.format(process=name.replace("%", "%%"))))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -170,7 +181,8 @@ def _close(log: ProcessLog) -> None:
     logging.captureWarnings(False)
     logging.getLogger(PACKAGE).setLevel(logging.NOTSET)
     logging.getLogger().removeHandler(log.handler)
-    log.stream.close()
+    with suppress(OSError):  # records that a full disk has not taken
+        log.stream.close()
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from typing import Any
 
@@ -39,6 +40,8 @@ class RayCluster:
         self._ranks_per_engine = 1
         self._shared: list[str] = []
         """Ray's names of the policy's GPUs if engines and the value model share them; else empty."""
+        self._session: str | None = None
+        """Folder of temporary files of a Ray that this process has started."""
 
     def start(self) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
@@ -51,9 +54,10 @@ class RayCluster:
             if address is None:
                 memory = None if self.config.gpus else OBJECT_STORE_BYTES
                 try:
-                    ray.init(include_dashboard=False, object_store_memory=memory, **quiet)
+                    context = ray.init(include_dashboard=False, object_store_memory=memory, **quiet)
                 except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
                     raise RunError(f"Ray does not start on this machine: {error}") from error
+                self._session = context.address_info["session_dir"]
                 return
             reason = malformed(address) or unreachable(address)
             if reason is None:
@@ -193,6 +197,9 @@ class RayCluster:
         """Leave Ray, or end it if this process started it; idempotent."""
         if ray.is_initialized():
             ray.shutdown()
+        if self._session is not None:
+            shutil.rmtree(self._session, ignore_errors=True)
+            self._session = None
 
 
 def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:

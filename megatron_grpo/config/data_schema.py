@@ -170,7 +170,7 @@ class DataConfig(PromptConfig):
 
 
 def is_model_folder(reward: str) -> bool:
-    """Whether an entry of reward_funcs is the folder of a reward model rather than an import path."""
+    """Whether an entry of reward_funcs is the folder or hub name of a reward model rather than an import path."""
     return "/" in reward
 
 
@@ -214,7 +214,7 @@ class EnvironmentConfig(Section):
 
     reward_funcs: list[str] = field(default_factory=list)
     """Reward functions: functions or objects by import path (package.module.name), called with prompts, completions
-    and the data's columns; and reward models by their folder, which has a / in it (docs/rewards.md)."""
+    and the data's columns; and reward models by their folder or hub name, which has a / in it (docs/rewards.md)."""
 
     on_reward_error: Literal["fail", "none"] = "fail"
     """When a reward function raises or exceeds its deadline: fail makes the response a failed rollout; none takes the

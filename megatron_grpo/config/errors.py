@@ -49,10 +49,15 @@ class EngineLostError(RuntimeError):
 
 def format_problems(problems: Sequence[Problem]) -> str:
     """A headline and one line for each problem, the explanations aligned."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    count = counted("problem", len(problems))
     width = min(max(len(problem.subject) for problem in problems), _WIDEST_SUBJECT)
     lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
     return "\n".join([f"configuration has {count}:", *lines])
+
+
+def counted(word: str, count: int) -> str:
+    """A number with its noun: "1 row", "2 rows"."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def shown(value: object) -> str:

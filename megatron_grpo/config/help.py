@@ -80,8 +80,14 @@ def answered(arguments: Sequence[str], usage: str) -> bool:
     return True
 
 
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
-"""Exit codes: a failure, a command line that cannot be run, Ctrl-C."""
+FAILED, MISTAKE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+"""Exit codes: a failure, a command line that cannot be run, Ctrl-C, SIGTERM."""
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """Print a line about an interruption, with the notes of the error; returns the exit code."""
+    print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    return TERMINATED if "SIGTERM" in error.args else INTERRUPTED
 
 
 def run_command(
@@ -102,9 +108,8 @@ def run_command(
     except (ValueError, RunError, OSError) as error:
         print(f"{prefix}{error}", file=sys.stderr)
         return FAILED if isinstance(error, failures) else MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        return interrupted(error)
 
 
 def commands_text() -> str:

@@ -139,6 +139,9 @@ class LoopConfig(Section):
     val_period: NonNegative = 10
     """Steps between validations; 0 is never."""
 
+    val_delay: NonNegative = 0
+    """Steps before the first of the validations of val_period."""
+
     val_batch_size: Positive = 256
     """Validation prompts generated together."""
 

@@ -40,10 +40,27 @@ class OptimizerConfig(Section):
     """Optimizer steps until min_lr is reached, warm-up included; null: all optimizer steps of max_num_steps steps."""
 
     decay_style: Literal[
-        "constant", "linear", "cosine", "inverse_sqrt", "constant_with_warmup", "cosine_with_min_lr"
+        "constant",
+        "linear",
+        "cosine",
+        "inverse_sqrt",
+        "polynomial",
+        "cosine_with_restarts",
+        "warmup_stable_decay",
+        "constant_with_warmup",
+        "cosine_with_min_lr",
     ] = "constant"
-    """Shape of the decay after the warm-up; constant_with_warmup and cosine_with_min_lr are transformers' names of
-    constant and cosine."""
+    """Shape of the decay after the warm-up; warmup_stable_decay stays at lr until the last final_decay_steps, which are
+    linear. constant_with_warmup and cosine_with_min_lr are transformers' names of constant and cosine."""
+
+    decay_power: PositiveFloat = 1.0
+    """With polynomial, the power of the remaining share of the decay that the learning rate falls with; 1 is linear."""
+
+    decay_cycles: Positive = 1
+    """With cosine_with_restarts, the number of cosines, each of which begins at lr again."""
+
+    final_decay_steps: Positive | None = None
+    """With warmup_stable_decay, the optimizer steps of the decay at the end; null: a tenth of the schedule."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay, applied to matrices only (not to biases and norms)."""

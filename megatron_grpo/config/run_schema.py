@@ -92,6 +92,9 @@ class MlflowConfig(Section):
     experiment: str = "megatron_grpo"
     """Experiment that the run belongs to."""
 
+    name: str | None = None
+    """Run name; null: the name of the run directory."""
+
     tracking_uri: str | None = None
     """Server or store; null: run_dir/mlflow.db, with the tables of samples in run_dir/mlflow."""
 

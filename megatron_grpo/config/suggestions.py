@@ -1,4 +1,4 @@
-"""Suggestions for keys that the schema does not have: exact counterparts of other frameworks' names, and typing errors."""
+"""Suggestions for keys that the schema does not have: counterparts of other frameworks' names, and typing errors."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
+from megatron_grpo.config.typed import typed
 from megatron_grpo.controller.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.group import RankGroup
 
 _DAMAGED = "damaged_step_"
+_LEAST_FREE = 2**20
+"""Free bytes of a disk below which a failed write is explained by the disk being full."""
 
 
 @dataclass(slots=True)
@@ -139,7 +142,7 @@ class Checkpointer:
         """
         self.finish()
         folder, began = self.folder / f".writing_step_{step}_{os.getpid()}", time.monotonic()
-        with self._errors_name(step):
+        with self._writing(step, folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             for name, model in models.items():
@@ -161,8 +164,9 @@ class Checkpointer:
         if pending.driver_files is None:
             if all(model.checkpoint_is_written() for model in pending.writers):
                 try:
-                    for model in pending.writers:
-                        model.finish_checkpoint()
+                    with self._writing(pending.step, pending.folder):
+                        for model in pending.writers:
+                            model.finish_checkpoint()
                 except RunError:
                     self.pending = None
                     raise
@@ -183,7 +187,7 @@ class Checkpointer:
         if pending is None:
             return
         try:
-            with self._errors_name(pending.step):
+            with self._writing(pending.step, pending.folder):
                 if pending.driver_files is None:
                     for model in pending.writers:
                         model.finish_checkpoint()
@@ -202,14 +206,22 @@ class Checkpointer:
         self.note(f"saved {self.path(pending.step)} {how}")
 
     @contextmanager
-    def _errors_name(self, step: int) -> Iterator[None]:
-        """Turn an error of the body's file operations into a RunError that names the checkpoint."""
+    def _writing(self, step: int, folder: Path) -> Iterator[None]:
+        """Turn an error of the body's file operations into a RunError that names the checkpoint.
+
+        After any error the incomplete folder is removed, which leaves room for the summary on a full disk.
+        """
         try:
             yield
-        except RunError:
-            raise
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
-            raise RunError(f"{self.path(step)} cannot be written: {error}") from error
+        except BaseException as error:
+            full = self.folder.is_dir() and shutil.disk_usage(self.folder).free < _LEAST_FREE
+            shutil.rmtree(folder, ignore_errors=True)
+            told = isinstance(error, ModelLostError) or (isinstance(error, RunError) and not full)
+            if told or not isinstance(error, OSError | RuntimeError):  # torch raises RuntimeError when the disk is full
+                raise
+            reason, steps = "the disk is full" if full else error, self.steps()
+            last = f"{self.path(steps[-1])} is the last checkpoint" if steps else "there is no earlier checkpoint"
+            raise RunError(f"{self.path(step)} cannot be written: {reason}; {last}") from error
 
     def update(self, step: int, state: Mapping[str, Any]) -> None:
         """Atomically replace the driver's state in a checkpoint, then prune: new metrics may change the ranking."""
@@ -297,10 +309,13 @@ class Checkpointer:
         if self.config.keep_top_k is None:
             return
         steps = self.steps()
-        scores = {step: score for step in steps if (score := self._score(step)) is not None}
-        ranked = sorted(scores, key=lambda step: (scores[step], step), reverse=True)
-        for step in scores.keys() - set(ranked[: self.config.keep_top_k]) - {steps[-1]}:
+        for step in {*self.ranked(steps)[self.config.keep_top_k :]} - {steps[-1]}:
             self._remove(step)
+
+    def ranked(self, steps: Sequence[int]) -> list[int]:
+        """Steps of checkpoints that can be read, the best first; of equal ones the newest."""
+        scores = {step: score for step in steps if (score := self._score(step)) is not None}
+        return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
     def _remove(self, step: int) -> None:
         """Delete a checkpoint if it exists; it is renamed first, so that a checkpoint that can be found is complete."""
@@ -343,6 +358,33 @@ def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: E
         text = f"{path} was written with {before}, and this run has {now}; choose another run_dir, or the same adapters"
         raise ConfigError([Problem(subject, text)])
     return path
+
+
+BEST, NEWEST = "best", "newest"
+"""Names that stand for a checkpoint of a run: the one that checkpointing.metric_name ranks first, and the last one."""
+
+
+def named_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path names, which may be RUN_DIR/checkpoints/best or RUN_DIR/checkpoints/newest.
+
+    Raises:
+        ValueError: the run of such a path has no checkpoint, or its configuration cannot be read.
+    """
+    if path.name not in (BEST, NEWEST) or path.exists():
+        return path
+    run_dir = path.parent.parent
+    try:
+        values = read_config_file(run_dir / CONFIG_FILE)
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint={path}: {run_dir} is not the folder of a run: it has no {CONFIG_FILE}") from None
+    config, problems = typed(values, str(values.get("algorithm", "grpo")))
+    if config is None:
+        raise ConfigError(problems)
+    checkpointer = Checkpointer(run_dir, config.keeping, look_only=True)
+    steps = checkpointer.steps()
+    if not steps:
+        raise ValueError(f"checkpoint={path}: {path.parent} has no checkpoint")
+    return checkpointer.path(checkpointer.ranked(steps)[0] if path.name == BEST else steps[-1])
 
 
 def _adapters_of_run(checkpoint: Path) -> str | None:

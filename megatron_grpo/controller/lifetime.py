@@ -38,6 +38,17 @@ AT_ONCE_S = 10.0
 find most mistakes."""
 
 
+_DOING = {
+    "imports": "importing torch",
+    "ray": "starting Ray",
+    "prepare": "making the model and the data",
+    "prompts": "reading the prompts",
+    "waiting": "waiting for models and engines",
+    "refit": "sending the weights to the engines",
+}
+"""Lines that tell the part of a start-up that begins."""
+
+
 class StartupParts:
     """Seconds of each part of a start-up, by name. Parts overlap, so their sum exceeds the whole."""
 
@@ -46,7 +57,9 @@ class StartupParts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time the body, and add it to the seconds of this name."""
+        """Print a line, then time the body, and add it to the seconds of this name."""
+        if name not in self.seconds:
+            print(_DOING[name], flush=True)
         began = time.monotonic()
         try:
             yield
@@ -61,11 +74,6 @@ class StartupParts:
         for report in reports:
             for name, seconds in report.items():
                 self.seconds[f"{kind}_{name}"] = max(seconds, self.seconds.get(f"{kind}_{name}", 0.0))
-
-
-def since_command() -> float:
-    """Seconds since this process was created: a run's start-up begins with its command, imports included."""
-    return time.time() - psutil.Process().create_time()
 
 
 @contextmanager
@@ -100,22 +108,27 @@ class Startup:
     user_objects: UserObjects
     write_summary: Callable[..., Any]
     """Writes summary.json if the run fails. The run's logger replaces it, since it also knows the timings."""
+    began: float
+    """Time in seconds since the epoch at which the start-up began."""
 
 
 @contextmanager
-def started(config: Config, user_objects: UserObjects | None = None) -> Iterator[Startup]:
+def started(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
     """Lock the run's folder and start Ray; leaving the context ends all of Ray's processes, also after an error.
 
     Args:
         config: the run's configuration, checked.
         user_objects: objects of a script that a configuration cannot name; None: none.
+        began: time in seconds since the epoch at which a script called for the run; None: the run is the command of
+            this process, whose imports count too.
 
     Raises:
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
         RunError: Ray did not start, or the folder is in use; the message says which.
     """
     user_objects, parts = user_objects or UserObjects(), StartupParts()
-    parts.seconds["command_line"] = since_command()
+    began = psutil.Process().create_time() if began is None else began
+    parts.seconds["command_line"] = time.time() - began
     with ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         if config.generates:
@@ -129,7 +142,7 @@ def started(config: Config, user_objects: UserObjects | None = None) -> Iterator
         cluster = RayCluster(config.cluster)
         samples, report = config.samples_per_step, config.logger.report
         summary = partial(write_summary, run_dir, samples_per_step=samples)
-        startup = Startup(run_dir, checkpointer, search, changes, cluster, parts, user_objects, summary)
+        startup = Startup(run_dir, checkpointer, search, changes, cluster, parts, user_objects, summary, began)
         stack.enter_context(end_recorded(startup, report=report))
         if one_machine:
             stack.enter_context(guarded(if_killed=killed_run_command(run_dir, samples, report=report)))
@@ -156,6 +169,8 @@ def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit) as error:  # Ray raises SystemExit when SIGTERM comes while it starts
         reason = str(error) or "Ctrl-C"
         _write_failure(startup, RunEnd("interrupted", reason if isinstance(error, KeyboardInterrupt) else "SIGTERM"))
+        if isinstance(error, SystemExit):
+            raise KeyboardInterrupt("SIGTERM") from error
         raise
     except Exception as error:
         explained = isinstance(error, RunError | ConfigError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_grpo.config.errors import RunError
 
@@ -13,7 +13,10 @@ from megatron_grpo.config.errors import RunError
 class Callback:
     """Base class of callbacks. The driver calls their methods between the stages of a run, and waits for them."""
 
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+    def on_start(self, step: int, run_dir: Path) -> None:
+        """Called when all processes are up: after `step` steps, 0 unless the run resumes. `run_dir`: its folder."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | Literal["save"] | None:
         """Called after a step was logged.
 
         Args:
@@ -21,7 +24,8 @@ class Callback:
             metrics: the figures of the step, as in metrics.jsonl.
 
         Returns:
-            True ends training after this step, which is then validated and saved like every last step.
+            True ends training after this step, which is then validated and saved like every last step. "save" writes a
+            checkpoint, for which on_checkpoint is called; python -m megatron_grpo.export makes a model of its folder.
         """
         return None
 
@@ -42,6 +46,8 @@ class Callbacks:
         self._callbacks = list(callbacks)
         self.stop = False
         """Whether on_step of a callback has asked to end training."""
+        self.save = False
+        """Whether on_step of a callback has asked for a checkpoint of the last step."""
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call a method of every callback.
@@ -49,6 +55,8 @@ class Callbacks:
         Raises:
             RunError: a callback raised an error; the message names both.
         """
+        if event == "on_step":
+            self.save = False
         for callback in self._callbacks:
             try:
                 answer = getattr(callback, event)(*arguments)
@@ -57,7 +65,9 @@ class Callbacks:
             except Exception as error:  # whatever a script's callback raises
                 name = f"{type(callback).__name__}.{event}"
                 raise RunError(f"callback {name} raised {type(error).__name__}: {error}") from error
-            self.stop = self.stop or (event == "on_step" and bool(answer))
+            if event == "on_step":
+                self.save = self.save or answer == "save"
+                self.stop = self.stop or (bool(answer) and answer != "save")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

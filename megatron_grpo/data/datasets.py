@@ -31,8 +31,9 @@ def in_our_form(
         idx: number of the row, the identity of the prompt.
 
     Returns:
-        The prompt. A missing `prompt` is replaced by the row's, or by the text of the messages; a missing reference
-        answer by NeMo RL's extra_env_info.ground_truth, or by the row's.
+        The prompt, with the processor's further fields in extra_env_info. A missing `prompt` is replaced by the row's,
+        or by the text of the messages; a missing reference answer by NeMo RL's extra_env_info.ground_truth, or by the
+        row's.
 
     Raises:
         ValueError: a key is missing or has a wrong value; the text continues a message that begins with the processor.
@@ -52,12 +53,21 @@ def in_our_form(
     return DatumSpec(
         message_log=messages,
         length=length,
-        extra_env_info=_for_environment(given["extra_env_info"], row, spec),
+        extra_env_info={**_further(given), **_for_environment(given["extra_env_info"], row, spec)},
         loss_multiplier=counts,
         idx=idx,
         task_name=name,
         prompt=_prompt(given.get("prompt"), row.get(spec.prompt_key), messages),
     )
+
+
+def _further(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a processor's own, which environments and reward functions get as columns."""
+    extra = given.get("__extra__") or {}
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"returned {type(extra).__name__} as __extra__, not a dict")
+    own = {key: value for key, value in given.items() if key not in (*DatumSpec.__annotations__, "__extra__")}
+    return {**own, **extra}
 
 
 def _multiplier(given: Any) -> float:

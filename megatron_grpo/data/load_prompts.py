@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch.utils.data import ConcatDataset
 
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.errors import ConfigError, Problem, counted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
@@ -156,7 +156,7 @@ class _Reader:
             usable += min(found, one.visits(found))
         wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training)
         if usable < wanted:
-            text = f"has {usable} usable rows, fewer than the {wanted} prompts that are sampled together"
+            text = f"has {counted('usable row', usable)}, fewer than the {wanted} prompts that are sampled together"
             (first, *others) = [f"{key}={one.path}" for key, one in config.data.training.items()]
             raise ConfigError([Problem(first if not others else subjects, text)])
         weights = [one.weight for one in config.data.training.values()]
@@ -225,13 +225,13 @@ class _Reader:
             raise ConfigError([Problem(subject, str(error))]) from error
         refused = dataset.refused
         if refused:
-            self.notes.append(f"{len(refused)} rows of {subject} are left out: {next(iter(refused.values()))}")
+            self.notes.append(f"{counted('row', len(refused))} of {subject} left out: {next(iter(refused.values()))}")
             left_out -= len(refused)
         if left_out:
-            among = f"{len(dataset)} rows" if rendered == len(dataset) else f"first {rendered} rows"
+            among = "" if rendered == len(dataset) else "first "
             self.notes.append(
-                f"{left_out} of the {among} of {subject} are left out: their prompts have more "
-                f"than data.max_input_seq_length={data.max_input_seq_length} tokens"
+                f"{left_out} of the {among}{counted('row', rendered)} of {subject} left out: more than "
+                f"data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
             )
         return dataset, len(dataset) - left_out - len(refused)
 

@@ -188,12 +188,29 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if isinstance(prompt, list) and not spec.apply_chat_template:
         return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
     if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
-        return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
+        wrong = _content_of_no_text(prompt)
+        reason = "is neither a text nor a list of {role, content} messages" if wrong is None else wrong
+        return f"column {spec.prompt_key!r} {reason}"
     if spec.answer_key is None:
         return None
     reason = unusable_answer(kind, row[spec.answer_key])
     given = shown(json.dumps(row[spec.answer_key], default=str))
     return f"column {spec.answer_key!r} (data.answer_key) {reason}: {given}" if reason else None
+
+
+def _content_of_no_text(prompt: Any) -> str | None:
+    """The complaint about a list of messages of which one has a content that is no text; None: it is no such list."""
+    turns = prompt if isinstance(prompt, list) else []
+    if not turns or not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
+        return None
+    for number, turn in enumerate(turns):
+        if not isinstance(turn["content"], str):
+            return f"has a message (number {number + 1}) whose content is {_kind(turn['content'])}; it must be text"
+    return None
+
+
+def _kind(content: Any) -> str:
+    return "null" if content is None else "a list of parts" if isinstance(content, list) else type(content).__name__
 
 
 def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from megatron_grpo.environments.reward_call import (
     RewardFunction,
     load_callable,
 )
+
+logger = logging.getLogger(__name__)
 
 _NOT_COLUMNS = ("prompt", "completion", REFERENCE, *PASSED)
 """Names that are not passed on as columns: prompts and completions hold the first two, the others are reserved."""
@@ -52,6 +55,7 @@ class RewardFunctionEnvironment(Environment):
         assert self.functions.keys() == self.weights.keys(), "a weight for every function"
         self._calls = {name: RewardCall(function) for name, function in self.functions.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._failed: set[str] = set()
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Call the functions, and return the weighted sums of their rewards.
@@ -95,6 +99,9 @@ class RewardFunctionEnvironment(Environment):
         """Call a function that failed for all responses again for each response alone; None where it fails again."""
         if not self.tolerant:
             raise failure
+        if name not in self._failed:
+            self._failed.add(name)
+            logger.warning("%s; its reward is None for such responses (on_reward_error=none)", failure)
         rewards: list[float | None] = []
         for request, score in zip(requests, scores, strict=True):
             outcome: Outcome = failure

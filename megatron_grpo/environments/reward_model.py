@@ -14,6 +14,8 @@ from megatron_grpo.cluster.futures import explain
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.weights.source import download_config, local_folder, model_folder
 
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import RewardModelConfig
@@ -23,8 +25,15 @@ RESTARTS = 3
 
 
 def model_problem(path: str) -> str | None:
-    """Reason why a folder is no reward model; None: it is one, judging by its config.json."""
-    file = Path(path) / "config.json"
+    """Reason why a folder or hub name is no reward model; None: it is one, judging by its config.json."""
+    folder: Path | None = Path(path)
+    if is_hub_name(path):
+        reason = None if local_folder(path) else download_config(path)
+        if reason is not None:
+            return f"is no folder here, nor in the Hugging Face cache, and the hub says: {reason}"
+        folder = local_folder(path)
+        assert folder is not None
+    file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         kinds, labels = config["architectures"], config.get("num_labels", len(config.get("id2label") or (0, 1)))
@@ -126,8 +135,13 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start the processes of a reward model; returns its client and the processes, which the caller ends."""
+    """Begin to start the processes of a reward model; returns its client and the processes, which the caller ends.
+
+    Raises:
+        RunError: a model of the hub cannot be downloaded.
+    """
+    folder = str(model_folder(path, "reward_funcs"))
     options = {"num_cpus": 0, "num_gpus": config.gpus, "max_restarts": RESTARTS, "max_task_retries": 1}
     actor = ray.remote(**options)(RewardModel)
-    workers = [actor.remote(path, config, number) for number in range(config.num_workers)]
+    workers = [actor.remote(folder, config, number) for number in range(config.num_workers)]
     return RewardModelClient(path, workers), workers

@@ -21,6 +21,7 @@ from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import unknown_key
 from megatron_grpo.config.typed import typed
+from megatron_grpo.controller.checkpoints import named_checkpoint
 from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
@@ -111,6 +112,7 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
         if not own.get(name):
             raise ConfigError([Problem(f"{name}=PATH", "is missing; --help shows what there is")])
     checkpoint, output = (Path(os.path.expanduser(own[name])) for name in ("checkpoint", "output"))
+    checkpoint = named_checkpoint(checkpoint)
     is_run = (checkpoint / POLICY_FOLDER).is_dir()
     if not is_run and not (checkpoint / "config.json").is_file():
         text = "is neither a checkpoint (RUN_DIR/checkpoints/step_N) nor a folder in Hugging Face format"

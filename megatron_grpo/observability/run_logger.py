@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +34,7 @@ from megatron_grpo.observability.run_files import (
 )
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
 from megatron_grpo.observability.timing import TOTAL
-from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
+from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
 
 WATCHED = (
     ("reward", "reward", "{:.3f}"),
@@ -188,7 +189,7 @@ class RunLogger:
         drop_rollouts_after(self.run_dir, last_step)
         if resume_step is None:
             (self.run_dir / STARTS_FILE).unlink(missing_ok=True)
-        self._trackers: list[TensorBoardTracker | WandbTracker | MlflowTracker] = []
+        self._trackers: list[Tracker] = []
         if config.logger.tensorboard:
             self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
         if config.logger.wandb.enabled:
@@ -271,8 +272,8 @@ class RunLogger:
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send samples (`sample_row`) to the trackers as a table, named "train/completions" for instance."""
-        for tracker in self._trackers if rows else ():
-            tracker.table(step, name, rows)
+        if rows:
+            self._tell_trackers(lambda tracker: tracker.table(step, name, rows))
 
     def show_completions(self, step: int, trajectories: Sequence[Mapping[str, Any]]) -> None:
         """Print responses of a training step beside their prompts, and send them to the trackers.
@@ -327,15 +328,31 @@ class RunLogger:
         accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if known else ""
         self.note(f"{summary['steps']} steps in {format_duration(summary['train_s'])}{accuracy}; curves in {plot}")
 
-    def close(self) -> None:
-        """Close every file and tracker; idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close every file and tracker; idempotent. Trackers are told whether the run failed."""
         self._progress.close()
-        self._metrics.close()
-        self._validations.close()
-        while self._trackers:
-            self._trackers.pop().close()
+        for file in (self._metrics, self._validations):
+            with suppress(OSError):  # a line that a full disk has not taken, which has ended the run
+                file.close()
+        self._tell_trackers(lambda tracker: tracker.close(failed))
+        self._trackers.clear()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     def _track(self, step: int, group: str, values: Mapping[str, float]) -> None:
         named = {f"{group}/{name}": value for name, value in values.items()}
-        for tracker in self._trackers:
-            tracker.log(step, named)
+        self._tell_trackers(lambda tracker: tracker.log(step, named))
+
+    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+        """Call every tracker; one that fails is given up, since training does not depend on it."""
+        for tracker in list(self._trackers):
+            try:
+                tell(tracker)
+            except Exception as error:  # of files, of a network, of a tracker's own kind
+                self._trackers.remove(tracker)
+                logger.warning("a tracker failed", exc_info=error)
+                name = type(tracker).__name__.removesuffix("Tracker")
+                self.note(
+                    f"{name} gets no more figures, and the run goes on without it: {type(error).__name__}: {error}"
+                )

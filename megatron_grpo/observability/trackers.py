@@ -18,6 +18,8 @@ from megatron_grpo.config.schema import Config
 
 Row = Mapping[str, Any]
 """A row of a table: values by name of the column."""
+STEP = "step"
+"""Figure of W&B that holds the number of the training step."""
 
 
 class TensorBoardTracker:
@@ -42,8 +44,8 @@ class TensorBoardTracker:
         lines += ["| " + " | ".join(_cell(row[column]) for column in head) + " |" for row in rows]
         self._writer.add_text(name, "\n".join(lines), step)
 
-    def close(self) -> None:
-        """Flush and close; idempotent."""
+    def close(self, failed: bool) -> None:
+        """Flush and close."""
         self._writer.close()
 
 
@@ -69,22 +71,25 @@ class WandbTracker:
                 dir=str(run_dir),
                 config=dataclasses.asdict(config),
             )
+            # W&B drops what is logged for a step before its last one, and a resumed run repeats steps: the number of
+            # the step is a figure of its own, over which W&B draws the others.
+            self._run.define_metric("*", step_metric=STEP)
         except wandb.errors.Error as error:
             raise RunError(f"logger.wandb.enabled=true, and W&B does not start: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log all values in one call."""
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, STEP: step})
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
         """Log one table for each step."""
         head = list(rows[0])
         data = [[_plain(row[column]) for column in head] for row in rows]
-        self._run.log({name: self._wandb.Table(columns=[*head], data=data)}, step=step)
+        self._run.log({name: self._wandb.Table(columns=[*head], data=data), STEP: step})
 
-    def close(self) -> None:
-        """Upload the remaining data; idempotent."""
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        """Upload the remaining data, and end the W&B run as finished or failed."""
+        self._run.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
@@ -113,8 +118,9 @@ class MlflowTracker:
             )
             mine = self._client.search_runs([number], f"tags.run_dir_id = '{_identity(folder)}'")
             tags = {"run_dir_id": _identity(folder), "run_dir": str(folder)}
-            run = mine[0] if mine else self._client.create_run(number, tags=tags, run_name=folder.name)
+            run = mine[0] if mine else self._client.create_run(number, tags=tags, run_name=settings.name or folder.name)
             self._id = run.info.run_id
+            self._client.update_run(self._id, status="RUNNING")  # the end of an earlier start has set another status
             for key, value in leaves(dataclasses.asdict(config)):
                 if _named(key) not in run.data.params:  # MLflow cannot change a parameter; the report lists changes
                     self._client.log_param(self._id, _named(key), value)
@@ -133,9 +139,12 @@ class MlflowTracker:
         table = [{column: _plain(value) for column, value in row.items()} for row in rows]
         self._client.log_dict(self._id, {"rows": table}, f"{_named(name)}/step_{step}.json")
 
-    def close(self) -> None:
-        """Mark the run as over; idempotent."""
-        self._client.set_terminated(self._id)
+    def close(self, failed: bool) -> None:
+        """End the MLflow run as finished or failed."""
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+Tracker = TensorBoardTracker | WandbTracker | MlflowTracker
 
 
 def _package_missing(name: str) -> RunError:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.errors import Problem, counted
 from megatron_grpo.config.paths import unlistable, unreadable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rollout_files import (
@@ -45,7 +45,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
             rows += min(report.rows, one.visits(report.rows))  # a repeated visit would have the same seeds
             if report.rows and not one.visits(report.rows):
                 least = f"{1 / report.rows:.2g} or more, or leave the set out"
-                text = f"visits none of the {report.rows} rows in an epoch; give {least}"
+                text = f"visits none of its {counted('row', report.rows)} in an epoch; give {least}"
                 problems.append(Problem(f"{key.removesuffix('path')}weight={one.weight:g}", text))
         if not report.problems and key not in training and report.rows == 0:
             problems.append(Problem(f"{key}={one.path}", "has no rows"))
@@ -79,7 +79,9 @@ def _too_few(config: Config, rows: int) -> Iterator[Problem]:
     (key, one), *others = training.items()
     subject = "data.train_sets" if others else f"{key}={one.path}"
     weighted = ", by weight, for an epoch" if any(one.weight != 1 for one in training.values()) else ""
-    yield Problem(subject, f"has {rows} rows{weighted}, fewer than the {wanted} prompts that are sampled together")
+    yield Problem(
+        subject, f"has {counted('row', rows)}{weighted}, fewer than the {wanted} prompts that are sampled together"
+    )
 
 
 def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:

@@ -58,7 +58,8 @@ def engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
         yield from _on_cpu(config)
         size = None if shape is None or shape.latent is not None else shape.head_dim
         if config.generates and not config.generation.server.urls and size not in (None, *CPU_HEAD_SIZES):
-            text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has {', '.join(map(str, CPU_HEAD_SIZES))}"
+            text = f"has heads of {size}, for which vLLM has no attention on a CPU; it has "
+            text += ", ".join(map(str, CPU_HEAD_SIZES))
             yield Problem(f"policy.model.path={config.policy.model.path}", text)
     yield from _batched_tokens(config)
     pipeline = config.generation.parallel.pipeline

@@ -13,7 +13,7 @@ from megatron_grpo.config.checks import config_problems
 from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.compose import Composed, compose_typed
-from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.errors import ConfigError, Problem, counted
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.preflight.data_files import recorded_max_num_steps, training_rows
 from megatron_grpo.preflight.engines import (
@@ -37,7 +37,7 @@ def summary(config: Config, start_from: Path | None) -> str:
     parts = [f"policy on {_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
     if config.value_model is not None and config.debug.train:
         parts.append(f"value model on {_ranks(config.value.parallel)}")
-    engines = f"{_counted('engine', generation.data)} of {_counted('rank', generation.ranks_per_engine)}"
+    engines = f"{counted('engine', generation.data)} of {counted('rank', generation.ranks_per_engine)}"
     parts.append(engines if config.generates else f"rollouts of {config.debug.rollouts_from}")
     where = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
     return (
@@ -51,7 +51,7 @@ def _ranks(parallel: ParallelConfig) -> str:
     layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     if parallel.expert > 1:
         layout += f", EP{parallel.expert}"
-    return _counted("rank", parallel.world_size) + (f" ({layout})" if layout else "")
+    return counted("rank", parallel.world_size) + (f" ({layout})" if layout else "")
 
 
 def _beginning(config: Config, start_from: Path | None) -> str:
@@ -61,10 +61,6 @@ def _beginning(config: Config, start_from: Path | None) -> str:
     if folder.resolve() in start_from.resolve().parents:
         return f"goes on after step {start_from.name.removeprefix('step_')} in {folder}"
     return f"begins in {folder} from {start_from}"
-
-
-def _counted(word: str, count: int) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 _OPEN = 2**31 - 1

@@ -19,7 +19,7 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.paths import unlistable, unwritable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start
+from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start, in_use
 from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.platform.hooks import untried_versions
@@ -27,7 +27,7 @@ from megatron_grpo.preflight.data_files import check_prompt_files, check_recordi
 from megatron_grpo.preflight.engines import engine_problems, sequence_problems
 from megatron_grpo.preflight.layout import engine_layout_problems
 from megatron_grpo.preflight.model import fp8_machine_problems, quantization_machine_problems
-from megatron_grpo.preflight.model_files import model_problems
+from megatron_grpo.preflight.model_files import model_problems, unused_tensors
 from megatron_grpo.weights.source import known_shape
 
 
@@ -57,6 +57,9 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
     lock = folder / LOCK_FILE
     if lock.exists() and not os.access(lock, os.W_OK):
         yield Problem(f"run_dir={config.run_dir}", f"{lock} is another user's; choose another run_dir")
+        return
+    if in_use(config.run_dir):
+        yield Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")
         return
     try:
         changes_since_last_start(folder, config)
@@ -121,6 +124,8 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
         *files,
         *folder_problems(config),
     ]
+    if not problems:
+        remarks += unused_tensors(config)
     for name, version, tried in untried_versions():
         text = f"is not among the versions that megatron_grpo was tried with, {tried}"
         remarks.append(Problem(f"{name} {version}", text))

@@ -34,14 +34,7 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    entries = global_entries(weight_entries(shape), shape, list(range(shape.layers)))
-    wanted = {
-        tensor.name.format(layer=layer, expert=expert): tensor.shape(shape)
-        for entry, layer, _ in entries
-        if not entry.zero_if_absent
-        for expert in wanted_experts(entry, shape)
-        for tensor in entry.hf
-    }
+    wanted = {name: expected for name, expected, required in _tensors_of(shape) if required}
     missing = [name for name in wanted if name not in shapes]
     if missing:
         more = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
@@ -50,6 +43,28 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
         if name in shapes and shapes[name] != expected:
             yield f"{name} has shape {list(shapes[name])}, but config.json implies {list(expected)}"
             return
+
+
+def _tensors_of(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Name and shape of every tensor of a model, and whether a folder must have it."""
+    for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers))):
+        for expert in wanted_experts(entry, shape):
+            for tensor in entry.hf:
+                yield tensor.name.format(layer=layer, expert=expert), tensor.shape(shape), not entry.zero_if_absent
+
+
+def unused_tensors(config: Config) -> Iterator[Problem]:
+    """The remark that the policy's folder, which has no problems, holds tensors that the model does not have."""
+    path = config.policy.model.path
+    if is_hub_name(path) or made_before_the_run(config, path):
+        return
+    folder, shape = Path(path), shape_of_folder(path)
+    derived = ("inv_freq", *(["lm_head.weight"] if shape.tied_embeddings else []))
+    unknown = _tensor_shapes(folder).keys() - {name for name, _, _ in _tensors_of(shape)}
+    unused = sorted(name for name in unknown if not name.endswith(derived))
+    if unused:
+        text = f"holds {len(unused)} tensor(s) that a model of its config.json does not have, which are not loaded"
+        yield Problem(f"policy.model.path={path}", f"{text}: {', '.join(unused[:_NAMED])}")
 
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -89,6 +104,8 @@ def _shapes_in(file: Path, missing: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+_NAMED = 3
+"""Most tensors that a remark names."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import threading
 import time
@@ -19,15 +20,23 @@ from megatron_grpo.platform.hooks import check_hooks
 
 QUEUE_SEGMENTS = "/dev/shm/psm_"
 """Beginning of the names that Python gives to the shared-memory segments of vLLM's queues; the rest is random."""
+_SEGMENTS = re.compile(rf"{QUEUE_SEGMENTS}|/dev/shm/.*-cpushm")
+"""Names of shared memory that vLLM does not remove: of its queues, and of its CPU collectives."""
+_SEMAPHORES = "/dev/shm/sem.mp-"
+"""Beginning of the names of semaphores that the end of a process by a signal leaves behind."""
 
 
-def queue_segments(process: psutil.Process) -> set[Path]:
-    """Files of the queue segments that a process has mapped; empty if the process is gone."""
+def shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
+    """Files of the shared memory that a process has mapped; empty if the process is gone.
+
+    With `killed` semaphores too, which a process that ends by itself removes.
+    """
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
-    return {Path(line.split()[-1]) for line in maps.splitlines() if QUEUE_SEGMENTS in line and "(deleted)" not in line}
+    files = {line.split()[-1] for line in maps.splitlines() if "/dev/shm/" in line and "(deleted)" not in line}
+    return {Path(file) for file in files if _SEGMENTS.match(file) or (killed and file.startswith(_SEMAPHORES))}
 
 
 def free(segments: Iterable[Path]) -> None:
@@ -101,5 +110,5 @@ def _exit_with_parent(parent: int) -> None:
     # A process started by multiprocessing knows its parent even if the parent is already gone.
     while os.getppid() == parent and not parent_is_gone():
         time.sleep(PARENT_CHECK_S)
-    free(queue_segments(psutil.Process()))
+    free(shared_files(psutil.Process(), killed=True))
     os._exit(1)

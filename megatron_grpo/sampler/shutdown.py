@@ -11,7 +11,7 @@ import psutil
 import ray
 
 from megatron_grpo.cluster.guardian import kill_stopped, lives
-from megatron_grpo.sampler.plugin import free, queue_segments
+from megatron_grpo.sampler.plugin import free, shared_files
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -46,7 +46,7 @@ def end_own(llm: AsyncLLM) -> None:
     """End the processes that the calling actor has started for its engine, and free their shared memory."""
     own = psutil.Process()
     children = own.children(recursive=True)
-    segments = set().union(*(queue_segments(process) for process in [own, *children]))
+    segments = set().union(*(shared_files(process) for process in [own, *children]))
     llm.shutdown(timeout=GRACE_S)
     kill_stopped(children)
     free(segments)
@@ -64,7 +64,7 @@ def end_processes(engine: EngineProcesses) -> list[int]:
             process = psutil.Process(pid)
             if process.create_time() == started:
                 family |= {process, *process.children(recursive=True)}
-    segments = set().union(*(queue_segments(process) for process in family))
+    segments = set().union(*(shared_files(process, killed=True) for process in family))
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.kill()

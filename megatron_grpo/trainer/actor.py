@@ -6,6 +6,7 @@ import gc
 import importlib
 import operator
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,8 @@ class RankActor:
     def import_packages(self) -> None:
         """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
         began = time.monotonic()
+        # Megatron-Core imports wandb where it is installed, whose temporary folders outlive a process that Ray ends.
+        sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None: an import fails
         from megatron_grpo.platform.device import current_platform, require_gpus
         from megatron_grpo.platform.hooks import check_hooks
 

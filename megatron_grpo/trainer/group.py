@@ -36,6 +36,8 @@ class TrainResult:
     """The loss function's metrics, reduced over all tokens of the step."""
     optimizer_steps: int = 1
     """Number of optimizer steps that the result covers."""
+    gpu_memory_gib: float = 0.0
+    """Most GPU memory of the tensors of a rank, GiB; 0 on a CPU."""
 
 
 class NonFiniteGradientError(RunError):
@@ -144,6 +146,7 @@ class RankGroup:
             grad_norm=shares[0].grad_norm,
             learning_rate=shares[0].learning_rate,
             metrics=metrics,
+            gpu_memory_gib=max(share.gpu_memory_gib for share in shares),
         )
 
     @property

@@ -22,13 +22,61 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megatron_grpo.config.schema import OptimizerConfig as AdamConfig
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.trainer.model.megatron_config import made
+
+
+class Schedule(OptimizerParamScheduler):
+    """Megatron-Core's learning-rate schedule, with the polynomial and the restarts that transformers has.
+
+    Args:
+        optimizer: the optimizer whose learning rates are set.
+        settings: rates and shape of the schedule.
+        steps: optimizer steps of the schedule, warm-up included.
+    """
+
+    def __init__(self, optimizer: Any, settings: AdamConfig, steps: int) -> None:
+        warmup = settings.warmup(steps)
+        steps = max(steps, warmup + 1)
+        self._settings = settings
+        super().__init__(
+            optimizer,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=steps,
+            lr_decay_style=_DECAY_STYLES.get(settings.decay_style, settings.decay_style),
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            wsd_decay_steps=min(settings.final_decay_steps or -(-steps // 10), steps - warmup),
+            lr_wsd_decay_style="linear",
+        )
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The learning rate of a parameter group at this step."""
+        style, warmup = self.lr_decay_style, self.lr_warmup_steps
+        warms_up = 0 < warmup >= self.num_steps
+        if style not in ("polynomial", "cosine_with_restarts") or warms_up or self.num_steps > self.lr_decay_steps:
+            return float(super().get_lr(param_group))
+        done = (self.num_steps - warmup) / (self.lr_decay_steps - warmup)
+        if style == "polynomial":
+            left = (1.0 - done) ** self._settings.decay_power
+        else:
+            cycle = done * self._settings.decay_cycles % 1.0 if done < 1 else 1.0
+            left = 0.5 * (1.0 + math.cos(math.pi * cycle))
+        low = float(param_group.get("min_lr", self.min_lr))
+        return low + left * (float(param_group.get("max_lr", self.max_lr)) - low)
+
 
 _DECAY_STYLES = {
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
     "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
 }
 """Megatron-Core's names of schedules, by transformers' names where the two differ."""
 
@@ -77,20 +125,7 @@ class ModelOptimizer:
         shard_by_boxes(self.optimizer)
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
-        warmup = settings.warmup(decay_steps)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=settings.lr,
-            min_lr=settings.min_lr,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=max(decay_steps, warmup + 1),
-            lr_decay_style=_DECAY_STYLES.get(settings.decay_style, settings.decay_style),
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
+        self.scheduler = Schedule(self.optimizer, settings, decay_steps)
 
     def zero_grad(self) -> None:
         """Zero the gradients of the previous step."""

@@ -147,7 +147,7 @@ class ModelRank(ABC):
             expert_metrics = self.routing.end()
             if shares and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
                 shares[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
-        return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=shares)
+        return StepShare(grad_norm, learning_rate, shares, gpu_memory_gib=_peak_memory_gib())
 
     def compute_gradients(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
@@ -351,3 +351,12 @@ class ValueRank(ModelRank):
     def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         """[rows, hidden] to values before each token, [rows], float32."""
         return model.output_layer(hidden), tokens
+
+
+def _peak_memory_gib() -> float:
+    """Most GPU memory of this process's tensors since the last call, GiB; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak

@@ -43,7 +43,8 @@ class HFFolderReader:
         """A slice [...] of a tensor, of shape `wanted.local_shape`, in the dtype of the file, contiguous, on the CPU.
 
         Raises:
-            ValueError: no such tensor, another shape than the model's config.json implies, or an unreadable file.
+            ValueError: no such tensor, another shape than the model's config.json implies, values that are not
+                finite, or an unreadable file.
         """
         file = self._file_of.get(wanted.name)
         if file is None:
@@ -62,7 +63,10 @@ class HFFolderReader:
             region[wanted.axis] = slice(wanted.start, wanted.stop)
             if wanted.start == wanted.stop:
                 return torch.empty(wanted.local_shape)
-        return tensor[tuple(region)].contiguous()
+        values: Tensor = tensor[tuple(region)].contiguous()
+        if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
+            raise ValueError(f"{file}: {wanted.name} has values that are not finite")
+        return values
 
     def _locate(self) -> dict[str, Path]:
         index, single = self._folder / INDEX_FILE, self._folder / SINGLE_FILE

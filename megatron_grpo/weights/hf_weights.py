@@ -153,7 +153,7 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
         folder: where the model's files are.
 
     Raises:
-        ValueError: a file or tensor is missing, damaged or of another shape than config.json implies.
+        ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
     """
     reader, groups = HFFolderReader(folder), chunks[0].pg_collection
     experts = _experts_of_rank(chunks[0], shape)

@@ -58,7 +58,7 @@ def download_config(path: str) -> str | None:
         # One request first: a download makes five, and logs a line for each, before it gives up.
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_PROBE_S)
         hf_hub_download(path, "config.json")
-    except _hub_errors() as error:
+    except hub_errors() as error:
         return _reason(error)
     return None
 
@@ -79,7 +79,7 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
 
     try:
         return Path(snapshot_download(path, allow_patterns=_WANTED))
-    except _hub_errors() as error:
+    except hub_errors() as error:
         raise RunError(f"{key}={path} could not be downloaded: {_reason(error)}") from error
 
 
@@ -92,7 +92,7 @@ def require_folder(folder: str) -> None:
         )
 
 
-def _hub_errors() -> tuple[type[Exception], ...]:
+def hub_errors() -> tuple[type[Exception], ...]:
     """Exceptions that a download raises: HTTP errors, no connection to the hub, no room for the files."""
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -57,7 +57,8 @@ def assert_same_model(output: Path, model: TinyModel) -> None:
 def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
     checkpoint = make_run(tiny_models[name], tmp_path / "run", Layout(tensor=2, pipeline=2))
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
-    subprocess.run(command, check=True, timeout=120)
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"wrote {tmp_path / 'out'} from {checkpoint}\n", "")
     assert_same_model(tmp_path / "out", tiny_models[name])
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 

@@ -63,7 +63,7 @@ class FakeModel(ABC):
         rectangles = in_rectangles(tokens)
         _, metrics = loss_fn(self.output(rectangles), rectangles, GlobalCounts.of(batch, sequences))
         found = {name: float(value) for name, value in metrics.items()}
-        return TrainResult(loss=found.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=found)
+        return TrainResult(loss=found.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=found, gpu_memory_gib=3.5)
 
     @abstractmethod
     def output(self, tokens: TokenFields) -> Tensor:

@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, folder: Path, grpo: GRPOConfig = LIMITS, loss: LossConfig | None = None) -> None:
         self.config = Config(grpo=grpo, checkpointing=CHECKPOINTING, loss_fn=loss or LossConfig())
-        self.state = default_grpo_save_state()
+        self.state, self.run_dir = default_grpo_save_state(), folder
         self.used = 0
         """Batches of prompts that steps have taken."""
         self.loader = SimpleNamespace(epoch=0)

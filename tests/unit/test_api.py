@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,35 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, UserObjects]]:
     """Configurations that would have been run, each with what was given beside it."""
     seen: list[tuple[Config, UserObjects]] = []
-    monkeypatch.setattr(api, "start", lambda config, given: seen.append((config, given)))
+    monkeypatch.setattr(api, "start", lambda config, given, began: seen.append((config, given)))
     return seen
+
+
+def test_the_start_up_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[float] = []
+    monkeypatch.setattr(api, "start", lambda config, given, called: began.append(called))
+    before = time.time()
+    megatron_grpo.train("+exp=quickstart")
+    between = time.time()
+    megatron_grpo.train("+exp=quickstart")
+    assert before <= began[0] <= between <= began[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("eval_dataset", "no such argument; TRL's eval_dataset is val_dataset here"),
+        ("reward_funcs", "no such argument; TRL's reward_funcs is rewards here"),
+        ("processing_class", "no such argument; TRL's processing_class is tokenizer here"),
+        ("args", "no such argument; TRL's args is config here"),
+        ("model", "no such argument; settings are in config; TRL's model is policy.model.path here"),
+        ("foo", "no such argument; settings are in config"),
+    ],
+)
+def test_arguments_of_another_name_are_told_theirs(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        megatron_grpo.train("+exp=quickstart", **{name: None})
+    assert [(problem.subject, problem.text) for problem in raised.value.problems] == [(name, text)]
 
 
 def test_a_mapping_is_a_command_line(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:
@@ -42,14 +70,21 @@ def test_a_mapping_is_a_command_line(started: list[tuple[Config, UserObjects]], 
     assert run.metrics == []
 
 
-@pytest.mark.parametrize("form", ["list", "dataset", "path"])
+@pytest.mark.parametrize("form", ["list", "generator", "dataset", "iterable dataset", "path"])
 def test_datasets_and_rewards(started: list[tuple[Config, UserObjects]], tmp_path: Path, form: str) -> None:
     def mine(completions: list[str], **_: Any) -> list[float]:
         return [0.0] * len(completions)
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    dataset = {"list": ROWS, "dataset": Dataset.from_list(ROWS), "path": path}[form]
+    whole = Dataset.from_list(ROWS)
+    dataset = {
+        "list": ROWS,
+        "generator": iter(ROWS),
+        "dataset": whole,
+        "iterable dataset": whole.to_iterable_dataset(),
+        "path": path,
+    }[form]
     megatron_grpo.train(
         ["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "env.addition.reward_weights=[1,0.5]", "checkpointing=none"],
         train_dataset=dataset,
@@ -80,7 +115,7 @@ def test_mistakes_are_told_and_leave_nothing(started: list[tuple[Config, UserObj
     with pytest.raises(ConfigError, match=r"val_dataset\[1\] +cannot be kept as JSON: .* set .*; give numbers, texts"):
         megatron_grpo.train(base, train_dataset=ROWS, val_dataset=rows)
     assert not (tmp_path / "r" / "data").exists()
-    with pytest.raises(ConfigError, match=r"train_dataset +is int; give a list of dicts"):
+    with pytest.raises(ConfigError, match=r"train_dataset +is int; give rows \(a list of dicts, a datasets"):
         megatron_grpo.train(base, train_dataset=3)
     with pytest.raises(ConfigError, match="fewer than the 32 prompts"):
         megatron_grpo.train([*base, "checkpointing=none"], train_dataset=ROWS[:5])

@@ -52,6 +52,11 @@ def put_loop_in_place(
     return started
 
 
+def with_note(error: BaseException, note: str) -> BaseException:
+    error.add_note(note)
+    return error
+
+
 def test_help_names_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
@@ -136,6 +141,11 @@ def test_the_quickstart_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (RunError("engine 0 died"), 1, "run failed: engine 0 died\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            with_note(KeyboardInterrupt("SIGTERM"), "step_4 is the last one"),
+            143,
+            "interrupted; step_4 is the last one\n",
+        ),
     ],
 )
 def test_a_failed_run_prints_one_line(
@@ -218,7 +228,8 @@ def test_check_compares_the_adapters_of_the_checkpoint(tmp_path: Path, capsys: p
 
 def test_check_sees_that_another_run_holds_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with claimed_run_directory(str(tmp_path)):
-        assert command.main(["+exp=quickstart", "--check", f"run_dir={tmp_path}"]) == 2
+        for option in ([], ["--check"]):
+            assert command.main(["+exp=quickstart", f"run_dir={tmp_path}", *option]) == 2
     assert "is in use by another run that is still alive" in capsys.readouterr().err
 
 

@@ -121,6 +121,13 @@ NEEDS = {
 }
 """Keys by the switch (KEY=VALUE) that they need; a name that ends in a point is a section."""
 
+OF_STYLE = {
+    "decay_power": "polynomial",
+    "decay_cycles": "cosine_with_restarts",
+    "final_decay_steps": "warmup_stable_decay",
+}
+"""Keys of an optimizer that one decay_style reads."""
+
 _Unused = tuple[object, str, str]
 """A row: whether settings are unused, their keys (a name that ends in a point is a section), and what they need or why
 they change nothing. LOOP and PASSES stand for keys of the algorithm, as in `Rule`."""
@@ -200,6 +207,8 @@ def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
     for section, optimizer in (("policy.optimizer", policy.optimizer), ("value.optimizer", config.value.optimizer)):
         keys, text = f"{section}.min_lr {section}.decay_steps", f"needs {section}.decay_style=linear or cosine"
         yield optimizer.is_constant, keys, text
+        for name, style in OF_STYLE.items():
+            yield optimizer.decay_style != style, f"{section}.{name}", f"needs {section}.decay_style={style}"
     fused = policy.logprob_kernel == "fused" or (policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
     yield fused, "policy.logprob_chunk_size", "is for policy.logprob_kernel=chunked"
 

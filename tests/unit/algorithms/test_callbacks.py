@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -45,6 +45,31 @@ class Watcher(Callback):
 
     def on_end(self, step: int) -> None:
         self.told.append(("end", step))
+
+
+class Saver(Callback):
+    """Wants a checkpoint of the third step, and keeps what it is told of starts and checkpoints."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_start(self, step: int, run_dir: Path) -> None:
+        self.told.append((step, run_dir))
+
+    def on_step(self, step: int, metrics: Any) -> Literal["save"] | None:
+        return "save" if step == 3 else None
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        self.told.append((step, folder))
+
+
+def test_a_callback_may_ask_for_a_checkpoint(tmp_path: Path) -> None:
+    run, saver = Run(tmp_path), Saver()
+    run.callbacks = Callbacks([saver])
+    run.checkpointer.on_publish = partial(run.callbacks.tell, "on_checkpoint")
+    run.train(steps=5)
+    folder = tmp_path / "checkpoints"
+    assert saver.told == [(0, tmp_path), *((step, folder / f"step_{step}") for step in (2, 3, 4, 5))]
 
 
 def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,7 @@ def test_what_dynamic_sampling_dropped_is_in_the_figures_of_sampling(tmp_path: P
     assert [[one.prompt_idx for one in group.outcomes] for group in trained_on] == [[0, 0], [1, 1]]
     assert len(report.sampled) == 6, "what was dropped is told of, too"
     assert report.throughput["samples_per_s"] * report.timing["total"] == pytest.approx(4), "that were trained on"
+    assert report.throughput["gpu_memory_gib"] == 3.5
 
 
 @pytest.mark.parametrize("right", [True, None])

@@ -108,6 +108,11 @@ def test_a_single_optimizer_step_is_reported_as_it_is() -> None:
     assert combine_results([only], [5.0]) is only
 
 
+def test_the_memory_of_a_step_is_that_of_its_largest_optimizer_step() -> None:
+    results = [TrainResult(loss=0, grad_norm=0, learning_rate=0, gpu_memory_gib=peak) for peak in (3.0, 7.0, 5.0)]
+    assert combine_results(results, [1.0, 1.0, 1.0]).gpu_memory_gib == 7.0
+
+
 def test_sequences_without_a_token_in_the_loss_get_no_optimizer_step() -> None:
     """Momentum and weight decay would move the weights all the same."""
     policy, batch = RecordingPolicy(), make_batch()

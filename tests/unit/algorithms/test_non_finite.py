@@ -39,7 +39,7 @@ def check(samples: Sequence[Trajectory], folder: Path) -> None:
     ("field", "what"),
     [
         ("reward", "the reward is not finite"),
-        ("style", "a reward function's reward is not finite"),
+        ("style", "the reward of style is not finite"),
     ],
 )
 def test_bad_samples(tmp_path: Path, field: str, what: str, value: float) -> None:

@@ -172,3 +172,17 @@ def test_who_hangs(state: str, silence_s: float, hangs: bool) -> None:
 
 def heartbeat(phases: list[Phase]) -> Heartbeat:
     return Heartbeat("policy rank 0", 1, "here", "machine", 20.0, tuple(phases), idle_since=13.0, last_phase=None)
+
+
+def test_the_last_error_of_a_process_that_is_gone_is_quoted(folder: Path) -> None:
+    name = "generation engine 0 core"
+    with logged_processes(folder, {name: SLEEPS}) as processes:
+        processes[name].kill()
+        processes[name].wait()
+        with log_file(folder, name).open("a") as log:
+            log.write(
+                "ValueError: an earlier one\n(EngineCore pid=7) ERROR 11-24 [core.py:1] RuntimeError: no room\nend\n"
+            )
+        text = report_hanging(["generation engine 0"])
+    assert "its process is gone" in text
+    assert text.endswith(f"; {log_file(folder, name)} ends with RuntimeError: no room")

@@ -164,3 +164,16 @@ def test_without_a_driver_nothing_is_logged(tmp_path: Path) -> None:
     )
     assert done.stdout == b"here\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("megatron_grpo.full")
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  # the log closes it
+    with driver_log(tmp_path, "info"):
+        current = current_log()
+        assert current is not None
+        assert isinstance(current.handler, logging.StreamHandler)
+        current.handler.stream = current.stream = full
+        for number in range(5):
+            logger.info("record %d", number)
+    assert capsys.readouterr().err == "/dev/full lacks records from now on: [Errno 28] No space left on device\n"

@@ -7,8 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 
 from megatron_grpo.cluster.machines import malformed, unreachable
 from megatron_grpo.cluster.ray_cluster import RayCluster
@@ -73,3 +76,15 @@ def test_nobody_listens() -> None:
     with pytest.raises(RunError, match=rf"no Ray cluster answers at cluster.ray_address={address}: Connection refused"):
         RayCluster(ClusterConfig(ray_address=address)).start()
     assert time.monotonic() - begin < 5
+
+
+def test_the_temporary_files_of_a_ray_of_its_own_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = tmp_path / "session_1"
+    (session / "logs").mkdir(parents=True)
+    started = SimpleNamespace(address_info={"session_dir": str(session)})
+    monkeypatch.setattr(ray, "init", lambda **_: started)
+    cluster = RayCluster(ClusterConfig(gpus_per_node=0))
+    cluster.start()
+    assert session.is_dir()
+    cluster.shutdown()
+    assert not session.exists()

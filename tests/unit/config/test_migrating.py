@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from trl import GRPOConfig
 
+from megatron_grpo.config.keys import keys
 from megatron_grpo.preflight.load import compose_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"
@@ -30,6 +34,16 @@ def test_a_line_composes(given: list[str], line: str) -> None:
     if "data" in keys:
         base = [one for one in base if not one.startswith("data.train_path")]
     compose_config([*base, *overrides, *NEEDS.get(overrides[0], [])])
+
+
+def test_defaults_that_differ_are_told_as_they_are() -> None:
+    text = PAGE.read_text().partition("### Defaults that differ")[2].partition("\n\n`GRPOTrainer")[0]
+    rows = re.findall(r"^\| `(\w+)=(.+?)` \((.+?)\) \| `([\w.]+)=(\S+?)`", text, flags=re.MULTILINE)
+    assert len(rows) == 8
+    theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    for name, value, ours, key, wanted in rows:
+        assert theirs[name] == ast.literal_eval(value), name
+        assert keys()[key].default_text == ours.partition(",")[0] != wanted
 
 
 def test_the_tables_are_of_three_frameworks() -> None:

@@ -138,8 +138,8 @@ TOKENIZER = "policy.model.path here: the tokenizer is in the folder of the model
         ("do_train", "TRL's do_train is debug.train here"),
         (
             "overwrite_output_dir",
-            "TRL's overwrite_output_dir is checkpointing.resume here: with none a run begins anew, in a run_dir without "
-            "checkpoints",
+            "TRL's overwrite_output_dir is checkpointing.resume here: with none a run begins anew, in a run_dir "
+            "without checkpoints",
         ),
         ("logging_steps", "leave it out, since every step is logged"),
         ("disable_tqdm", "TRL's disable_tqdm is logger.progress here: false is quiet"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.schema import CheckpointingConfig
+from megatron_grpo.config.schema import CheckpointingConfig, Config, DataConfig
 from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.controller.checkpoints import Checkpointer, named_checkpoint
+from megatron_grpo.controller.directory import record_start
 from tests.support.checkpoints import fake_models
 
 
@@ -132,3 +135,37 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a checkpoint: it has no state\.json"):
         resuming(tmp_path, tmp_path)
     assert resuming(tmp_path, "none") is resuming(tmp_path, "auto") is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("PytorchStreamWriter failed"), RunError("rank 0 failed")], ids=repr)
+def test_a_full_disk_is_told_and_the_partial_folder_removed(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = saved(tmp_path, {1: None})
+
+    def fail(folder: str, **_: object) -> None:
+        Path(folder, "part").write_bytes(b"0" * 100)
+        raise error
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    last = re.escape(str(checkpointer.path(1)))
+    with pytest.raises(RunError, match=f"step_2 cannot be written: the disk is full; {last} is the last checkpoint"):
+        checkpointer.begin(2, {}, {}, {"megatron": SimpleNamespace(save_checkpoint=fail)})  # type: ignore[dict-item]
+    assert [entry.name for entry in checkpointer.folder.iterdir()] == ["step_1"]
+
+
+def test_a_checkpoint_has_other_names(tmp_path: Path) -> None:
+    config = Config(data=DataConfig(val_path="rows.jsonl"))
+    record_start(tmp_path, config)
+    checkpointer = saved(tmp_path, {1: 0.1, 2: 0.9, 3: 0.2})
+    folder = checkpointer.folder
+    assert named_checkpoint(folder / "best") == folder / "step_2"
+    assert named_checkpoint(folder / "newest") == folder / "step_3"
+    assert named_checkpoint(folder / "step_7") == folder / "step_7"
+    config.checkpointing.higher_is_better = False
+    record_start(tmp_path, config)
+    assert named_checkpoint(folder / "best") == folder / "step_1"
+    (folder / "best").mkdir()
+    assert named_checkpoint(folder / "best") == folder / "best"
+    with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config.yaml"):
+        named_checkpoint(tmp_path / "other" / "checkpoints" / "best")

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_grpo.cluster.guardian import keep_sigterm_handler, sigterm_interrupts
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.controller.lifetime import end_recorded
+from megatron_grpo.controller.lifetime import StartupParts, end_recorded
 from megatron_grpo.observability.summary import RunEnd, write_summary
 
 ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "throughput": {}}
@@ -49,7 +49,7 @@ def recorded(folder: Path, *, report: bool = False, write: Any = None) -> Abstra
     ids=repr,
 )
 def test_a_start_that_fails_says_why(error: BaseException, outcome: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(type(error)), recorded(tmp_path):
+    with pytest.raises(KeyboardInterrupt if isinstance(error, SystemExit) else type(error)), recorded(tmp_path):
         raise error
     written = summary(tmp_path)
     assert written["outcome"] == outcome
@@ -167,3 +167,14 @@ def test_sigterm_interrupts_whatever_a_library_made_of_it() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_each_part_of_a_start_is_told_as_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = StartupParts()
+    with parts.part("ray"):
+        assert capsys.readouterr().out == "starting Ray\n"
+    with parts.part("refit"), parts.part("waiting"):
+        pass
+    with parts.part("refit"):
+        pass
+    assert capsys.readouterr().out == "sending the weights to the engines\nwaiting for models and engines\n"

@@ -58,6 +58,17 @@ def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:
     }
 
 
+def test_further_fields_of_a_processor_reach_the_environment() -> None:
+    found = prompt_of(changed(level="hard", __extra__={"source": "web", "ground_truth": "lost"}), ROW)
+    assert found["extra_env_info"] == {
+        "level": "hard",
+        "source": "web",
+        "ground_truth": "two",
+        "answer": "two",
+        REFERENCE: "two",
+    }
+
+
 def test_what_a_processor_leaves_open() -> None:
     bare = changed(task_name="ABSENT", length="ABSENT", idx="ABSENT", extra_env_info=None)
     datum = prompt_of(bare, {"question": "1+1", "answer": 2})

@@ -317,12 +317,17 @@ def test_what_functions_log_is_kept() -> None:
     assert [score.notes for score in scores] == [{"words": '["x", "y"]'}, {"words": "[]"}]
 
 
-def test_a_failure_can_count_as_having_no_opinion() -> None:
+def test_a_failure_can_count_as_having_no_opinion(caplog: pytest.LogCaptureFixture) -> None:
     functions = {"bad": raises_on_c, "good": length_reward}
     tolerant = RewardFunctionEnvironment(functions, dict.fromkeys(functions, 1.0), None, tolerant=True)
-    scores = tolerant.score([request("a", "b"), request("a", "c")])
-    assert [(score.reward, score.errors) for score in scores] == [(2.0, 0), (1.0, 1)], "only the one it fails over"
-    assert scores[1].parts == {"good": 1.0}
+    for _ in range(2):
+        scores = tolerant.score([request("a", "b"), request("a", "c")])
+        assert [(score.reward, score.errors) for score in scores] == [(2.0, 0), (1.0, 1)], "only the one it fails over"
+        assert scores[1].parts == {"good": 1.0}
+    (record,) = caplog.records
+    assert re.search(
+        r"\.raises_on_c raised \w+: .* \(test_reward_environment\.py:\d+\); its reward is None", record.message
+    )
 
 
 def stuck(completions: list[str], **_: Any) -> list[float]:

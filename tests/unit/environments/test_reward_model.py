@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import RewardModelConfig
+from megatron_grpo.environments import reward_model
 from megatron_grpo.environments.reward_model import RewardModel, model_problem
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -67,3 +69,19 @@ def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> 
     model._tokenizer.chat_template = None
     with pytest.raises(RunError, match="has no chat template"):
         model.rewards(prompts, completions)
+
+
+def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_model, "local_folder", lambda name: folder if name == "org/there" else None)
+    monkeypatch.setattr(reward_model, "download_config", lambda name: f"no {name}")
+    monkeypatch.setattr(reward_model, "model_folder", lambda name, key: folder if name == "org/there" else None)
+    assert model_problem("org/there") is None
+    assert model_problem("org/gone") == (
+        "is no folder here, nor in the Hugging Face cache, and the hub says: no org/gone"
+    )
+    made: list[Any] = []
+    actor = SimpleNamespace(remote=lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(reward_model.ray, "remote", lambda **_: lambda _: actor)
+    client, _ = reward_model.start_reward_model("org/there", RewardModelConfig(num_workers=2))
+    assert [arguments[0] for arguments in made] == [str(folder)] * 2
+    assert client.path == "org/there"

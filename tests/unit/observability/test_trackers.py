@@ -5,11 +5,14 @@ from __future__ import annotations
 import html
 import json
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.observability.run_logger import RunLogger, one_a_group, prompt_text, sample_row
@@ -82,7 +85,7 @@ def test_tensorboard_shows_a_cell_as_it_was_written(tmp_path: Path) -> None:
 
     tracker = TensorBoardTracker(tmp_path, None)
     tracker.table(1, "train/completions", [{"response": 'it\'s "#1" &amp; <b>\rnext\r\nlast'}])
-    tracker.close()
+    tracker.close(False)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (event,) = events.Tensors("train/completions/text_summary")
@@ -129,6 +132,103 @@ def test_mlflow_keeps_figures_tables_and_the_configuration(tmp_path: Path, confi
     assert run.info.status == "FINISHED"
     names = [one.path for one in client.list_artifacts(run.info.run_id, "train/completions")]
     assert names == ["train/completions/step_1.json", "train/completions/step_3.json"]
+
+
+def leveldb_records(log: bytes, begin: int) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: pieces with a header of 7 bytes, which no border of 32 KiB cuts.
+
+    `begin`: place of the log in its file, from whose beginning the borders are counted.
+    """
+    place, record = 0, b""
+    while place + 7 <= len(log):
+        left = 2**15 - (place + begin) % 2**15
+        if left < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
+        record += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the whole record, or its last piece
+            yield record
+            record = b""
+
+
+def failing_run(folder: Path, config: Config, steps: tuple[int, ...], resume_step: int | None = None) -> None:
+    """A run that logs these steps and fails."""
+
+    def run() -> None:
+        with ExitStack() as stack:
+            logger = RunLogger(folder, config, resume_step)
+            stack.push(logger.__exit__)
+            for step in steps:
+                log_step(logger, step)
+            raise RunError("an engine died")
+
+    with pytest.raises(RunError):
+        run()
+
+
+def test_mlflow_is_told_that_a_run_failed_and_goes_on(tmp_path: Path, config: Config) -> None:
+    import mlflow
+
+    config.logger.mlflow.enabled, config.logger.mlflow.name = True, "mine"
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+    def found() -> tuple[str, str]:
+        (run,) = client.search_runs([client.get_experiment_by_name("megatron_grpo").experiment_id])
+        return run.info.run_name, run.info.status
+
+    failing_run(tmp_path, config, (1, 2))
+    assert found() == ("mine", "FAILED")
+    logger = RunLogger(tmp_path, config, resume_step=1)
+    assert found() == ("mine", "RUNNING")
+    logger.close()
+    assert found() == ("mine", "FINISHED")
+
+
+def test_wandb_keeps_repeated_steps_and_is_told_that_a_run_failed(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    config.logger.wandb.enabled, config.logger.wandb.mode = True, "offline"
+    failing_run(tmp_path, config, (1, 2, 3, 2, 3))
+    (store,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    content_when_written(store, b"timing/total")
+    steps, codes = [], []
+    for data in leveldb_records(store.read_bytes()[7:], begin=7):
+        record = Record()
+        record.ParseFromString(data)
+        named = {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
+        if "train/reward" in named:
+            steps.append((json.loads(named["step"]), json.loads(named["train/reward"])))
+        if record.HasField("exit"):
+            codes.append(record.exit.exit_code)
+    assert steps == [(step, step / 3) for step in (1, 2, 3, 2, 3)]
+    assert codes == [1]
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+
+    def fail(tracker: object, step: int, values: object) -> None:
+        calls.append(step)
+        raise FileNotFoundError("no folder tensorboard")
+
+    monkeypatch.setattr(TensorBoardTracker, "log", fail)
+    config.logger.tensorboard = True
+    logger = RunLogger(tmp_path, config)
+    for step in (1, 2):
+        log_step(logger, step)
+    logger.close()
+    assert calls == [1]
+    text = "TensorBoard gets no more figures, and the run goes on without it: FileNotFoundError: no folder tensorboard"
+    assert capsys.readouterr().out.count(text) == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_row_of_a_table_by_hand() -> None:

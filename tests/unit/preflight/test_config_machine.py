@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.controller.directory import claimed_run_directory, record_start
@@ -25,6 +27,14 @@ from tests.support.config_problems import SMALL, problems_of
         ('{"prompt": "1?"}', "no column 'answer' (data.answer_key)"),
         ('{"prompt": 1, "answer": "1"}', "neither a text nor a list"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}', "neither a text nor a list"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": null}], "answer": "1"}',
+            "column 'prompt' has a message (number 2) whose content is null; it must be text",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "answer": "1"}',
+            "column 'prompt' has a message (number 1) whose content is a list of parts; it must be text",
+        ),
         ('{"prompt": "1?", "answer": null}', "column 'answer' (data.answer_key) is null"),
         ('{"prompt": "1?", "answer": "1", "task_name": ["code"]}', "task_name ['code'] is no environment"),
         ('{"prompt": ' + "9" * 5000 + "}", "is no JSON that can be read"),
@@ -239,3 +249,18 @@ def test_long_names_are_told_in_one_message(given: list[str]) -> None:
     problems = problems_of([*given, *(f"{key}={long}" for key in keys)])
     assert [subject.partition("=")[0] for subject in problems] == [*keys]
     assert all("too long" in text for text in problems.values())
+
+
+def test_a_single_row_is_counted_as_one(given: list[str], rows: Path) -> None:
+    rows.write_text(json.dumps({"prompt": "1?", "answer": "1"}) + "\n")
+    text = "has 1 row, fewer than the 32 prompts that are sampled together"
+    assert problems_of(given)[f"data.train_path={rows}"] == text
+
+
+def test_tensors_that_the_model_does_not_have_are_remarked_on(given: list[str], model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = {**load_file(file), "model.layers.9.extra.weight": torch.zeros(2), "rotary.inv_freq": torch.zeros(2)}
+    save_file(tensors, file)
+    found = {remark.subject: remark.text for remark in check_overrides(given).remarks}
+    text = "holds 1 tensor(s) that a model of its config.json does not have, which are not loaded"
+    assert found[f"policy.model.path={model}"] == f"{text}: model.layers.9.extra.weight"

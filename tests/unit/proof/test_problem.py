@@ -1,4 +1,4 @@
-"""transformers' results that layouts are compared with: for models on which its defaults differ from training, or fail."""
+"""transformers' results, which layouts are compared with, for models on which its defaults fail or differ."""
 
 from __future__ import annotations
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 
+from megatron_grpo.sampler.plugin import shared_files
 from megatron_grpo.sampler.shutdown import EngineProcesses, end_processes
 
 FAMILY = """
@@ -80,3 +83,16 @@ def test_a_younger_process_with_a_number_that_was_used_before_is_left_alone() ->
         assert end_processes(known(members, later_s=-100.0)) == []
         assert not any(map(gone, members))
         assert segment.exists()
+
+
+def test_all_kinds_of_shared_memory_that_vllm_leaves_are_found() -> None:
+    stem = f"/dev/shm/{os.getpid()}"
+    files = [Path(f"{stem}-[0-1]-cpushm_0"), Path(f"/dev/shm/sem.mp-{os.getpid()}"), Path(f"{stem}-other")]
+    with ExitStack() as stack:
+        for file in files:
+            stack.callback(file.unlink, missing_ok=True)
+            file.write_bytes(bytes(mmap.PAGESIZE))
+            stack.enter_context(mmap.mmap(stack.enter_context(file.open("r+b")).fileno(), 0))
+        own = psutil.Process()
+        assert shared_files(own) & {*files} == {files[0]}
+        assert shared_files(own, killed=True) & {*files} == {*files[:2]}

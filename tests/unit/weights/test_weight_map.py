@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,3 +181,12 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
     with pytest.raises(ValueError, match="already exists"):
         write_hf_folder([], tmp_path / "source", tmp_path / "source")
+
+
+def test_a_tensor_with_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, math.nan])}, tmp_path / "model.safetensors")
+    reader = HFFolderReader(tmp_path)
+    slices = {name: WeightSlice(name, (2,), None, 0, 0) for name in "ab"}
+    assert reader.read(slices["a"]).tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match=r"model.safetensors: b has values that are not finite"):
+        reader.read(slices["b"])
