@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +31,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
-from megatron_grpo.platform.device import environment
+from megatron_grpo.platform.device import current_platform, environment
+from megatron_grpo.trainer.plain_pickles import open_checkpoint, plain_layer_state, unlisted
 from megatron_grpo.weights.hf_weights import ADAPTER_PARAMETERS
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ def errors_in_one_line(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except RunError:
-        raise
     except (Exception, CheckpointException) as error:
         first: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:  # its text is the traceback of every rank
             first = next(iter(error.failures.values()))[0]
+        if isinstance(first, pickle.UnpicklingError):
+            first = unlisted("one of its tensors", first)
+        if isinstance(first, RunError):
+            raise RunError(f"{what}: {first}") from error
         line = str(first).strip().partition("\n")[0]
         raise RunError(f"{what}: {type(first).__name__}: {line}") from error
 
@@ -65,20 +68,24 @@ logger = logging.getLogger(__name__)
 
 
 class ResultsFile:
-    """A queue for one result, put by this process or by a process that it forked; taking the result deletes the file.
+    """A queue for one result, put by this process or by a process that it forked.
 
     A full pipe would block the writer until it is read. Megatron-Core itself would start a manager process for each
-    save, which takes seconds to import everything anew and outlives a rank that is killed.
+    save, which takes seconds to import everything anew and outlives a rank that is killed. The file has no name, so no
+    other process can write what is unpickled here.
     """
 
     def __init__(self) -> None:
-        self._file = Path(tempfile.gettempdir()) / f"megatron_grpo_{os.getpid()}_{id(self)}.results"
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the result was taken
 
     def put(self, result: Any) -> None:
-        """Write the result, which appears in one piece."""
-        partial = self._file.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps(result))
-        partial.replace(self._file)
+        """Write the result; its length, which comes last, tells that it is complete."""
+        content = pickle.dumps(result)
+        length = len(content).to_bytes(_LENGTH_BYTES)
+        self._file.seek(_LENGTH_BYTES)
+        self._file.write(content)
+        self._file.flush()
+        os.pwrite(self._file.fileno(), length, 0)
 
     def get_nowait(self) -> Any:
         """Take the result.
@@ -86,14 +93,15 @@ class ResultsFile:
         Raises:
             queue.Empty: no result was put yet.
         """
-        try:
-            content = self._file.read_bytes()
-        except FileNotFoundError:
-            raise queue.Empty from None
-        self._file.unlink()
+        length = int.from_bytes(os.pread(self._file.fileno(), _LENGTH_BYTES, 0))
+        if not length:
+            raise queue.Empty
+        content = os.pread(self._file.fileno(), length, _LENGTH_BYTES)
+        self._file.close()
         return pickle.loads(content)  # safe: written by a process that this one forked
 
 
+_LENGTH_BYTES = 8
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -186,21 +194,18 @@ class RankCheckpoint:
         classes: list[Any] = [value for group in groups for value in group.values() if isinstance(value, type)]
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
             state = sharded_state(rank, is_loading=True)
-            common = dist_checkpointing.load_common_state_dict(folder)
+            common = open_checkpoint(folder)
             _refuse_another_kind(common, state)
             if common["layout"] == state["layout"]:
                 state["random"] = _random_state_shard()
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
             loaded = _load(state, folder)
-            # Transformer Engine pickles the scales of the FP8 recipe delayed, and refuses to load pickles unless told
-            # that they can be trusted, as Megatron-Core's own files of a checkpoint have to be.
-            with environment(NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE="1"):
-                set_weights(rank.chunks, loaded["model"])
-                if "reference" in loaded:
-                    assert rank.reference is not None
-                    set_weights(rank.reference, loaded["reference"])
-                    rank.reference_moved = True
+            set_weights(rank.chunks, loaded["model"])
+            if "reference" in loaded:
+                assert rank.reference is not None
+                set_weights(rank.reference, loaded["reference"])
+                rank.reference_moved = True
             rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
             if "random" in loaded:
                 torch.set_rng_state(loaded["random"]["torch"])
@@ -270,11 +275,23 @@ def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None)
 
 
 def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    """Set weights that were loaded as `sharded_weights` lists them."""
+    """Set weights that were loaded as `sharded_weights` lists them.
+
+    Raises:
+        RunError: the pickled state of a layer names something that is not on its list.
+    """
     partial = any(_is_adapters(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
-        # A checkpoint of adapters lacks the base model's weights.
-        missing, unexpected = chunk.load_state_dict(loaded[str(number)], strict=not partial)
+        weights = loaded[str(number)]
+        if current_platform().name == "cuda":  # layers on a CPU have no such state
+            weights = {
+                name: plain_layer_state(name, value) if "_extra_state" in name and isinstance(value, Tensor) else value
+                for name, value in weights.items()
+            }
+        # Transformer Engine pickles the scales of the FP8 recipe delayed, and loads pickles only when told that it may.
+        with environment(NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE="1"):
+            # A checkpoint of adapters lacks the base model's weights.
+            missing, unexpected = chunk.load_state_dict(weights, strict=not partial)
         assert not unexpected, f"no parameter is called {unexpected}"
         assert not any(map(_is_adapters, missing)), f"nothing was loaded for {missing}"
 

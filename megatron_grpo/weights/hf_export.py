@@ -52,6 +52,7 @@ def export_checkpoint(
     from megatron_grpo.trainer.checkpoint import errors_in_one_line, set_weights, sharded_weights
     from megatron_grpo.trainer.model.build import build_model
     from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+    from megatron_grpo.trainer.plain_pickles import open_checkpoint
 
     config = PolicyConfig(precision=precision, lora=lora)
     initialize_parallel(config.parallel, rank=0, store=HashStore(), seed=0, timeout_s=600)
@@ -60,7 +61,7 @@ def export_checkpoint(
         if lora.rank and adapters_of is None:
             load_hf_weights(chunks, shape, source)
         with errors_in_one_line(f"{weights} cannot be loaded as {source}"):
-            metadata = dist_checkpointing.load_content_metadata(str(weights))
+            metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(weights))
             state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(weights))
             set_weights(chunks, state["model"])
         try:

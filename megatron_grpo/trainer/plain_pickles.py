@@ -1,0 +1,150 @@
+"""Reads the pickles of a distributed checkpoint by lists of the classes that they may name, so that no file runs code.
+
+torch reads `.metadata` and the objects among the tensors without such a list, and Transformer Engine its layers' state.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from megatron_grpo.config.errors import RunError
+
+Allowed = dict[str, frozenset[str]]
+"""Names that a pickle may import, by module."""
+
+_DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+_PATHS = frozenset({"PosixPath", "PurePosixPath"})
+_OF_METADATA: Allowed = {
+    "collections": frozenset({"OrderedDict"}),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
+    "torch": _DTYPES | {"Size"},
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.planner": frozenset(
+        {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
+    ),
+    "torch.serialization": frozenset({"_get_layout"}),
+}
+_OF_LAYER_STATE: Allowed = {
+    "collections": frozenset({"OrderedDict"}),
+    "torch._utils": frozenset({"_rebuild_tensor_v2"}),
+    "torch.storage": frozenset({"_load_from_bytes"}),
+    "transformer_engine.common.recipe": frozenset(
+        {
+            "DelayedScaling",
+            "Float8BlockScaling",
+            "Float8CurrentScaling",
+            "Format",
+            "MMParams",
+            "MXFP8BlockScaling",
+            "NVFP4BlockScaling",
+            "QParams",
+            "_FormatHelper",
+        }
+    ),
+}
+_ADVICE = "which no checkpoint of a run does: loading it could run code of whoever wrote it; take the file from the run"
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, where: str, allowed: Allowed) -> None:
+        super().__init__(file)
+        self._where, self._allowed = where, allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self._allowed.get(module, ()):
+            raise RunError(f"{self._where} names {module}.{name}, {_ADVICE}")
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # it would unpickle without a list
+            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+        return super().find_class(module, name)
+
+
+def _load_metadata(file: Any) -> Any:
+    return _Unpickler(file, str(file.name), _OF_METADATA).load()
+
+
+_load_bytes = DefaultLoadPlanner.load_bytes
+
+
+def _load_plain_bytes(planner: DefaultLoadPlanner, item: ReadItem, content: io.BytesIO) -> None:
+    """Give torch's planner a copy of what could be read with `weights_only`, which the planner's own reading is not."""
+    copy = io.BytesIO()
+    torch.save(_load_plain(content, f"its entry {item.dest_index.fqn}"), copy)
+    copy.seek(0)
+    _load_bytes(planner, item, copy)
+
+
+def _load_plain(file: Path | io.BytesIO, where: str) -> Any:
+    """Load a file of torch.save that holds tensors, numbers and texts alone; RunError when it names something else."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise unlisted(where, error) from None
+
+
+def unlisted(where: str, error: pickle.UnpicklingError) -> RunError:
+    """Message for a file that torch refused, without torch's advice to load it all the same.
+
+    Args:
+        where: the file, or the entry of a checkpoint.
+        error: torch's error, which names in a text of many lines what the file may not.
+    """
+    _, found, rest = str(error).partition("GLOBAL ")
+    if not found:
+        return RunError(f"{where} is damaged, or no file of torch.save")
+    return RunError(f"{where} names {rest.split()[0]}, {_ADVICE}")
+
+
+def open_checkpoint(folder: str | Path) -> dict[str, Any]:
+    """Have torch read distributed checkpoints by lists in this process, and load the part that all ranks share.
+
+    Raises:
+        RunError: that part names something that is not on the list, or does not hold a dictionary.
+    """
+    filesystem.pickle = SimpleNamespace(load=_load_metadata, dump=pickle.dump)  # type: ignore[attr-defined]
+    DefaultLoadPlanner.load_bytes = _load_plain_bytes  # type: ignore[method-assign]
+    file = Path(folder, "common.pt")
+    common = _load_plain(file, str(file))
+    if not isinstance(common, dict):
+        raise RunError(f"{file} does not hold the common part of a checkpoint")
+    return common
+
+
+def plain_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
+    """Pickle the FP8 state of a Transformer Engine layer anew, after it was read by its list.
+
+    Args:
+        name: the layer's name, for the message.
+        state: the pickle, [bytes], uint8; empty: the layer has no such state.
+
+    Returns:
+        A pickle of the same content, which can be loaded without a list.
+
+    Raises:
+        RunError: the pickle names something that is not on the list.
+    """
+    if not state.numel():
+        return state
+    content = _Unpickler(io.BytesIO(state.cpu().numpy().tobytes()), f"its entry {name}", _OF_LAYER_STATE).load()
+    return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
