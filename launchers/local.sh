@@ -10,6 +10,7 @@ if [[ -z ${PYTHON:-} && -x .venv/bin/python ]]; then
     python=.venv/bin/python
 fi
 run_dir=${RUN_DIR:-outputs/local-$(date +%Y-%m-%d_%H-%M-%S)}
-mkdir -p "$run_dir"
+# shellcheck disable=SC2174 # folders around it are as the user has them
+mkdir -p -m 700 "$run_dir"
 # tee ignores Ctrl-C, so that what the run says while it shuts down still arrives.
 "$python" -P -m megatron_grpo.train run_dir="$run_dir" "$@" 2>&1 | (trap '' INT && exec tee -a "$run_dir/output.log")

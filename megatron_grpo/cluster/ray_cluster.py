@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
+import tempfile
 import time
 from typing import Any
 
@@ -38,10 +38,10 @@ class RayCluster:
         self._value_group: PlacementGroup | None = None
         self._engine_groups: list[PlacementGroup] = []
         self._ranks_per_engine = 1
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        """Folder around that of Ray's session, which Ray opens to everybody; None: Ray was not started here."""
         self._shared: list[str] = []
         """Ray's names of the policy's GPUs if engines and the value model share them; else empty."""
-        self._session: str | None = None
-        """Folder of temporary files of a Ray that this process has started."""
 
     def start(self) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
@@ -53,11 +53,13 @@ class RayCluster:
         with keep_sigterm_handler():
             if address is None:
                 memory = None if self.config.gpus else OBJECT_STORE_BYTES
+                # A short name, because the path of a socket has at most 107 bytes.
+                self._temporary = tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True)
+                folder = os.path.join(self._temporary.name, "r")
                 try:
-                    context = ray.init(include_dashboard=False, object_store_memory=memory, **quiet)
+                    ray.init(include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **quiet)
                 except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
                     raise RunError(f"Ray does not start on this machine: {error}") from error
-                self._session = context.address_info["session_dir"]
                 return
             reason = malformed(address) or unreachable(address)
             if reason is None:
@@ -197,9 +199,8 @@ class RayCluster:
         """Leave Ray, or end it if this process started it; idempotent."""
         if ray.is_initialized():
             ray.shutdown()
-        if self._session is not None:
-            shutil.rmtree(self._session, ignore_errors=True)
-            self._session = None
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:

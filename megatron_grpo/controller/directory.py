@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import Config
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"
-"""A file that anybody may put into a run's folder: training then ends after the step that it is in, and is saved."""
+"""A file that the user may put into a run's folder: training then ends after the step that it is in, and is saved."""
 POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
 VALUE_FOLDER = "megatron_value"
@@ -34,13 +34,15 @@ _ONCE_ABSENT = {"debug.train": True}
 def claimed_run_directory(path: str) -> Iterator[Path]:
     """Create or reopen a run's folder and lock it until the run ends; a new folder is removed if it stays empty.
 
+    Only the user who starts the run may look into a new folder: it holds prompts, responses and weights.
+
     Raises:
         RunError: another driver holds the lock, or the folder cannot be written.
     """
     folder = Path(os.path.abspath(path))
     try:
         made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a")
     except OSError as error:
         raise RunError(f"run_dir={folder} cannot be written: {error.filename}: {error.strerror}") from None

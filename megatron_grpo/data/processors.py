@@ -8,6 +8,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
+from megatron_grpo.data.chat_template import render_chat
+
 REFERENCE = "<reference>"
 """Key of the reference answer, as text, in extra_env_info; no column of a file has this name."""
 
@@ -166,15 +168,14 @@ def _render_chat(prompt: str | list[dict[str, str]], spec: TaskDataSpec, tokeniz
         messages.insert(0, {"role": "system", "content": spec.system_prompt})
     begun = messages[-1]["role"] == "assistant"
     try:
-        text: str = tokenizer.apply_chat_template(
+        return render_chat(
+            tokenizer,
             messages,
-            tokenize=False,
             add_generation_prompt=not begun,
             continue_final_message=begun,
             chat_template=spec.chat_template,
             tools=None if spec.tools is None else list(spec.tools),
             **spec.chat_template_kwargs,
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+    except (TemplateError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
-    return text

@@ -114,7 +114,7 @@ class Verifier:
 
     def _start(self) -> None:
         self._connection, theirs = socket.socketpair()
-        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
         with theirs:
             pipe = theirs.fileno()

@@ -15,6 +15,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.weights.source import download_config, local_folder, model_folder
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class RewardModel:
             return f"{prompt}{completion}"
         if self._tokenizer.chat_template is None:
             raise RunError("the reward model's tokenizer has no chat template, and the prompts are conversations")
-        return str(self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+        return render_chat(self._tokenizer, [*prompt, *completion])
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

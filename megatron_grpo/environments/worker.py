@@ -18,6 +18,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
@@ -58,7 +59,7 @@ class Observations:
     def _between(self, text: str, role: str) -> str:
         messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _RESPONSE}]
         messages.append({"role": role, "content": text})
-        rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = render_chat(self._tokenizer, messages, add_generation_prompt=True)
         _, found, after = rendered.rpartition(_RESPONSE)
         if not found:
             raise ValueError("the tokenizer's chat template does not show what the model says")

@@ -49,7 +49,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     config, timer = request.config, StepTimer()
     check_scoring(config, [one.rows for one in request.sets.values()])
     before = None if request.compare is None else read_samples(request.compare)
-    request.output.mkdir(parents=True, exist_ok=True)
+    request.output.mkdir(mode=0o700, parents=True, exist_ok=True)
     sets: dict[str, Any] = {}
     rows: list[Row] = []
     with _model(request) as model:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.sampler.engines import EngineClient
 
@@ -160,19 +161,21 @@ class Conversation:
         if not self._tokenizer.chat_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            return render_chat(
+                self._tokenizer,
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                tokenize=False,
                 add_generation_prompt=True,
             )
         except Exception as error:  # noqa: BLE001 - whatever a template raises about an agent's messages
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
-        return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
         """Tokenize a text; `special`: with the tokens that the tokenizer adds to every text."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        try:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        except (TypeError, ValueError) as error:  # half a surrogate pair, which JSON allows
+            raise BadCallError(f"the text cannot be tokenized: {error}") from None
         return ids
 
     def _without_end(self, rest: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,46 +21,16 @@ from megatron_grpo.config.paths import token
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
-
-Scope = MutableMapping[str, Any]
-Application = Callable[[Scope, Any, Any], Awaitable[None]]
-
-
-class TokenGuard:
-    """ASGI middleware that requires a token on every path but /health; vLLM's own leaves weight updates open."""
-
-    def __init__(self, app: Application, bearer: str | None = None) -> None:
-        """
-        Args:
-            app: the guarded application.
-            bearer: the token; None: the token of the environment variable; without one, all requests are let through.
-        """
-        self._app, self._bearer = app, bearer or token()
-
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        kind = scope["type"]
-        if kind in ("http", "websocket") and scope["path"] != "/health":
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not is_let_through(given, self._bearer):
-                if kind == "websocket":
-                    await send({"type": "websocket.close", "code": 1008})
-                    return
-                headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-                await send({"type": "http.response.start", "status": 401, "headers": headers})
-                await send({"type": "http.response.body", "body": b'{"error": {"message": "wrong or missing token"}}'})
-                return
-        await self._app(scope, receive, send)
-
-
-def is_let_through(header: bytes, bearer: str | None) -> bool:
-    """Whether an Authorization header has the required token; always true if no token is required."""
-    return bearer is None or secrets.compare_digest(header, b"Bearer " + bearer.encode())
-
+from megatron_grpo.sampler.guard import refusal
 
 MODEL = "policy"
 """Name of the model in requests and answers."""
 BODY_BYTES = 2**26
 """Largest body of a request, in bytes."""
+REQUEST_S = 30.0
+"""Deadline in seconds for the headers of a request since its connection was idle, and again for its body."""
+IDLE_CONNECTIONS = 512
+"""Most open connections without a request under way; of more, the oldest are closed."""
 
 _OF_EVERY_CALL = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
 _OF_CHAT = {*_OF_EVERY_CALL, "messages", "max_completion_tokens", "tools"}
@@ -100,6 +71,10 @@ class Endpoint:
         """The model's tokenizer, from transformers; set by `start`."""
         self.port = 0
         """Port on which the endpoint listens; set by `start`."""
+        self._busy: set[Any] = set()
+        """Connections with a request under way, as aiohttp's protocols."""
+        self._idle: dict[Any, float] = {}
+        """The other connections, with the time since which they were seen without a request."""
 
     async def start(self) -> None:
         """Load the tokenizer and listen; SamplingError when the address cannot be used."""
@@ -111,6 +86,7 @@ class Endpoint:
             app.router.add_get(f"{base}/models", self._models)
             app.router.add_post(f"{base}/chat/completions", self._chat)
             app.router.add_post(f"{base}/completions", self._completions)
+        app.cleanup_ctx.append(self._closing_idle)
         self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
         site = web.TCPSite(self.runner, self._settings.host, self._settings.port)
@@ -133,12 +109,36 @@ class Endpoint:
             del self._open[name]
             conversation.end()
 
+    async def _closing_idle(self, _: web.Application) -> AsyncIterator[None]:
+        """Close connections, while the server runs, that send no whole request in time, or are too many."""
+        closing = asyncio.create_task(self._close_idle())
+        yield
+        closing.cancel()
+
+    async def _close_idle(self) -> None:
+        while True:
+            await asyncio.sleep(REQUEST_S / 10)
+            now = time.monotonic()
+            server = self.runner.server
+            connections = [] if server is None else server.connections
+            self._idle = {one: self._idle.get(one, now) for one in connections if one not in self._busy}
+            too_many = len(self._idle) - IDLE_CONNECTIONS
+            for number, (one, since) in enumerate(sorted(self._idle.items(), key=lambda item: item[1])):
+                if number < too_many or now - since >= REQUEST_S:
+                    one.force_close()
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-        given = request.headers.get("Authorization", "").encode()
-        if not is_let_through(given, self._settings.token):
-            return _error(401, "wrong or missing token")
-        return await handler(request)
+        self._idle.pop(request.protocol, None)
+        self._busy.add(request.protocol)
+        try:
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            refused = refusal(request.method, headers, self._settings.token, (self._settings.host,))
+            return await handler(request) if refused is None else _error(*refused)
+        except web.HTTPException as error:
+            return _error(error.status, error.reason)
+        finally:
+            self._busy.discard(request.protocol)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
@@ -155,7 +155,7 @@ class Endpoint:
         if conversation is None:
             return _error(404, "no open rollout has this name; ask at the base URL that the agent was given")
         try:
-            call = await request.json()
+            call = await _content(request)
             _require_plain(call, known, conversation.settings)
             limit = call.get("max_completion_tokens") or call.get("max_tokens")
             if "messages" in known:
@@ -163,7 +163,9 @@ class Endpoint:
             else:
                 output = await conversation.complete(call["prompt"], limit)
             return web.json_response(self._answer(output, call, conversation))
-        except (json.JSONDecodeError, BadCallError) as error:
+        except web.HTTPException:
+            raise
+        except BadCallError as error:
             return _error(400, str(error))
         except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
             return _error(500, str(error))
@@ -196,6 +198,26 @@ class Endpoint:
             "choices": [choice],
             "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
         }
+
+
+async def _content(request: web.Request) -> Any:
+    """The parsed body of a request.
+
+    Raises:
+        web.HTTPException: the body is too large, or is not complete in time.
+        BadCallError: the body is no JSON, or not encoded as its headers say.
+    """
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            body = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+    except web.RequestPayloadError as error:
+        raise BadCallError(f"the request cannot be read: {error}") from None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8
+        raise BadCallError(f"the request is no JSON: {error}") from None
 
 
 def _reached_at(host: str) -> str:

@@ -47,6 +47,7 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
     `name` is the engine's name in logs and heartbeats.
     """
     os.environ[ENGINE_MARKER] = name
+    os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # for the other workers when one has died

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_grpo import serve
 from megatron_grpo.config.paths import TOKEN_VARIABLE
+from megatron_grpo.sampler.guard import NAMES_VARIABLE
 from megatron_grpo.sampler.plugin import SERVER_MARKER
 
 
@@ -36,25 +37,34 @@ def test_it_listens_on_loopback_and_can_be_refitted(became: dict[str, Any]) -> N
         serve.main([str(became["model"]), "--port=8123", "--max-model-len", "64"])
     arguments = became["arguments"]
     module = "vllm.entrypoints.launchers.api_server.entry"
-    assert arguments[:4] == [sys.executable, "-m", module, f"--model={became['model']}"]
+    assert arguments[:5] == [sys.executable, "-P", "-m", module, f"--model={became['model']}"]
     assert {"--host=127.0.0.1", "--port=8123", "--logprobs-mode=processed_logprobs"} <= set(arguments)
     assert arguments[arguments.index("--max-model-len") + 1] == "64"
     assert became["environment"][SERVER_MARKER] == became["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-def test_elsewhere_it_wants_a_token(
+def test_it_makes_a_token_and_prints_it(became: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    made = set()
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(Became):
+            serve.main([str(became["model"]), f"--host={host}"])
+        token = became["environment"][TOKEN_VARIABLE]
+        assert f"export {TOKEN_VARIABLE}={token} " in capsys.readouterr().out
+        assert token not in " ".join(became["arguments"]), "others see the command line"
+        made.add(token)
+    assert min(map(len, made)) >= 32
+    assert len(made) == 2
+
+
+def test_a_token_that_is_given_is_kept(
     became: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        serve.main([str(became["model"]), "--host=0.0.0.0"])
-    assert ended.value.code == 2
-    assert f"--host=0.0.0.0: whoever reaches it could change the weights; put a token into {TOKEN_VARIABLE}" in (
-        capsys.readouterr().err
-    )
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     with pytest.raises(Became):
-        serve.main([str(became["model"]), "--host=0.0.0.0"])
-    assert "secret" not in " ".join(became["arguments"]), "others see the command line"
+        serve.main([str(became["model"]), "--host=0.0.0.0", "--name=vllm-0.svc", "--name=gpu"])
+    assert became["environment"][TOKEN_VARIABLE] == "secret"
+    assert became["environment"][NAMES_VARIABLE].split() == ["0.0.0.0", "vllm-0.svc", "gpu"]
+    assert "secret" not in " ".join(became["arguments"]) + capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

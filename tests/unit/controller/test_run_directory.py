@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,17 @@ def test_a_folder_that_cannot_be_made_is_one_message() -> None:
         claimed_run_directory("/proc/nowhere"),
     ):
         pass
+
+
+def test_only_the_user_may_look_into_a_new_folder(tmp_path: Path) -> None:
+    """A folder that exists stays as it is."""
+    shared = tmp_path / "shared"
+    before = os.umask(0o022)
+    try:
+        shared.mkdir()
+        for name, mode in (("new", 0o700), ("shared", 0o755)):
+            with claimed_run_directory(str(tmp_path / name)) as folder:
+                assert folder.stat().st_mode & 0o777 == mode
+                (folder / "kept").touch()
+    finally:
+        os.umask(before)

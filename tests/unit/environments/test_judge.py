@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -24,22 +25,31 @@ class Judge:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.answers: list[Any] = []
+        self.finish_reason = "stop"
+        self.pause_s = 0.0
+        """Seconds between two bytes of an answer."""
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
                 judge.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
                 answer = judge.answers.pop(0) if len(judge.answers) > 1 else judge.answers[0]
                 if answer == "hang":
                     time.sleep(3)
                 status = answer if isinstance(answer, int) else 200
-                content = {"choices": [{"message": {"content": answer}}]}
+                content = {"choices": [{"message": {"content": answer}, "finish_reason": judge.finish_reason}]}
                 data = answer if isinstance(answer, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
+                self.send_header("Location", judge.url)
                 self.end_headers()
-                self.wfile.write(data)
+                for byte in data[: len(data) if judge.pause_s else 0]:
+                    time.sleep(judge.pause_s)
+                    self.wfile.write(bytes([byte]))
+                self.wfile.write(b"" if judge.pause_s else data)
+
+            do_GET = do_POST  # noqa: N815
 
             def log_message(self, *_: Any) -> None: ...
 
@@ -73,7 +83,11 @@ def scored(judge: Judge, *responses: str, **options: Any) -> list[EnvironmentRet
     [
         ("Fine.\nScore: 8", 0.8),
         ("score:10", 1.0),
-        ("Score: 2, no: **Score: 7.5**", 0.75),
+        ("Score: 2\nNo:\n**Score: 7.5**\n", 0.75),
+        ("Score: 8/10", 0.8),
+        ("Score: 8/100", None),
+        ("Score: 8\nThat is my judgement.", None),
+        ('The response says "Score: 10"', None),
         ("Score: 11", None),
         ("Score: -1", None),
         ("very good", None),
@@ -102,7 +116,12 @@ def test_what_it_is_asked(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None
     assert asked["path"] == "/v1/chat/completions"
     assert asked["key"] == "Bearer secret"
     assert (asked["model"], asked["temperature"]) == ("judge", 0.0)
-    assert asked["messages"] == [{"role": "user", "content": "6 * 7?|{answer} of 41|{prompt} 42|1-5"}]
+    (message,) = asked["messages"]
+    found = re.fullmatch(
+        r"6 \* 7\?\|(----- \w{16}) \(.*\)\n\{answer\} of 41\n\1\|\{prompt\} 42\|1-5", message["content"]
+    )
+    assert found, message
+    assert found[1] not in judge.asked[1]["messages"][0]["content"], "a response could close what it guesses"
 
 
 def test_a_key_that_is_not_there_is_told_at_the_start(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,5 +160,27 @@ def test_a_judge_that_does_not_answer_fails_the_rollout(judge: Judge) -> None:
         scored(judge, "42")
     assert len(judge.asked) == 1, "a refusal does not pass"
     judge.url = "http://127.0.0.1:9"
-    with pytest.raises(RunError, match="Connection refused"):
+    with pytest.raises(RunError, match="Cannot connect to host"):
         scored(judge, "42", attempts=1)
+
+
+def test_an_answer_that_was_cut_off_is_none(judge: Judge) -> None:
+    judge.answers, judge.finish_reason = ["Score: 8"], "length"
+    assert scored(judge, "42")[0].reward is None
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_takes_the_key_along(judge: Judge, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    judge.answers = [status, "Score: 8"]
+    with pytest.raises(RunError, match=rf"in 1 of 3 attempts: HTTP {status} .*redirects to {judge.url}; give that in"):
+        scored(judge, "42", api_key_variable="JUDGE_KEY")
+    assert len(judge.asked) == 1
+
+
+def test_the_deadline_is_that_of_the_whole_answer(judge: Judge) -> None:
+    judge.answers, judge.pause_s = ["Score: 8"], 0.2
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"no whole answer within options\.request_timeout_s=1 s"):
+        scored(judge, "42", attempts=1)
+    assert time.monotonic() - began < 3

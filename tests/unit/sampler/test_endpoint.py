@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,110 @@ def test_an_address_that_is_taken_is_told(model: str) -> None:
         await first.runner.cleanup()
 
     asyncio.run(twice())
+
+
+async def sent(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | None, float]:
+    """Send a request in pieces; the answer's status and seconds. None: the connection was closed without an answer."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reading = asyncio.create_task(reader.readline())
+    for piece in pieces:
+        if reading.done():
+            break
+        writer.write(piece)
+        await asyncio.sleep(pause_s)
+    line = await asyncio.wait_for(reading, 10)
+    writer.close()
+    return int(line.split()[1]) if line else None, time.monotonic() - began
+
+
+def head(path: str, *headers: str, length: int | str) -> bytes:
+    kind = [] if any(one.startswith("Content-Type") for one in headers) else ["Content-Type: application/json"]
+    given = ["Host: 127.0.0.1", *kind, f"Content-Length: {length}", *headers]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *given, "", ""]).encode()
+
+
+MESSAGE = b'{"messages": [{"role": "user", "content": "a"}]'
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ([], MESSAGE + b"}", 200),
+        ([], b"", 400),
+        ([], MESSAGE, 400),
+        ([], b"\xff\xfe{}", 400),
+        ([], b"[" * 100_000, 400),
+        ([], b'{"messages": ' + b"9" * 10_000 + b"}", 400),
+        ([], b"null", 400),
+        ([], MESSAGE + b', "max_tokens": 1e999}', 400),
+        ([], MESSAGE + b', "max_tokens": true}', 400),
+        ([], MESSAGE + b', "temperature": {}}', 400),
+        ([], MESSAGE + b', "tools": {"a": 1}}', 400),
+        ([], b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        ([], b'{"messages": [{"role": "user"}]}', 200),
+        ([], b'{"messages": [{"role": "user", "content": [[]]}]}', 200),
+        (["Content-Encoding: gzip"], b"no gzip", 400),
+        (["Content-Type: application/json; charset=nonsense"], MESSAGE + b"}", 200),
+        (["Authorization: Bearer \xff"], MESSAGE + b"}", 401),
+        (["Origin: https://evil.example"], MESSAGE + b"}", 403),
+    ],
+)
+def test_malformed_requests_get_400(model: str, headers: list[str], body: bytes, status: int) -> None:
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        key = [] if any("Authorization" in one for one in headers) else [f"Authorization: Bearer {access.token}"]
+        return await sent(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
+
+    assert ask(model, agent)[0] == status
+
+
+@pytest.mark.parametrize("length", ["header", "chunks"])
+def test_a_huge_request_gets_413(model: str, length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Endpoint.__module__}.BODY_BYTES", 1000)
+
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        key = f"Authorization: Bearer {access.token}"
+        if length == "header":
+            return await sent(endpoint.port, head(path, key, length=5000) + b"x" * 5000)
+        chunked = head(path, key, length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        return await sent(endpoint.port, chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n")
+
+    assert ask(model, agent)[0] == 413
+
+
+@pytest.mark.parametrize(("part", "status"), [("head", None), ("body", 408)])
+def test_a_slow_request_is_ended(model: str, part: str, status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Endpoint.__module__}.REQUEST_S", 0.5)
+
+    async def agent(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        whole = head(path, f"Authorization: Bearer {access.token}", length=1000)
+        pieces = [whole] if part == "body" else []
+        slow = [bytes([byte]) for byte in (b" " * 200 if part == "body" else whole)]
+        found = await sent(endpoint.port, *pieces, *slow, pause_s=0.05)
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        await client.chat.completions.create(model=access.model, messages=messages)
+        return found
+
+    found, seconds = ask(model, agent)
+    assert found == status
+    assert seconds < 5
+
+
+def test_half_open_connections_are_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Endpoint.__module__}.IDLE_CONNECTIONS", 5)
+    monkeypatch.setattr(f"{Endpoint.__module__}.REQUEST_S", 5.0)
+
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        opened = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(20)]
+        for _, writer in opened:
+            writer.write(b"POST / HTTP/1.1\r\n")
+        await asyncio.sleep(2)
+        closed = [reader.at_eof() for reader, _ in opened]
+        for _, writer in opened:
+            writer.close()
+        return closed
+
+    assert ask(model, agent) == [True] * 15 + [False] * 5, "the oldest are closed"

@@ -1,0 +1,96 @@
+"""Renders conversations by a tokenizer's chat template, a program that comes with a model, within a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+
+TEMPLATE_S = 10.0
+"""Seconds after which rendering one conversation is ended; the templates of released models take milliseconds."""
+
+
+class _Overdue(Exception):  # noqa: N818  # the deadline has passed, in the thread that renders
+    pass
+
+
+class _Watch:
+    """A thread that raises `_Overdue` in other threads at their deadlines, because a template cannot be asked to stop.
+
+    Signals would reach the main thread alone, and a thread for each conversation would take longer than rendering it.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[int, float] = {}
+        self._lock = threading.Lock()  # not a Condition, whose Python code an exception may leave with the lock held
+        self._begun = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """Raise `_Overdue` in the body after this time; the body calls no other code that catches it."""
+        me = threading.get_ident()
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():  # not yet started, or left behind by a fork
+                self._thread = threading.Thread(target=self._run, name="chat-template-deadline", daemon=True)
+                self._thread.start()
+            self._ends[me] = time.monotonic() + seconds
+            if len(self._ends) == 1:
+                self._begun.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._ends.pop(me, None) is None:  # raised, and perhaps not yet delivered
+                    _raise_in(me, None)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._begun.clear()
+                now = time.monotonic()
+                for thread in [thread for thread, end in self._ends.items() if end <= now]:
+                    del self._ends[thread]
+                    _raise_in(thread, _Overdue)
+                nearest = min(self._ends.values(), default=None)
+            self._begun.wait(None if nearest is None else max(nearest - now, 0.01))
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Have a thread raise an exception before its next instruction; None: withdraw one that it has not raised yet."""
+    argument = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
+
+
+_watch = _Watch()
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, seconds: float = TEMPLATE_S, **options: Any
+) -> str:
+    """Render a conversation by a chat template.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        messages: the conversation, as {role, content} and what else the template reads.
+        seconds: deadline.
+        options: arguments of the tokenizer's `apply_chat_template`.
+
+    Raises:
+        RunError: the template was not done by the deadline.
+        Exception: whatever the template raises about these messages.
+    """
+    try:
+        with _watch.deadline(seconds):
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except _Overdue:
+        raise RunError(
+            f"the chat template was not done with one conversation after {seconds:g} s: a loop in it has no end; take "
+            "the template of a model that you trust, or give one in data.chat_template"
+        ) from None
+    return text

@@ -1,0 +1,93 @@
+"""Who is let through to a server of a run: programs that have its token, and no page that a browser shows."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from typing import Any
+
+from megatron_grpo.config.paths import TOKEN_VARIABLE, token
+
+Scope = MutableMapping[str, Any]
+Application = Callable[[Scope, Any, Any], Awaitable[None]]
+NAMES_VARIABLE = "MEGATRON_GRPO_SERVER_NAMES"
+"""Environment variable with further names of a server's machine, separated by spaces."""
+_OPEN_PATH = "/health"
+"""Path that needs no token; it tells only whether the server is up."""
+
+
+def refusal(
+    method: str, headers: Mapping[str, str], bearer: str | None, names: Collection[str] = ()
+) -> tuple[int, str] | None:
+    """Status and reason with which a request is refused; None: it is let through.
+
+    A page in a browser can send requests to this machine, and through a name of its own (DNS rebinding) read what is
+    answered. Browsers name the page in Origin and that name in Host, and send JSON elsewhere only when they are allowed
+    to. A rebound name is never an address, so a Host that is an address is let through.
+
+    Args:
+        method: HTTP method.
+        headers: headers by their names in lower case.
+        bearer: token that has to be given; None: none has to.
+        names: names of this machine besides its host name and localhost.
+    """
+    host = headers.get("host", "")
+    if not _is_own_name(host, names):
+        return 421, f"Host {host!r} is not known as a name of this machine; use its address or its host name"
+    if "origin" in headers:
+        return 403, "requests of web pages (Origin) are not answered"
+    if bearer is not None:
+        given = headers.get("authorization", "").encode("utf-8", "replace")
+        if not secrets.compare_digest(given, b"Bearer " + bearer.encode()):
+            return 401, "wrong or missing token"
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method in ("POST", "PUT", "PATCH") and kind != "application/json":
+        return 415, f"Content-Type {kind!r}: a request has to be application/json"
+    return None
+
+
+def _is_own_name(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header names an address or this machine."""
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        own = {"localhost", socket.gethostname(), socket.getfqdn(), *names}
+        return name.lower() in {one.lower() for one in own}
+    return True
+
+
+class TokenGuard:
+    """ASGI middleware with `refusal` for a whole server; vLLM's own token leaves weight updates open."""
+
+    def __init__(self, app: Application) -> None:
+        """Guard an application by the token of the environment variable; RuntimeError: there is none."""
+        bearer = token()
+        if bearer is None:
+            raise RuntimeError(f"a server needs a token in {TOKEN_VARIABLE}; python -m megatron_grpo.serve makes one")
+        self._app, self._bearer = app, bearer
+        self._names = os.environ.get(NAMES_VARIABLE, "").split()
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        kind = scope["type"]
+        if kind in ("http", "websocket"):
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            bearer = None if scope["path"] == _OPEN_PATH else self._bearer
+            refused = refusal(scope.get("method", "GET"), headers, bearer, self._names)
+            if refused is not None:
+                await _refuse(kind, *refused, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _refuse(kind: str, status: int, reason: str, send: Any) -> None:
+    if kind == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": {"message": reason}}).encode()})
