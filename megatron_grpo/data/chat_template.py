@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
+
+from jinja2.sandbox import SandboxedEnvironment
 
 from megatron_grpo.config.errors import RunError
 
@@ -68,6 +70,30 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 
 
 _watch = _Watch()
+
+LARGEST = 10**6
+"""Most bits of a number, or characters of a text, that a template may make by * or **."""
+
+
+def _multiplied(left: Any, right: Any) -> Any:
+    bits = [one.bit_length() for one in (left, right) if isinstance(one, int)]
+    if len(bits) == 2 and sum(bits) > LARGEST:
+        raise OverflowError(f"a number in the template has more than {LARGEST} bits")
+    for repeated, times in ((left, right), (right, left)):
+        if isinstance(repeated, Sized) and isinstance(times, int) and len(repeated) * times > LARGEST:
+            raise OverflowError(f"a text in the template has more than {LARGEST} characters")
+    return left * right
+
+
+def _raised(left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > LARGEST:
+        raise OverflowError(f"a number in the template has more than {LARGEST} bits")
+    return left**right
+
+
+# One such operation may take for ever, and nothing can interrupt it; Jinja's sandbox asks these functions.
+SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
+SandboxedEnvironment.default_binop_table |= {"*": _multiplied, "**": _raised}
 
 
 def render_chat(

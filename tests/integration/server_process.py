@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,6 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from megatron_grpo.config.paths import TOKEN_VARIABLE
+from megatron_grpo.platform.device import environment
 
 START_S = 240.0
 
@@ -32,10 +36,10 @@ class ServerProcess:
         command = [sys.executable, "-m", "megatron_grpo.serve", str(self._model), f"--port={self.port}"]
         command += ["--dtype=float32", "--max-model-len=64", "--max-num-seqs=32", "--enforce-eager"]
         command += [f"--kv-cache-memory-bytes={10**8}", *self._arguments]
-        environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
             )
 
     def wait_until_up(self) -> None:
@@ -62,11 +66,12 @@ class ServerProcess:
 
 @contextmanager
 def serving(model: Path, log: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """A server that answers."""
-    server = ServerProcess(model, log, *arguments)
-    server.start()
-    try:
-        server.wait_until_up()
-        yield server
-    finally:
-        server.kill()
+    """A server that answers; its token is in the environment of the body."""
+    with environment(**{TOKEN_VARIABLE: secrets.token_hex()}):
+        server = ServerProcess(model, log, *arguments)
+        server.start()
+        try:
+            server.wait_until_up()
+            yield server
+        finally:
+            server.kill()

@@ -69,3 +69,18 @@ def test_a_huge_range_is_a_message_of_its_row() -> None:
     spec = TaskDataSpec(task_name="math", chat_template=HUGE_RANGE)
     with pytest.raises(ValueError, match="row 7: the tokenizer's chat template refuses the prompt: Range too big"):
         rendered({"prompt": "a"}, spec, tokenizer(HUGE_RANGE), 7)
+
+
+@pytest.mark.parametrize(
+    ("expression", "named"),
+    [
+        ("9 ** (9 ** 9)", "number"),
+        ("2 ** 999999 * 2 ** 999999", "number"),
+        ("'ab' * 10 ** 9", "text"),
+        ("10 ** 9 * [1]", "text"),
+    ],
+)
+def test_arithmetic_that_cannot_be_interrupted_is_bounded(expression: str, named: str) -> None:
+    with pytest.raises(OverflowError, match=f"a {named} in the template has more than"):
+        render_chat(tokenizer("{{ " + expression + " }}"), MESSAGES, seconds=5)
+    assert render_chat(tokenizer("{{ 2 ** 10 * 3 }}{{ '-' * 3 }}{{ 2 * 1.5 }}"), MESSAGES) == "3072---3.0"
