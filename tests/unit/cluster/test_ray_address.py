@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -78,13 +78,12 @@ def test_nobody_listens() -> None:
     assert time.monotonic() - begin < 5
 
 
-def test_the_temporary_files_of_a_ray_of_its_own_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = tmp_path / "session_1"
-    (session / "logs").mkdir(parents=True)
-    started = SimpleNamespace(address_info={"session_dir": str(session)})
-    monkeypatch.setattr(ray, "init", lambda **_: started)
+def test_the_temporary_files_of_a_ray_of_its_own_are_private_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **settings: given.update(settings))
     cluster = RayCluster(ClusterConfig(gpus_per_node=0))
     cluster.start()
-    assert session.is_dir()
+    folder = Path(given["_temp_dir"]).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
     cluster.shutdown()
-    assert not session.exists()
+    assert not folder.exists()
