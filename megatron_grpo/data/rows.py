@@ -267,33 +267,5 @@ def _code(answer: Any) -> str | None:
         return str(error)
 
 
-def code_tests(answer: Any) -> list[str | tuple[str, str]]:
-    """The tests that a reference answer of the code environment holds: Python statements, or (input, output).
-
-    Args:
-        answer: a text or a list of texts; a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}; or
-            JSON text of a list or an object like these.
-
-    Raises:
-        ValueError: the answer has none of these forms.
-    """
-    if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
-        try:
-            answer = json.loads(answer)
-        except RecursionError as error:  # thousands of brackets
-            raise ValueError(f"is no JSON that can be read: {error}") from None
-    if isinstance(answer, str):
-        answer = [answer] if answer.strip() else []
-    if isinstance(answer, dict) and all(isinstance(answer.get(key), list) for key in ("inputs", "outputs")):
-        pairs = zip(answer["inputs"], answer["outputs"], strict=True)
-        answer = [{"input": given, "output": expected} for given, expected in pairs]
-    if isinstance(answer, list):
-        if all(isinstance(one, str) for one in answer):
-            return list(answer)
-        if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in answer):
-            return [(str(one["input"]), str(one["output"])) for one in answer]
-    raise ValueError("is neither Python tests nor cases of input and output")
-
-
 _CHECKS: dict[str, Callable[[Any], str | None]] = {"math": _math, "addition": _addition, "code": _code}
 _KINDS = {bool: "boolean", list: "array", dict: "object"}

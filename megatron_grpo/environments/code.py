@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from megatron_grpo.config.section import Positive
+from megatron_grpo.data.code_tests import Plan, code_tests, plan
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.rows import code_tests
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_HARNESS = re.compile(
+    r"_getframe|currentframe|f_back|f_globals|f_locals|tb_frame|inspect\.stack|__globals__|__subclasses__|\bgc\b|/proc\b|"
+    r"ptrace|\bctypes\b|settrace|setprofile|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|\bos\._exit|\bunittest\b"
+)
+"""What programs use to look into the interpreter that tests them, to change it or to leave it."""
+_EQUAL_CASES = 3
+"""Cases with different inputs from which equal outputs are a figure."""
 
-# The mark is read before the program runs and printed after all tests, so a program that exits early passes no test.
-_HARNESS = """
-import os, sys
-def _judge(program, tests):
-    mark, report = sys.stdin.readline(), os.dup(1)
-    names = {"__name__": "__main__"}
-    passed = 0
-    try:
-        exec(compile(program, "program.py", "exec"), names)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        tests = []
-    for test in tests:
-        try:
-            exec(compile(test, "test.py", "exec"), names)
-            passed += 1
-        except BaseException as error:
-            print(f"{test}: {type(error).__name__}: {error}", file=sys.stderr)
-    sys.stdout.flush()
-    os.write(report, f"\\n{mark.strip()} {passed}\\n".encode())
-    os._exit(0)
-"""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the tests of a row say of a program."""
+
+    passed: int = 0
+    tests: int = 0
+    idle: int = 0
+    """Tests that passed without a request to the program."""
+    equal_outputs: bool = False
+    """Whether different inputs gave equal outputs, always."""
+    touched: bool = False
+    """Whether the program looked into the interpreter that ran it, or tried to."""
+    untrusted: list[str] = field(default_factory=list)
+    """Reasons why verdicts of tests cannot be trusted."""
 
 
 class CodeEnvironment(Environment):
@@ -47,29 +50,59 @@ class CodeEnvironment(Environment):
 
     The answer column holds Python tests, as one text or a list of texts, each of which passes when it does not raise;
     or cases of input and output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of
-    any of these is accepted. Outputs are compared line by line without trailing blanks. Python tests run in the
-    program's process, so it can read them; expected outputs never enter the sandbox.
+    any of these is accepted. Outputs are compared line by line without trailing blanks. Python tests run in a process
+    of their own, which asks the program's process for the results of calls; neither tests nor expected outputs enter it.
 
     Args:
         settings: settings of the run, among them the sandbox.
         reward: "all": 1 when every test passes, else 0; "share": the share of tests that pass.
         programs_at_once: programs that one environment process runs concurrently.
+        untrusted_tests: what becomes of a test whose verdict the program itself would give, because it compares live
+            objects of the program: "refuse": it fails; "allow": the program's word is taken.
     """
 
     def __init__(
-        self, settings: EnvironmentSettings, reward: Literal["all", "share"] = "all", programs_at_once: Positive = 2
+        self,
+        settings: EnvironmentSettings,
+        reward: Literal["all", "share"] = "all",
+        programs_at_once: Positive = 2,
+        untrusted_tests: Literal["refuse", "allow"] = "refuse",
     ) -> None:
         self._sandbox = settings.open_sandbox()
         self._share = reward == "share"
+        self._allow = untrusted_tests == "allow"
         self._pool = ThreadPoolExecutor(programs_at_once)
+        self._logged: set[str] = set()
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         return list(self._pool.map(self._score, requests))
 
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
         tests = code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
-        share = passed(self._sandbox, program_of(request.response), tests, every=self._share) / len(tests)
-        return EnvironmentReturn(reward=share if self._share else float(share == 1.0), correct=share == 1.0)
+        program = program_of(request.response)
+        verdict = judged(self._sandbox, program, tests, every=self._share, allow=self._allow)
+        for reason in verdict.untrusted:
+            self._log_once(f"a test of a program {'counts, though' if self._allow else 'fails:'} it depends on {reason}")
+        if not 0 <= verdict.passed <= verdict.tests:
+            self._log_once(f"{verdict.passed} of {verdict.tests} tests were reported as passed; none counts")
+            verdict.passed = 0
+        share = verdict.passed / verdict.tests if verdict.tests else 0.0
+        return EnvironmentReturn(
+            reward=share if self._share else float(share == 1.0),
+            correct=share == 1.0,
+            metrics={
+                "code_touched_harness": float(verdict.touched or _HARNESS.search(program) is not None),
+                "code_idle_tests": verdict.idle / max(verdict.passed, 1),
+                "code_equal_outputs": float(verdict.equal_outputs),
+                "code_untrusted_tests": float(bool(verdict.untrusted)),
+            },
+            notes={"untrusted tests": "; ".join(verdict.untrusted)} if verdict.untrusted else {},
+        )
+
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            _log.warning(message)
 
 
 def program_of(response: str) -> str:
@@ -78,26 +111,46 @@ def program_of(response: str) -> str:
     return str(blocks[-1]) if blocks else response
 
 
-def passed(sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool) -> int:
-    """Count the tests that a Python program passes: statements that do not raise after it, and (input, output) pairs.
+def judged(
+    sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool, allow: bool = False
+) -> Verdict:
+    """Run the tests of a row against a Python program: statements that do not raise, or (input, output) pairs.
 
-    `every`: whether to continue after a failed pair; an endless program uses its whole time limit in each.
+    Args:
+        sandbox: where the program runs.
+        program: its source.
+        tests: all of one kind.
+        every: whether to continue after a failed test; an endless program uses its whole time limit in each pair.
+        allow: whether tests count whose verdict cannot be trusted.
     """
-    statements = [test for test in tests if isinstance(test, str)]
-    cases = [test for test in tests if not isinstance(test, str)]
-    outcomes = (_gives(sandbox, program, *case) for case in cases)
-    count = sum(outcomes if every else takewhile(bool, outcomes))
-    if statements and (every or count == len(cases)):
-        mark = secrets.token_hex(16)
-        source = f"{_HARNESS}\n_judge({program!r}, {statements!r})\n"
-        last = sandbox.run_python(source, f"{mark}\n").stdout.rstrip().rpartition("\n")[2].split(" ")
-        count += int(last[1]) if last[0] == mark and len(last) == 2 else 0
-    return count
+    texts = tuple(test for test in tests if isinstance(test, str))
+    if texts:
+        return _of_python(sandbox, program, plan(texts), every, allow)
+    verdict, outputs = Verdict(tests=len(tests)), set()
+    for given, expected in (test for test in tests if not isinstance(test, str)):
+        finished = sandbox.run_python(program, given)
+        outputs.add(finished.stdout)
+        right = finished.succeeded and _lines(finished.stdout) == _lines(expected)
+        verdict.passed += right
+        if not right and not every:
+            break
+    inputs = {given for given, _ in tests}
+    verdict.equal_outputs = len(inputs) >= _EQUAL_CASES and len(outputs) == 1
+    return verdict
 
 
-def _gives(sandbox: Sandbox, program: str, given: str, expected: str) -> bool:
-    finished = sandbox.run_python(program, given)
-    return finished.succeeded and _lines(finished.stdout) == _lines(expected)
+def _of_python(sandbox: Sandbox, program: str, tests: Plan, every: bool, allow: bool) -> Verdict:
+    verdict = Verdict(tests=tests.counted)
+    finished = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
+    for line in map(json.loads, finished.stdout.splitlines()):
+        if "test" in line:
+            if tests.tests[line["test"]].counted and line["passed"]:
+                verdict.passed += 1
+                verdict.idle += not line["requests"]
+            verdict.untrusted += filter(None, [line["untrusted"]])
+        elif "touched" in line:
+            verdict.touched, verdict.equal_outputs = bool(line["touched"]), line["equal_outputs"]
+    return verdict
 
 
 def _lines(text: str) -> list[str]:

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from importlib import import_module
 
 from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.kernel import descendants
@@ -23,12 +24,18 @@ NOBODY = 65534
 """User and group id of programs that root runs."""
 PROGRAM = 1000
 """User and group id that a program of an ordinary user sees as its own."""
+_ROLES = tuple(f"megatron_grpo.environments.sandbox.{name}" for name in ("test_process", "program_process"))
+"""Modules whose `serve` runs tests and the program that they test."""
 NOT_FOUND = 127
 """Exit code of a program that cannot be run, as in a shell."""
 
 
-def main(spec_fd: int, status_fd: int) -> None:
+def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
     """Run the program that is described in one file descriptor, and write its status to another.
+
+    A second program, described in partner_fd, runs in a sandbox of its own, with a pipe in each direction to the first;
+    its description is read only in its own process, and it ends with the first. Both are then functions of this
+    package, named by `role` in their descriptions, and no programs to execute.
 
     The description is a dict in the marshal format, which needs no import. The status is a line: "exited" and the exit
     code as in a shell (128 plus the signal's number if a signal ended it), or "refused" and the reason why the program
@@ -36,8 +43,40 @@ def main(spec_fd: int, status_fd: int) -> None:
     """
     kernel.die_with_parent(signal.SIGKILL)
     os.set_inheritable(status_fd, False)
-    with open(spec_fd, "rb") as file:
+    if partner_fd < 0:
+        _report(_spec(spec_fd), status_fd)
+        return
+    kernel.adopt_orphans()
+    for role in _ROLES:
+        import_module(role)  # modules of this package cannot be read inside
+    to_partner, from_partner = os.pipe(), os.pipe()
+    partner = os.fork()
+    if partner == 0:
+        kernel.die_with_parent(signal.SIGKILL)
+        for fd in (spec_fd, to_partner[1], from_partner[0]):
+            os.close(fd)
+        _report({**_spec(partner_fd), "channel": (to_partner[0], from_partner[1])}, status_fd, only_refused=True)
+        os._exit(0)
+    for fd in (partner_fd, to_partner[0], from_partner[1]):
+        os.close(fd)
+    _report({**_spec(spec_fd), "channel": (from_partner[0], to_partner[1])}, status_fd)
+    _kill(partner)
+    _end_descendants()
+    try:
+        while True:  # where /proc is that of a namespace, its process 1 is adopted here when it dies with its parent
+            os.wait()
+    except ChildProcessError:
+        return
+
+
+def _spec(fd: int) -> dict[str, Any]:
+    with open(fd, "rb") as file:
         spec: dict[str, Any] = marshal.load(file)
+    return spec
+
+
+def _report(spec: dict[str, Any], status_fd: int, only_refused: bool = False) -> None:
+    """Run the program of a description and write its status; with `only_refused` none if it ran."""
     try:
         if spec["level"] == "limits":
             exit_code = _limited(spec)
@@ -46,10 +85,10 @@ def main(spec_fd: int, status_fd: int) -> None:
         else:
             exit_code = _apart(spec, status_fd)
     except OSError as error:
-        status = f"refused {error}"
+        os.write(status_fd, f"refused {error}\n".encode())
     else:
-        status = f"exited {exit_code}"
-    os.write(status_fd, f"{status}\n".encode())
+        if not only_refused:
+            os.write(status_fd, f"exited {exit_code}\n".encode())
 
 
 def _limited(spec: dict[str, Any]) -> int:
@@ -72,7 +111,8 @@ def _by_bubblewrap(spec: dict[str, Any]) -> int:
         spec_fd = os.memfd_create("spec", 0)
         os.write(spec_fd, marshal.dumps(spec))
         os.lseek(spec_fd, 0, os.SEEK_SET)
-        os.set_inheritable(ready_write, True)
+        for fd in (ready_write, *spec.get("channel", ())):
+            os.set_inheritable(fd, True)
         argv = command(spec, sys.executable, spec_fd, ready_write, PROGRAM)
         try:
             os.execv(argv[0], argv)
@@ -87,8 +127,7 @@ def _by_bubblewrap(spec: dict[str, Any]) -> int:
 
 def inside(spec_fd: int, ready_fd: int) -> None:
     """Execute the program described in spec_fd, inside bubblewrap's namespaces, after writing to ready_fd."""
-    with open(spec_fd, "rb") as file:
-        spec: dict[str, Any] = marshal.load(file)
+    spec = _spec(spec_fd)
     for name, text in spec["files"].items():
         write(os.path.join(FOLDER, name), text)
     os.write(ready_fd, b"r")
@@ -100,6 +139,12 @@ def _end_of_all(child: int) -> int:
     """Wait for a child and kill its remaining descendants; returns its exit code as in a shell."""
     _end_on_request(child)
     exit_code = _wait(child)
+    _end_descendants()
+    return exit_code
+
+
+def _end_descendants() -> None:
+    """Kill all descendants and wait until they are gone."""
     while living := descendants(os.getpid()):
         for pid in living:
             _kill(pid)
@@ -108,7 +153,6 @@ def _end_of_all(child: int) -> int:
                 pass
         except ChildProcessError:
             pass
-    return exit_code
 
 
 def _kill(pid: int) -> None:
@@ -184,6 +228,8 @@ def _become(spec: dict[str, Any]) -> NoReturn:
         kernel.gain_no_rights()
         if spec["level"] == "filtered":
             kernel.filter_system_calls()
+        if spec["role"] is not None:
+            import_module(spec["role"]).serve(spec)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except (OSError, ValueError) as error:
         print(f"cannot run {spec['argv'][0]}: {error}", file=sys.stderr, flush=True)

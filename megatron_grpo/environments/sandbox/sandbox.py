@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ WATCH_S = 0.02
 ENDING_S = 10.0
 """Seconds that the launcher has to kill a program; after that the launcher itself is killed, and the program too."""
 
+_ROLE = "megatron_grpo.environments.sandbox.{}_process"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _MARSHAL = 4
 """Version of the marshal format that all Python versions in use can read."""
@@ -102,22 +104,44 @@ class Sandbox:
         Raises:
             SandboxUnavailableError: the program was not started, because the machine does not allow this level.
         """
+        with self._folder(files or {}) as (folder, inside):
+            return self._run([self._spec(folder, argv=list(argv), files=inside)], stdin)
+
+    def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> Finished:
+        """Run Python tests against a program, each in a sandbox of its own; the program never has the tests.
+
+        Args:
+            program: source of the program.
+            tests: `data.code_tests.Plan` as a dict.
+            every: whether to continue after a test that fails.
+            allow: whether tests count whose verdict cannot be trusted.
+
+        Returns:
+            What the process of the tests printed (`test_process.py`); the program ends with it.
+        """
+        with self._folder({}) as (folder, _), self._folder({}) as (other, _):
+            judged = self._spec(folder, role=_ROLE.format("test"), tests=dict(tests), every=every, allow=allow)
+            return self._run([judged, self._spec(other, role=_ROLE.format("program"), source=program)], "")
+
+    @contextmanager
+    def _folder(self, files: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """A program's folder, and the files that are still to be written inside the sandbox."""
         if self.level != "limits":
-            return self._run(argv, files or {}, stdin, FOLDER)
+            yield FOLDER, dict(files)
+            return
         with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as folder:
-            for name, text in (files or {}).items():
+            for name, text in files.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
-            return self._run(argv, {}, stdin, folder)
+            yield folder, {}
 
-    def _run(self, argv: Sequence[str], files: Mapping[str, str], stdin: str, folder: str) -> Finished:
+    def _spec(self, folder: str, **what: Any) -> dict[str, Any]:
+        """Description of a process for the launcher: its limits, and what it is."""
         config = self._config
-        spec = {
+        return {
             "level": self.level,
             "bubblewrap": self.bubblewrap,
-            "argv": list(argv),
-            "files": dict(files),
             "folder": folder,
             "environment": {"PATH": _PATH, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
             "readable": self._readable,
@@ -125,27 +149,35 @@ class Sandbox:
             "folder_bytes": config.folder_mb * _MIB,
             "cpu_time_s": config.cpu_time_s,
             "processes": config.processes,
+            "argv": [],
+            "files": {},
+            "role": None,
+            **what,
         }
+
+    def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> Finished:
+        """Run the process of the first description; that of a second one is its partner."""
         started = time.monotonic()
-        spec_fd = _sealed(marshal.dumps(spec, _MARSHAL))
+        spec_fds = [_sealed(marshal.dumps(spec, _MARSHAL)) for spec in specs]
         stdin_fd = _sealed(stdin.encode(errors="replace"))
         status_read, status_write = os.pipe()
+        descriptors = (spec_fds[0], status_write, *spec_fds[1:])
         try:
             launcher = subprocess.Popen(
-                start_of("main", self.python, _PACKAGES, spec_fd, status_write),
+                start_of("main", self.python, _PACKAGES, *descriptors),
                 stdin=stdin_fd,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(spec_fd, status_write),
+                pass_fds=descriptors,
                 env={},
                 start_new_session=True,
             )
         finally:
-            for fd in (spec_fd, stdin_fd, status_write):
+            for fd in (*descriptors, stdin_fd):
                 os.close(fd)
         with launcher, open(status_read, "rb") as status:
-            helpers = 1 if self.bubblewrap is None else 2
-            return _Watch(launcher, config, started, helpers).until_end(status)
+            helpers = (1 if self.bubblewrap is None else 2) * len(specs) + 2 * (len(specs) - 1)
+            return _Watch(launcher, self._config, started, helpers).until_end(status)
 
 
 class _Watch:

@@ -10,7 +10,8 @@ import pytest
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.rows import code_tests, unusable_answer
+from megatron_grpo.data.code_tests import code_tests
+from megatron_grpo.data.rows import unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment, program_of
 from megatron_grpo.environments.interface import EnvironmentSettings

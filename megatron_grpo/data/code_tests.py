@@ -1,0 +1,271 @@
+"""The tests of the code environment: their forms in a row, and what can be said of Python tests without running them."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+Test = str | tuple[str, str]
+"""Python statements, or the input and the output of a program."""
+
+
+def code_tests(answer: Any) -> list[Test]:
+    """The tests that a reference answer of the code environment holds: Python statements, or (input, output).
+
+    Args:
+        answer: a text or a list of texts; a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}; or
+            JSON text of a list or an object like these.
+
+    Raises:
+        ValueError: the answer has none of these forms.
+    """
+    if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
+        try:
+            answer = json.loads(answer)
+        except RecursionError as error:  # thousands of brackets
+            raise ValueError(f"is no JSON that can be read: {error}") from None
+    if isinstance(answer, str):
+        answer = [answer] if answer.strip() else []
+    if isinstance(answer, dict) and all(isinstance(answer.get(key), list) for key in ("inputs", "outputs")):
+        pairs = zip(answer["inputs"], answer["outputs"], strict=True)
+        answer = [{"input": given, "output": expected} for given, expected in pairs]
+    if isinstance(answer, list):
+        if all(isinstance(one, str) for one in answer):
+            return list(answer)
+        if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in answer):
+            return [(str(one["input"]), str(one["output"])) for one in answer]
+    raise ValueError("is neither Python tests nor cases of input and output")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonTest:
+    """One text of Python tests."""
+
+    text: str
+    """Source, in which `a is b` of two expressions asks whether `__same__(a, b)`."""
+    counted: bool
+    """Whether it is a test; else it only imports and defines for others."""
+    collected: tuple[str, ...]
+    """Test functions and classes that it defines and does not call itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Python tests of a row, prepared to run against a program in another process."""
+
+    tests: tuple[PythonTest, ...]
+    names: tuple[str, ...]
+    """Names that they take from the program."""
+    own: dict[str, str]
+    """Names that they use without importing them and do not take from the program, with their module[:attribute]."""
+    shared: bool
+    """Whether all run in one process of the program, because one reads a variable that an earlier one assigned."""
+    uses_unittest: bool
+    doubts: tuple[str, ...]
+    """Reasons why a program could pass them undeservedly, or cannot pass them at all, as far as their texts say."""
+
+    @property
+    def counted(self) -> int:
+        """Number of texts that are tests."""
+        return sum(one.counted for one in self.tests)
+
+
+_MODULES = {
+    name: name
+    for name in "math cmath re json collections itertools functools random datetime string statistics decimal fractions "
+    "heapq bisect operator typing copy os sys time io unittest numpy pandas".split()
+} | {"np": "numpy", "pd": "pandas"}
+"""Names of modules that tests may use without importing them when the program does."""
+_MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
+_EXECUTING = ("eval", "exec", "compile", "__import__")
+_ORDERS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
+_COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
+
+
+@lru_cache(maxsize=512)
+def plan(texts: tuple[str, ...]) -> Plan:
+    """Read Python tests.
+
+    Raises:
+        SyntaxError: a text is no Python.
+    """
+    trees = [ast.parse(text) for text in texts]
+    bound = {name for tree in trees for name in _bound(tree.body)}
+    free = {name for tree in trees for name in _free(tree)} - bound - {"__name__", "__file__"}
+    own = {name: _MODULES[name] for name in free & _MODULES.keys() if _only_attributes(trees, name)}
+    names = free - own.keys() - vars(builtins).keys()
+    if names - _MATHEMATICS.keys():
+        own |= {name: _MATHEMATICS[name] for name in names & _MATHEMATICS.keys()}
+        names -= own.keys()
+    elif not names:
+        # A program may define a function under a builtin's name, if nothing else can be meant by the tests.
+        called = {name for tree in trees for name in _called(tree)} & free
+        names = called if len(called) == 1 else set()
+    tests = tuple(_test(tree, names) for tree in trees)
+    return Plan(
+        tests=tests,
+        names=tuple(sorted(names)),
+        own=own,
+        shared=_shared(trees),
+        uses_unittest=any("unittest" in text for text in texts),
+        doubts=tuple(dict.fromkeys(doubt for tree in trees for doubt in _doubts(tree, names)))
+        or (() if names else ("use no name of the program, so every program passes them",)),
+    )
+
+
+def _scopes(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
+    """Every node with the names that are local to the functions around it."""
+    pending: list[tuple[ast.AST, frozenset[str]]] = [(tree, frozenset())]
+    while pending:
+        node, local = pending.pop()
+        yield node, local
+        inside = local
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            arguments = node.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+            inside |= {one.arg for one in every if one is not None}
+            if not isinstance(node, ast.Lambda):
+                inside |= set(_bound(node.body)) - {n for one in ast.walk(node) if isinstance(one, ast.Global) for n in one.names}
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            inside |= {name for one in node.generators for name in _stored(one.target)}
+        elif isinstance(node, ast.ClassDef):
+            inside |= set(_bound(node.body))
+        pending += [(child, inside) for child in ast.iter_child_nodes(node)]
+
+
+def _free(tree: ast.AST) -> set[str]:
+    """Names that a tree reads and that no function in it makes local."""
+    return {
+        node.id
+        for node, local in _scopes(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in local
+    }
+
+
+def _stored(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+
+
+def _bound(body: Sequence[ast.stmt], assigned_only: bool = False) -> Iterator[str]:
+    """Names that statements bind in their own scope: by assignments, or also by imports and definitions."""
+    for statement in body:
+        for node in _own_nodes(statement):
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                yield node.id
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                yield node.name
+            elif assigned_only:
+                continue
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                yield from (one.asname or one.name.partition(".")[0] for one in node.names)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it that are in the same scope."""
+    yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _own_nodes(child)
+
+
+def _called(tree: ast.AST) -> set[str]:
+    return {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+
+
+def _only_attributes(trees: Sequence[ast.AST], name: str) -> bool:
+    """Whether a name is used only for its attributes, as a module is."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    uses = sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
+    return uses == sum(
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name for node in nodes
+    )
+
+
+def _shared(trees: Sequence[ast.Module]) -> bool:
+    """Whether a text reads a variable that an earlier one assigned, before it assigns it itself."""
+    assigned: set[str] = set()
+    for tree in trees:
+        seen: set[str] = set()
+        for statement in tree.body:
+            stored = set(_bound([statement]))
+            simple = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Assert)
+            targets = {statement.target.id} if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name) else set()
+            if (_free(statement) | targets) - seen - (set() if simple else stored) & assigned:
+                return True
+            seen |= stored
+        assigned |= set(_bound(tree.body, assigned_only=True))
+    return False
+
+
+class _Identity(ast.NodeTransformer):
+    """Replaces `a is b` of two expressions by a call, since Python lets no object answer it."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:  # noqa: N802 - named by ast
+        self.generic_visit(node)
+        sides = (node.left, *node.comparators)
+        if len(sides) != 2 or any(isinstance(one, ast.Constant) for one in sides):
+            return node
+        call = ast.Call(ast.Name("__same__", ast.Load()), list(sides), [])
+        if isinstance(node.ops[0], ast.Is):
+            return call
+        return ast.UnaryOp(ast.Not(), call) if isinstance(node.ops[0], ast.IsNot) else node
+
+
+def _test(tree: ast.Module, names: set[str]) -> PythonTest:
+    top = {name for one in tree.body if not isinstance(one, _DEFINITIONS) for name in _free(one)}
+    collected = tuple(one.name for one in tree.body if _is_collected(one) and one.name not in top)  # type: ignore[attr-defined]
+    only_defines = all(
+        isinstance(one, ast.Import | ast.ImportFrom | _DEFINITIONS)
+        or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        or (isinstance(one, ast.Assign | ast.AnnAssign) and not _free(one) & names)
+        for one in tree.body
+    )
+    text = ast.unparse(ast.fix_missing_locations(_Identity().visit(tree)))
+    return PythonTest(text=text, counted=bool(collected) or not only_defines, collected=collected)
+
+
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _is_collected(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ClassDef):
+        return node.name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in node.bases)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+
+
+def _doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """What a text does that cannot be trusted, or cannot work in another process than the program's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                if isinstance(base, ast.Name) and base.id in names:
+                    yield f"class {node.name} inherits from {base.id} of the program"
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            made = [one for one in sides if _makes(one, names)]
+            if made and any(isinstance(one, _ORDERS) for one in node.ops):
+                yield f"{ast.unparse(made[0])} is compared, and the program says with what it is equal"
+        elif isinstance(node, ast.Call):
+            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if called in _EXECUTING and isinstance(node.func, ast.Name) and called not in names:
+                yield f"{called}() executes what the program may have written"
+            elif called == "open" and isinstance(node.func, ast.Name):
+                yield "open(): tests and program have no file in common"
+            elif called in _COMPARED and any(_makes(one, names) for one in node.args[:2]):
+                yield f"{ast.unparse(node.args[0])} is compared, and the program says with what it is equal"
+
+
+def _makes(node: ast.expr, names: set[str]) -> bool:
+    """Whether an expression is an instance of a class of the program, by the spelling of its name."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names and node.func.id[:1].isupper()

@@ -1,0 +1,191 @@
+"""The process of a program: runs it once, and a fork of it answers the calls of each test.
+
+The model's program shares this process and may do to it what it likes. It has neither tests nor expected values, and
+whatever it sends is read as plain values by the process of the tests.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from types import ModuleType
+
+from megatron_grpo.environments.sandbox.peer import Peer
+from megatron_grpo.environments.sandbox.values import Memo
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+_DONE = 83
+"""Exit code of a test's process that was told to end."""
+_LONGEST_OUTPUT = 1 << 16
+"""Most characters that a program prints in one call."""
+_TELLING = frozenset(
+    "gc.get_objects gc.get_referrers gc.get_referents sys.settrace sys.setprofile sys._current_frames sys.addaudithook".split()
+)
+"""Audit events of a program that inspects the interpreter which runs it."""
+
+
+class _Output:
+    """What `sys.stdout` is: text for the reply, which the tests may have redirected."""
+
+    encoding, errors, newlines = "utf-8", "strict", None
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.size = 0
+
+    def write(self, text: str) -> int:
+        self.size += len(text)
+        if self.size > _LONGEST_OUTPUT:
+            raise OSError("too much output")
+        self.parts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Text needs no flushing: the reply takes it."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return 1
+
+    def taken(self) -> str:
+        text = "".join(self.parts)
+        self.parts, self.size = [], 0
+        return text
+
+
+class Program(Peer):
+    """The program's end of the connection."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        super().__init__(reading, writing)
+        self.output = _Output()
+        self._names: dict[str, Any] = {}
+        self._watched: dict[str, str] = {}
+        self._touched: set[str] = set()
+        self._told: set[str] = set()
+
+    def lost(self, reason: str) -> NoReturn:
+        os._exit(0)
+
+    def run(self, source: str) -> None:
+        """Run the program, then fork for every test. Each test gets the names and objects that the program made."""
+        sys.addaudithook(self._audit)
+        module = ModuleType("__main__")
+        sys.modules["__main__"] = module
+        sys.argv = ["main.py"]
+        sys.stdout = sys.stderr = self.output  # type: ignore[assignment] # a text stream as far as programs use one
+        self._names = vars(module)
+        failed = ""
+        try:
+            exec(compile(source, "main.py", "exec"), self._names)
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: what follows it is not defined
+            failed = f"{type(error).__name__}: {error}"
+        self.output.taken()
+        while True:
+            message = self.receive()  # others than these two come late, for a test whose process has ended
+            if message[0] == "names":
+                self.send([failed, self._values(message[2])])
+            elif message[0] == "test":
+                self.send(["ready", message[1]])
+                self._in_child()
+
+    def _values(self, names: list[str]) -> dict[str, Any]:
+        """The values of the names that the program defines."""
+        found = {}
+        for name in names:
+            if name in self._names:
+                value = self._names[name]
+                found[name] = self.encode(value, Memo())
+                if _watchable(value):
+                    self._watched[name] = repr(found[name])
+        return found
+
+    def _in_child(self) -> None:
+        child = os.fork()
+        if child == 0:
+            while True:
+                self.serve(self.receive())
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) != _DONE:
+            self.send(["lost"])
+
+    def serve(self, message: Any) -> None:
+        if message[0] == "done":
+            os._exit(_DONE)
+        super().serve(message)
+
+    def decode_other(self, tag: str, given: list[Any], memo: Memo) -> Any:
+        return vars(builtins)[given[1]] if tag == "builtin" else super().decode_other(tag, given, memo)
+
+    def perform(self, action: str, target: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if action == "await":
+            from asyncio import run  # here: seconds of a core in a thousand programs, and few are asynchronous
+
+            return run(target)
+        return super().perform(action, target, name, args, kwargs)
+
+    def extras(self) -> Any:
+        """What was printed, plain variables that changed, and how the program inspected its process for the first time."""
+        changed = {}
+        for name, known in self._watched.items():
+            if _watchable(self._names.get(name)):
+                encoded = self.encode(self._names[name], Memo())
+                if repr(encoded) != known:
+                    self._watched[name] = repr(encoded)
+                    changed[name] = encoded
+        new = self._touched - self._told
+        self._told |= new
+        output = self.output.taken()
+        return [output, changed, sorted(new)] if output or changed or new else None
+
+    def function(self, proxy: Any, name: str, parameters: Any) -> Any:
+        """A function of the tests as a function, so that its name and number of parameters can be looked at."""
+        if parameters is None:
+            def stub(*args: Any, **kwargs: Any) -> Any:
+                return proxy(*args, **kwargs)
+        else:
+            inside = ", ".join(parameters)
+            stub = eval(f"lambda {inside}: _call_({inside})", {"_call_": proxy})
+        stub.__name__ = name
+        return stub
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in _TELLING:
+            self._touched.add(event)
+        elif event == "open" and str(args[0]).startswith("/proc"):
+            self._touched.add("/proc")
+
+
+def _watchable(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | list | dict | set | tuple)
+
+
+def serve(spec: dict[str, Any]) -> NoReturn:
+    """Run the program of a description: `source`, and `channel` with the two file descriptors of its pipes."""
+    reading, writing = spec["channel"]
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    close_others({reading, writing})
+    import site  # a launcher's interpreter starts without it
+
+    sys.path = [path for path in sys.path if path.startswith(sys.base_prefix)] + site.getsitepackages()
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment] # as site defines them
+    Program(reading, writing).run(spec["source"])
+    os._exit(0)
+
+
+def close_others(kept: set[int]) -> None:
+    """Close all file descriptors except those of standard input, output and errors, and these."""
+    for fd in range(3, 256):
+        if fd not in kept:
+            try:
+                os.close(fd)
+            except OSError:
+                continue

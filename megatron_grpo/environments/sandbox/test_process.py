@@ -1,0 +1,293 @@
+"""The process of the tests: runs them against proxies of the names that the program defines, and trusts no reply.
+
+Its standard output gets a line of JSON for every test as it ends: its number, whether it passed, the requests that it
+made of the program, and the reason why its verdict cannot be trusted. A last line has figures over all tests.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from types import BuiltinFunctionType, FunctionType, GeneratorType, ModuleType
+
+from megatron_grpo.environments.sandbox import kernel
+from megatron_grpo.environments.sandbox.peer import (
+    COMPARISONS,
+    FORWARDED,
+    NUMBERS,
+    OPERATORS,
+    Fault,
+    Peer,
+    Proxy,
+    ProxyClass,
+    Stopped,
+)
+from megatron_grpo.environments.sandbox.program_process import close_others
+from megatron_grpo.environments.sandbox.values import Memo
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+_MOST_MESSAGES = 1_000_000
+"""Most messages of a program."""
+_VERDICTS = frozenset(
+    "startswith endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
+    "istitle isupper is_integer isdisjoint issubset issuperset equals all any".split()
+)
+"""Methods of plain values that tests expect to be true; of a live object they say what its class likes."""
+_PUBLIC = ("__name__", "__qualname__", "__doc__")
+"""Attributes of the tests' functions that the program may read."""
+_EQUAL_CALLS = 3
+"""Calls with different arguments from which equal replies are a figure."""
+
+
+class Tests(Peer):
+    """The tests' end of the connection. Live objects of the program do not compare: the program would decide.
+
+    A test fails for good with the first answer that cannot be trusted, even if its text catches every exception.
+    """
+
+    def __init__(self, reading: int, writing: int, allow: bool) -> None:
+        """`allow`: whether the program's word is taken where live objects are compared."""
+        super().__init__(reading, writing)
+        self._allow = allow
+        self._messages = 0
+        self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.same}
+        """Names that the tests see."""
+        self.stopped = ""
+        """Why the test fails, whatever its text says; empty: its text decides."""
+        self.untrusted = ""
+        """Why the verdict of the test cannot be trusted."""
+        self.requests = 0
+        """Requests to the program in this test."""
+        self.replies: dict[str, dict[str, str]] = {}
+        """Replies to the calls of each function, by their arguments."""
+        self.touched: set[str] = set()
+        """What the program did to look into its process."""
+
+    def lost(self, reason: str) -> NoReturn:
+        self.stopped = self.stopped or f"the program: {reason}"
+        raise Stopped(self.stopped)
+
+    def stop(self, reason: str) -> NoReturn:
+        self.stopped = self.untrusted = self.untrusted or reason
+        raise Stopped(reason)
+
+    def begin(self, number: int, values: dict[str, Any]) -> None:
+        """Start a test: in a new fork of the program, whose names have their first values again."""
+        self.age = 0  # proxies of these names live in every test
+        self.classes, self._class_numbers, self._own_classes = {}, {}, []
+        for name, value in values.items():
+            self.names[name] = self.decode(value, Memo())
+        self.send(["test", number, []])
+        while self.receive() != ["ready", number]:
+            pass
+        self.age = number
+
+    def end(self) -> None:
+        """End the program's fork."""
+        self.send(["done", 0, []])
+
+    def receive(self) -> Any:
+        self._messages += 1
+        if self._messages > _MOST_MESSAGES:
+            self.lost("it sent too many messages")
+        message = super().receive()
+        if not isinstance(message, list) or not message:
+            self.lost("it sent no message")
+        if message == ["lost"]:
+            self.lost("its process ended")
+        return message
+
+    def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """As for every peer; counted, and replies of functions recorded."""
+        if self.stopped:
+            raise Stopped(self.stopped)
+        self.requests += 1
+        if action == "get" and name in _VERDICTS and isinstance(target, Proxy) and not target._mark_:
+            self._distrust(f".{name} of a live object")
+        said = repr((args, kwargs)) if action == "call" and type(target).__name__ == "function" else ""
+        result = super().request(action, target, name, args, kwargs)
+        if said:
+            self.replies.setdefault(str(target._number_), {})[said] = repr(result)
+        if action == "call" and isinstance(target, ProxyClass) and isinstance(result, Proxy):
+            object.__setattr__(result, "_mark_", "made")
+        return result
+
+    def special(self, target: Any, name: str, *args: Any) -> Any:
+        """As for every peer, unless the answer would be a verdict: that is not for the program to give."""
+        if isinstance(target, Fault):
+            return super().special(target, name, *args)
+        if name in COMPARISONS:
+            self._distrust(f"{name} of a live object")
+        marks = {target._mark_, *(one._mark_ for one in args if isinstance(one, Proxy))}
+        told = name in OPERATORS and not all(isinstance(one, Proxy) for one in args)
+        if told and not target._mark_:
+            self._distrust(f"{name} with a plain value of a live object that the test did not make")
+        if name in NUMBERS and "told" in marks:
+            self._distrust(f"{name} of a live object that was combined with a plain value")
+        result = super().special(target, name, *args)
+        if told and name != "__contains__" and isinstance(result, int | float | complex):
+            self._distrust(f"{name} of a live object and a plain value, which gives a number")
+        if name in OPERATORS and isinstance(result, Proxy):
+            mark = "told" if told or "told" in marks else "made" if marks == {"made"} else ""
+            object.__setattr__(result, "_mark_", mark)
+        return result
+
+    def _distrust(self, what: str) -> None:
+        if not self._allow:
+            self.stop(what)
+        self.untrusted = self.untrusted or what
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two objects are the same one; of two live objects only the program knows."""
+        if not (isinstance(one, Proxy) and isinstance(other, Proxy)):
+            return one is other
+        self._distrust("the identity of live objects")
+        return bool(one._number_ == other._number_)
+
+    def encode_other(self, value: Any, memo: Memo) -> Any:
+        """Functions and iterators of the tests, and instances of their classes; nothing else leaves this process."""
+        kind = type(value)
+        if isinstance(value, ProxyClass | Proxy | Fault | BaseException | FunctionType) or value is NotImplemented:
+            return super().encode_other(value, memo)
+        if kind is BuiltinFunctionType and vars(builtins).get(value.__name__) is value:
+            return ["builtin", value.__name__]
+        if kind.__module__ == "__main__" or hasattr(value, "__next__"):
+            return super().encode_other(value, memo)
+        if callable(value):
+            return ["object", self._described(FunctionType), self._export(value)]
+        raise TypeError(f"a {kind.__name__} of the tests cannot be given to a program")
+
+    def perform(self, action: str, target: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What the program may do: call what it was given, and use public attributes of instances of the tests' classes."""
+        own = type(target).__module__ == "__main__"
+        allowed = {
+            "call": callable(target),
+            "get": name in _PUBLIC or (own and not name.startswith("_")),
+            "set": own and not name.startswith("_"),
+            "special": name in FORWARDED and (own or name in ("__next__", "__iter__")),
+            "resume": isinstance(target, GeneratorType),
+        }
+        if not allowed.get(action):
+            raise AttributeError(f"a program may not use {name or action} of this object")
+        try:
+            return super().perform(action, target, name, args, kwargs)
+        except AssertionError:
+            self.stopped = self.stopped or "an assertion in a function that the program called"
+            raise
+
+    def accept(self, extras: Any) -> None:
+        """Take what the program printed, plain variables that it changed, and how it looked into its process."""
+        if extras is None:
+            return
+        try:
+            output, changed, touched = extras
+            changed = {str(name): self.decode(one, Memo()) for name, one in changed.items()}
+            self.touched |= {str(one) for one in touched}
+        except Exception as error:  # noqa: BLE001 - whatever the program sent, it is no value
+            self.lost(f"it sent no value: {type(error).__name__}: {error}")
+        self.names |= changed
+        sys.stdout.write(str(output))
+
+
+def serve(spec: dict[str, Any]) -> NoReturn:
+    """Run the tests of a description: `tests` (`data.code_tests.Plan` as a dict), `every`, `allow`, and `channel`."""
+    kernel.set_dumpable(False)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    reading, writing = spec["channel"]
+    report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    close_others({reading, writing, report})
+    import site  # a launcher's interpreter starts without it
+
+    sys.path = [path for path in sys.path if path.startswith(sys.base_prefix)] + site.getsitepackages()
+    try:
+        _run_all(spec, Tests(reading, writing, spec["allow"]), report)
+    except Stopped as stopped:
+        _tell(report, {"stopped": str(stopped)})
+    os._exit(0)
+
+
+def _tell(report: int, line: dict[str, Any]) -> None:
+    os.write(report, json.dumps(line).encode() + b"\n")
+
+
+def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
+    """Run the tests one after the other and report each; with `every` also those after the first that fails."""
+    plan = spec["tests"]
+    module = ModuleType("__main__")
+    vars(module).update(peer.names)
+    peer.names = vars(module)
+    sys.modules["__main__"] = module
+    if plan["uses_unittest"]:
+        _prepare_unittest(peer)
+    for name, origin in plan["own"].items():
+        owner, _, attribute = origin.partition(":")
+        peer.names[name] = getattr(import_module(owner), attribute) if attribute else import_module(owner)
+    peer.send(["names", 0, plan["names"]])
+    failed, values = peer.receive()
+    for number, test in enumerate(() if failed else plan["tests"]):
+        peer.stopped = peer.untrusted = ""
+        peer.requests = 0
+        passed = _passes(plan, number, test, peer, values)
+        _tell(report, {"test": number, "passed": passed, "requests": peer.requests, "untrusted": peer.untrusted})
+        if not passed and test["counted"] and not spec["every"]:
+            break
+    equal = any(len(one) >= _EQUAL_CALLS and len(set(one.values())) == 1 for one in peer.replies.values())
+    _tell(report, {"touched": sorted(peer.touched), "equal_outputs": equal})
+
+
+def _passes(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
+    """Whether a test passes: its text raises nothing, nor do the test functions and classes that it defines."""
+    try:
+        if number == 0 or not plan["shared"]:
+            peer.begin(number + 1, values)
+        exec(compile(test["text"], "test.py", "exec"), peer.names)
+        for name in test["collected"]:
+            _call(peer.names[name])
+        if not plan["shared"]:
+            peer.end()
+    except BaseException:  # noqa: BLE001 - a test fails by whatever it raises
+        if not plan["shared"] and not peer.stopped.startswith("the program"):
+            peer.end()
+        return False
+    return not peer.stopped
+
+
+def _call(found: Any) -> None:
+    """Run a test function, a unittest.TestCase, or the test methods of another class."""
+    if isinstance(found, type):
+        unittest = sys.modules.get("unittest")
+        if unittest is not None and issubclass(found, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(found).run(result)
+            assert result.wasSuccessful()
+            assert result.testsRun > len(result.skipped)
+            return
+        for name in [name for name in dir(found) if name.startswith("test")]:
+            _call(getattr(found(), name))
+        return
+    result = found()
+    if hasattr(result, "__await__"):
+        import_module("asyncio").run(result)
+
+
+def _prepare_unittest(peer: Tests) -> None:
+    """Import unittest; `main` does nothing, since the tests run anyway, and identity is compared by the peer."""
+    unittest: Any = import_module("unittest")
+    unittest.main = lambda *args, **kwargs: None
+
+    def assert_is(self: Any, first: Any, second: Any, msg: Any = None) -> None:
+        self.assertTrue(peer.same(first, second), msg)
+
+    def assert_is_not(self: Any, first: Any, second: Any, msg: Any = None) -> None:
+        self.assertFalse(peer.same(first, second), msg)
+
+    unittest.TestCase.assertIs, unittest.TestCase.assertIsNot = assert_is, assert_is_not
