@@ -78,8 +78,7 @@ class Plan:
 
 _MODULES = {
     name: name
-    for name in "math cmath re json collections itertools functools random datetime string statistics decimal fractions "
-    "heapq bisect operator typing copy os sys time io unittest numpy pandas".split()
+    for name in ["math", "cmath", "re", "json", "collections", "itertools", "functools", "random", "datetime", "string", "statistics", "decimal", "fractions", "heapq", "bisect", "operator", "typing", "copy", "os", "sys", "time", "io", "unittest", "numpy", "pandas"]
 } | {"np": "numpy", "pd": "pandas"}
 """Names of modules that tests may use without importing them when the program does."""
 _MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
@@ -93,9 +92,12 @@ def plan(texts: tuple[str, ...]) -> Plan:
     """Read Python tests.
 
     Raises:
-        SyntaxError: a text is no Python.
+        ValueError: a text is no Python.
     """
-    trees = [ast.parse(text) for text in texts]
+    try:
+        trees = [ast.parse(text) for text in texts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"is no Python: {error}") from None
     bound = {name for tree in trees for name in _bound(tree.body)}
     free = {name for tree in trees for name in _free(tree)} - bound - {"__name__", "__file__"}
     own = {name: _MODULES[name] for name in free & _MODULES.keys() if _only_attributes(trees, name)}
@@ -115,7 +117,7 @@ def plan(texts: tuple[str, ...]) -> Plan:
         shared=_shared(trees),
         uses_unittest=any("unittest" in text for text in texts),
         doubts=tuple(dict.fromkeys(doubt for tree in trees for doubt in _doubts(tree, names)))
-        or (() if names else ("use no name of the program, so every program passes them",)),
+        or (("use no name of the program, so every program passes them",) if texts and not names else ()),
     )
 
 
@@ -131,7 +133,9 @@ def _scopes(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
             every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
             inside |= {one.arg for one in every if one is not None}
             if not isinstance(node, ast.Lambda):
-                inside |= set(_bound(node.body)) - {n for one in ast.walk(node) if isinstance(one, ast.Global) for n in one.names}
+                inside |= set(_bound(node.body)) - {
+                    n for one in ast.walk(node) if isinstance(one, ast.Global) for n in one.names
+                }
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             inside |= {name for one in node.generators for name in _stored(one.target)}
         elif isinstance(node, ast.ClassDef):
@@ -200,7 +204,11 @@ def _shared(trees: Sequence[ast.Module]) -> bool:
         for statement in tree.body:
             stored = set(_bound([statement]))
             simple = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Assert)
-            targets = {statement.target.id} if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name) else set()
+            targets = (
+                {statement.target.id}
+                if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name)
+                else set()
+            )
             if (_free(statement) | targets) - seen - (set() if simple else stored) & assigned:
                 return True
             seen |= stored
@@ -211,7 +219,7 @@ def _shared(trees: Sequence[ast.Module]) -> bool:
 class _Identity(ast.NodeTransformer):
     """Replaces `a is b` of two expressions by a call, since Python lets no object answer it."""
 
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:  # noqa: N802 - named by ast
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
         sides = (node.left, *node.comparators)
         if len(sides) != 2 or any(isinstance(one, ast.Constant) for one in sides):
@@ -250,22 +258,27 @@ def _doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
                 if isinstance(base, ast.Name) and base.id in names:
-                    yield f"class {node.name} inherits from {base.id} of the program"
+                    yield f"inherit: class {node.name} from {base.id}, which the program defines"
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             made = [one for one in sides if _makes(one, names)]
             if made and any(isinstance(one, _ORDERS) for one in node.ops):
-                yield f"{ast.unparse(made[0])} is compared, and the program says with what it is equal"
+                yield f"compare {ast.unparse(made[0])}, of which the program says with what it is equal"
         elif isinstance(node, ast.Call):
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             if called in _EXECUTING and isinstance(node.func, ast.Name) and called not in names:
-                yield f"{called}() executes what the program may have written"
+                yield f"call {called}(), which executes what the program may have written"
             elif called == "open" and isinstance(node.func, ast.Name):
-                yield "open(): tests and program have no file in common"
+                yield "call open(), though they have no file in common with the program"
             elif called in _COMPARED and any(_makes(one, names) for one in node.args[:2]):
-                yield f"{ast.unparse(node.args[0])} is compared, and the program says with what it is equal"
+                yield f"compare {ast.unparse(node.args[0])}, of which the program says with what it is equal"
 
 
 def _makes(node: ast.expr, names: set[str]) -> bool:
     """Whether an expression is an instance of a class of the program, by the spelling of its name."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names and node.func.id[:1].isupper()
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in names
+        and node.func.id[:1].isupper()
+    )

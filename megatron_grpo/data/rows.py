@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.data.code_tests import code_tests, plan
 from megatron_grpo.data.processors import TaskDataSpec, task_of
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
 from megatron_grpo.data.specs import ROW_FORMS, processor_name, task_spec
@@ -40,6 +41,10 @@ class SetReport:
     """Whether all prompts of the set are equal."""
     duplicates: int = 0
     """Rows whose prompt an earlier row has too."""
+    doubtful: int = 0
+    """Rows with Python tests that a program could pass undeservedly, or could not pass at all."""
+    doubt: str = ""
+    """The first of them, and why."""
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Names of the columns of each task's rows, after the conversion by data.processor."""
     bad: int = 0
@@ -103,6 +108,11 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     elif report.duplicates:
         text = f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
         report.remarks.append(Problem(config.path, text))
+    if report.doubtful:
+        text = (
+            f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): the "
+        )
+        report.remarks.append(Problem(config.path, text + f"first is {report.doubt}"))
     return report
 
 
@@ -119,6 +129,10 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
             continue
         usable.append(number)
         report.note(formed, check.task(formed))
+        doubts = check.doubts(formed)
+        if doubts:
+            report.doubt = report.doubt or f"{source.place(number)}, whose tests {doubts[0]}"
+            report.doubtful += 1
         prompt = check.prompt(formed)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
@@ -173,6 +187,15 @@ class RowCheck:
         """The prompt of a row that `in_form` returned; the whole row if only a user's processor knows its prompt."""
         task = self.task(row)
         return row if task in self._own else row[self._spec(task).prompt_key]
+
+    def doubts(self, row: Row) -> tuple[str, ...]:
+        """Why the Python tests of a row that `in_form` returned cannot be trusted."""
+        task = self.task(row)
+        if self._environments[task] != "code" or task in self._own:
+            return ()
+        answer = self._spec(task).answer_key
+        tests = [] if answer is None else code_tests(row[answer])
+        return plan(tuple(one for one in tests if isinstance(one, str))).doubts if tests else ()
 
     def _spec(self, task: str) -> TaskDataSpec:
         if task not in self._specs:
@@ -262,9 +285,15 @@ def _addition(answer: Any) -> str | None:
 
 def _code(answer: Any) -> str | None:
     try:
-        return None if code_tests(answer) else "is empty"
+        tests = code_tests(answer)
+        python = plan(tuple(one for one in tests if isinstance(one, str)))
     except ValueError as error:
         return str(error)
+    if not tests:
+        return "is empty"
+    if isinstance(tests[0], str) and not python.counted:
+        return "only imports and defines; a test has to call what it defines, as check(f) does"
+    return None
 
 
 _CHECKS: dict[str, Callable[[Any], str | None]] = {"math": _math, "addition": _addition, "code": _code}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_grpo.config.section import Positive
 from megatron_grpo.data.code_tests import Plan, code_tests, plan
@@ -82,19 +82,18 @@ class CodeEnvironment(Environment):
         program = program_of(request.response)
         verdict = judged(self._sandbox, program, tests, every=self._share, allow=self._allow)
         for reason in verdict.untrusted:
-            self._log_once(f"a test of a program {'counts, though' if self._allow else 'fails:'} it depends on {reason}")
-        if not 0 <= verdict.passed <= verdict.tests:
-            self._log_once(f"{verdict.passed} of {verdict.tests} tests were reported as passed; none counts")
-            verdict.passed = 0
+            self._log_once(
+                f"a test of a program {'counts, though' if self._allow else 'fails:'} it depends on {reason}"
+            )
         share = verdict.passed / verdict.tests if verdict.tests else 0.0
         return EnvironmentReturn(
             reward=share if self._share else float(share == 1.0),
             correct=share == 1.0,
             metrics={
-                "code_touched_harness": float(verdict.touched or _HARNESS.search(program) is not None),
-                "code_idle_tests": verdict.idle / max(verdict.passed, 1),
-                "code_equal_outputs": float(verdict.equal_outputs),
-                "code_untrusted_tests": float(bool(verdict.untrusted)),
+                "suspect/touched_harness": float(verdict.touched or _HARNESS.search(program) is not None),
+                "suspect/idle_tests": verdict.idle / max(verdict.passed, 1),
+                "suspect/equal_outputs": float(verdict.equal_outputs),
+                "untrusted_tests": float(bool(verdict.untrusted)),
             },
             notes={"untrusted tests": "; ".join(verdict.untrusted)} if verdict.untrusted else {},
         )
@@ -125,7 +124,11 @@ def judged(
     """
     texts = tuple(test for test in tests if isinstance(test, str))
     if texts:
-        return _of_python(sandbox, program, plan(texts), every, allow)
+        try:
+            prepared = plan(texts)
+        except ValueError as error:
+            return Verdict(tests=len(texts), untrusted=[f"a text that {error}"])
+        return _of_python(sandbox, program, prepared, every, allow)
     verdict, outputs = Verdict(tests=len(tests)), set()
     for given, expected in (test for test in tests if not isinstance(test, str)):
         finished = sandbox.run_python(program, given)
@@ -140,16 +143,22 @@ def judged(
 
 
 def _of_python(sandbox: Sandbox, program: str, tests: Plan, every: bool, allow: bool) -> Verdict:
-    verdict = Verdict(tests=tests.counted)
+    """Read the report of the tests' process (`sandbox.test_process`), of which no line may be wrong."""
     finished = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
-    for line in map(json.loads, finished.stdout.splitlines()):
-        if "test" in line:
-            if tests.tests[line["test"]].counted and line["passed"]:
-                verdict.passed += 1
-                verdict.idle += not line["requests"]
-            verdict.untrusted += filter(None, [line["untrusted"]])
-        elif "touched" in line:
-            verdict.touched, verdict.equal_outputs = bool(line["touched"]), line["equal_outputs"]
+    verdict, passed = Verdict(tests=tests.counted), set()
+    try:
+        for line in map(json.loads, finished.stdout.splitlines()):
+            if "test" in line:
+                if tests.tests[line["test"]].counted and line["passed"]:
+                    passed.add(line["test"])
+                    verdict.idle += not line["requests"]
+                verdict.untrusted += [line["untrusted"]] * bool(line["untrusted"])
+            elif "touched" in line:
+                verdict.touched, verdict.equal_outputs = bool(line["touched"]), line["equal_outputs"]
+    except (ValueError, LookupError, TypeError) as error:
+        _log.warning("the report of a program's tests makes no sense, and none of its tests counts: %r", error)
+        return Verdict(tests=tests.counted)
+    verdict.passed = len(passed)
     return verdict
 
 

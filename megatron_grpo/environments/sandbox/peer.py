@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 LARGEST_MESSAGE = 4 << 20
 """Most bytes of a message."""
 
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "divmod"]
 OPERATORS = frozenset(f"__{side}{name}__" for name in _BINARY for side in ("", "r", "i")) | {"__contains__"}
 """Special methods whose operand may be the expected value."""
-COMPARISONS = frozenset(f"__{name}__" for name in "eq ne lt le gt ge bool hash".split())
-NUMBERS = frozenset(f"__{name}__" for name in "neg pos abs invert int float complex index round trunc floor ceil".split())
+COMPARISONS = frozenset(f"__{name}__" for name in ["eq", "ne", "lt", "le", "gt", "ge", "bool", "hash"])
+NUMBERS = frozenset(
+    f"__{name}__" for name in ["neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "trunc", "floor", "ceil"]
+)
 _OTHERS = "len getitem setitem delitem iter next reversed enter exit call format bytes"
 FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _OTHERS.split()}
 """Special methods that a proxy has if the class of its object has them."""

@@ -23,7 +23,7 @@ _DONE = 83
 _LONGEST_OUTPUT = 1 << 16
 """Most characters that a program prints in one call."""
 _TELLING = frozenset(
-    "gc.get_objects gc.get_referrers gc.get_referents sys.settrace sys.setprofile sys._current_frames sys.addaudithook".split()
+    ["gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys.settrace", "sys.setprofile", "sys._current_frames", "sys.addaudithook"]
 )
 """Audit events of a program that inspects the interpreter which runs it."""
 
@@ -147,6 +147,7 @@ class Program(Peer):
     def function(self, proxy: Any, name: str, parameters: Any) -> Any:
         """A function of the tests as a function, so that its name and number of parameters can be looked at."""
         if parameters is None:
+
             def stub(*args: Any, **kwargs: Any) -> Any:
                 return proxy(*args, **kwargs)
         else:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 _MOST_MESSAGES = 1_000_000
 """Most messages of a program."""
 _VERDICTS = frozenset(
-    "startswith endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
-    "istitle isupper is_integer isdisjoint issubset issuperset equals all any".split()
+    ["startswith", "endswith", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper", "is_integer", "isdisjoint", "issubset", "issuperset", "equals", "all", "any"]
 )
 """Methods of plain values that tests expect to be true; of a live object they say what its class likes."""
 _PUBLIC = ("__name__", "__qualname__", "__doc__")

@@ -117,7 +117,12 @@ class Codec:
         if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
             if not value.shape:
                 return self.encode(value.item(), memo)
-            return ["array", value.dtype.str, list(value.shape), [self.encode(one, memo) for one in value.ravel().tolist()]]
+            return [
+                "array",
+                value.dtype.str,
+                list(value.shape),
+                [self.encode(one, memo) for one in value.ravel().tolist()],
+            ]
         return self.encode_other(value, memo)
 
     def encode_other(self, value: Any, memo: Memo) -> Any:

@@ -9,13 +9,14 @@ import pytest
 
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.schema import EnvironmentConfig
-from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.code_tests import code_tests
+from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.rows import unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment, program_of
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox
 
 SETTINGS = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=3, memory_mb=256))
 ASSERTS = ["assert double(2) == 4", "assert double(0) == 0", "assert double(-3) == -6"]
@@ -82,9 +83,13 @@ def test_all_or_nothing_and_the_order_of_the_samples() -> None:
 def test_a_program_that_fails_a_case_is_not_asked_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """An endless one would take all of its time in each, and the environment's deadline would pass."""
     asked: list[str] = []
-    monkeypatch.setattr(
-        "megatron_grpo.environments.code._gives", lambda *given: asked.append(given[2]) or given[2] != "b"
-    )
+
+    def finished(sandbox: Sandbox, source: str, given: str = "") -> Finished:
+        asked.append(given)
+        return Finished(ending="exited", exit_code=int(given == "b"), stdout="", stderr="", seconds=0.0)
+
+    monkeypatch.setattr(Sandbox, "run_python", finished)
+    monkeypatch.setattr(EnvironmentSettings, "open_sandbox", lambda settings: Sandbox(settings.sandbox))
     cases = [{"input": one, "output": ""} for one in "abcd"]
     assert [one.reward for one in CodeEnvironment(SETTINGS).score([request("", cases)])] == [0.0]
     assert asked == ["a", "b"]

@@ -7,6 +7,7 @@ const FILTERS = {
   wrong: ["Wrong", (row) => row.correct === false],
   cut: ["Cut off", (row) => row.stop === "length"],
   failed: ["Failed", (row) => row.failure !== null],
+  suspect: ["Suspect", (row) => row.suspect.length > 0],
   full: ["With tokens", (row) => row.full !== null],
 };
 
@@ -16,7 +17,7 @@ function rowsOf(step, table) {
     step, place, reward, full: table.full[place] || null, prompt: table.prompts[table.group[place]] || `row ${table.prompt_idx[place]}`,
     promptIdx: table.prompt_idx[place], group: table.group[place], sample: table.sample[place], correct: table.correct[place],
     stop: table.stop_reason[place], failure: table.failure[place] ?? null, tokens: table.tokens[place], advantage: table.advantage[place],
-    response: table.response[place], characters: table.characters[place],
+    suspect: table.suspect[place], response: table.response[place], characters: table.characters[place],
   }));
 }
 
@@ -106,6 +107,7 @@ class RunPanel {
       el("h3", {}, "Step ", el("b", { text: row.step }), ", prompt ", el("b", { text: row.promptIdx }), ", sample ", el("b", { text: row.sample })),
       el("dl", { class: "facts" }, fact("Reward", short(row.reward)), ...scores, fact("Judged", markName(row.correct), `mark-${markName(row.correct).split(" ")[0]}`),
         fact("Advantage", short(row.advantage)), fact("Tokens", short(row.tokens)), fact("Ended by", row.failure !== null ? "failure" : row.stop),
+        ...(row.suspect.length ? [fact("Suspect", row.suspect.join(", "))] : []),
         ...(versions.length ? [fact("Weights", versions.map((one) => `v${one}`).join(", "))] : [])),
       row.failure !== null ? el("p", { class: "failure" }, isolated(row.failure)) : null,
       this.siblings(row),

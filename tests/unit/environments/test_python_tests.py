@@ -1,0 +1,186 @@
+"""Python tests against honest and hostile programs: each honest one keeps its reward, no hostile one gets any."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.data_schema import SandboxConfig
+from megatron_grpo.data.code_tests import plan
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.code import CodeEnvironment, Verdict, judged
+from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.sandbox.kernel import descendants
+from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox
+from tests.support.python_tests import HONEST, HOSTILE, Honest, Hostile, hostile_tests
+from tests.support.sandboxed import STRONGEST, isolated
+
+LIMITS = SandboxConfig(wall_time_s=5, cpu_time_s=2, memory_mb=200)
+EQUAL, OBJECTS = hostile_tests("equal"), hostile_tests("objects")
+QUICK = {
+    "function",
+    "in place",
+    "callback",
+    "class",
+    "exception of its own",
+    "generator",
+    "unittest",
+    "check(candidate)",
+} | {"frames", "isclose", "equal to everything", "swallowed", "vectors", "os._exit in a call", "parent killed"}
+"""Kinds of programs that are run always; all are run as a slow test."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(descendants(os.getpid()))
+    yield
+    assert set(descendants(os.getpid())) <= before
+
+
+def verdict_of(program: str, tests: tuple[str, ...], allow: bool = False, limits: SandboxConfig = LIMITS) -> Verdict:
+    return judged(Sandbox(limits, STRONGEST), program, tests, every=True, allow=allow)
+
+
+def params(programs: Sequence[Honest | Hostile]) -> list[Any]:
+    marks = {True: [], False: [pytest.mark.slow]}
+    return [pytest.param(one, id=one.kind, marks=marks[one.kind in QUICK]) for one in programs]
+
+
+@pytest.mark.parametrize("one", params(HONEST))
+def test_an_honest_program_keeps_its_reward_and_a_wrong_one_loses_it(one: Honest) -> None:
+    limits = SandboxConfig(wall_time_s=60)
+    right = verdict_of(one.program, one.tests, limits=limits)
+    assert (right.passed, right.untrusted) == (right.tests, [])
+    assert right.tests > 0
+    wrong = verdict_of(one.wrong, one.tests, limits=limits)
+    assert wrong.passed < wrong.tests
+
+
+@isolated
+@pytest.mark.parametrize("one", params(HOSTILE))
+def test_a_hostile_program_gets_nothing_and_leaves_nothing(one: Hostile) -> None:
+    result = scored(one.program, one.tests, reward="share")
+    assert (result.reward, result.correct) == (0.0, False)
+    assert result.metrics["suspect/touched_harness"] == float(one.touches)
+
+
+@pytest.mark.parametrize("kind", ["frames", "equal to everything"])
+def test_the_attacks_of_the_table_are_real(kind: str) -> None:
+    """In one process with its tests, each of these programs passes them."""
+    program = next(one.program for one in HOSTILE if one.kind == kind)
+    names: dict[str, object] = {}
+    exec(program, names)
+    text = EQUAL[0]
+    exec(f"def run(text):\n    exec(text)\nrun({text!r})", names)
+
+
+def scored(program: str, tests: object, **options: object) -> EnvironmentReturn:
+    settings = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=5, cpu_time_s=2, memory_mb=200))
+    environment = CodeEnvironment(settings, **options)  # type: ignore[arg-type]
+    extra = {"answer": tests, REFERENCE: ""}
+    request = EnvironmentRequest(prompt="", response=program, stop_reason="stop", extra_env_info=extra)
+    return environment.score([request])[0]
+
+
+POINT = (
+    "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n    x: int\n    y: int\n"
+    "def f(p): return P(p.y, p.x)"
+)
+COMPARED = ["assert f(P(1, 2)) == P(2, 1)", "assert P(1, 2) < P(1, 3)", "assert f(P(1, 2)).x == 2"]
+
+
+def test_tests_that_compare_live_objects_are_refused_or_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    refused = scored(POINT, COMPARED, reward="share")
+    assert refused.reward == pytest.approx(1 / 3)
+    assert refused.metrics["untrusted_tests"] == 1.0
+    assert refused.notes == {"untrusted tests": "__eq__ of a live object; __lt__ of a live object"}
+    logged = "a test of a program fails: it depends on __eq__ of a live object"
+    assert [one.message for one in caplog.records].count(logged) == 1
+    allowed = scored(POINT, COMPARED, reward="share", untrusted_tests="allow")
+    assert (allowed.reward, allowed.metrics["untrusted_tests"]) == (1.0, 1.0)
+    wrong = POINT.replace("p.y, p.x", "p.x, p.y")
+    assert scored(wrong, COMPARED, reward="share", untrusted_tests="allow").reward == pytest.approx(1 / 3)
+
+
+def test_a_test_without_its_own_process_would_see_the_state_of_another() -> None:
+    counting = "calls = []\ndef f():\n    calls.append(1)\n    return len(calls)"
+    assert verdict_of(counting, ("assert f() == 1", "assert f() == 1")).passed == 2
+    assert plan(("a = f()", "assert a == 1")).shared
+    assert not plan(("import math\ndef g(): return f()", "b = g()", "b = f()\nassert math.pi and b == 1")).shared
+    assert verdict_of(counting, ("a = f()\nassert a == 1", "assert a == 1 and f() == 2")).passed == 2
+
+
+def test_the_tests_before_an_endless_one_count() -> None:
+    program = "def f(x):\n    while x == 3: pass\n    return 2 * x"
+    assert verdict_of(program, EQUAL, limits=SandboxConfig(wall_time_s=4, cpu_time_s=1)).passed == 2
+
+
+def test_suspicious_figures() -> None:
+    honest = scored("def f(x): return 2 * x", EQUAL)
+    assert honest.metrics == {
+        "suspect/touched_harness": 0.0,
+        "suspect/idle_tests": 0.0,
+        "suspect/equal_outputs": 0.0,
+        "untrusted_tests": 0.0,
+    }
+    same = ["assert f(1)", "assert f(2)", "assert f(3)"]
+    assert scored("def f(x): return True", same).metrics["suspect/equal_outputs"] == 1.0
+    assert scored("def f(x): return x", same).metrics["suspect/equal_outputs"] == 0.0
+    idle = scored("def f(x): return x", ["assert f(1) == 1", "assert 1 + 1 == 2"])
+    assert (idle.reward, idle.metrics["suspect/idle_tests"]) == (1.0, 0.5)
+    hidden = "def f(x): return getattr(__import__('g' + 'c'), 'get_' + 'objects')() and 2 * x"
+    assert scored(hidden, EQUAL).metrics["suspect/touched_harness"] == 1.0
+    cases = [{"input": str(number), "output": "1"} for number in range(3)]
+    assert scored("print(1)", cases).metrics["suspect/equal_outputs"] == 1.0
+    assert scored("print(int(input()) and 1)", cases).metrics["suspect/equal_outputs"] == 0.0
+
+
+@pytest.mark.parametrize("line", ['{"test": 7, "passed": true}', '{"test": 0}', "no JSON", "[1]"])
+def test_a_report_of_the_tests_that_makes_no_sense_is_no_pass(
+    line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = '{"test": 0, "passed": true, "requests": 1, "untrusted": ""}'
+    said = Finished(ending="exited", exit_code=0, stdout=f"{right}\n{line}\n", stderr="", seconds=0.0)
+    monkeypatch.setattr(Sandbox, "run_tests", lambda *given, **options: said)
+    assert scored("", EQUAL[:1]).reward == 0.0
+    assert "none of its tests counts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tests", "doubt"),
+    [
+        (["assert P(1) == P(2)"], "compare P(1)"),
+        (["import unittest\nclass T(unittest.TestCase):\n  def test(s): s.assertEqual(P(1), f(1))"], "compare P(1)"),
+        (["class Q(P): pass\nassert Q().x == f()"], "inherit: class Q from P"),
+        (["assert eval(f(1)) == 2"], "call eval()"),
+        (["open('a', 'w').write('x')\nassert f('a') == 1"], "call open()"),
+        (["assert 1 + 1 == 2"], "use no name of the program"),
+    ],
+)
+def test_what_a_text_says_about_its_trustworthiness(tests: list[str], doubt: str) -> None:
+    assert plan(tuple(tests)).doubts[0].startswith(doubt)
+
+
+def test_honest_texts_raise_no_doubt() -> None:
+    assert {one.kind: plan(one.tests).doubts for one in HONEST if plan(one.tests).doubts} == {}
+    assert plan(OBJECTS[:1]).doubts
+
+
+def test_names_that_a_program_may_define_for_its_tests() -> None:
+    assert plan(("assert abs(f(2) - 1) < sqrt(2)",)).names == ("f",)
+    assert plan(("assert abs(f(2) - 1) < sqrt(2)",)).own == {"sqrt": "math:sqrt"}
+    assert plan(("assert gcd(4, 6) == 2",)).names == ("gcd",)
+    assert plan(("assert sum(1, 2) == 3",)).names == ("sum",)
+    assert plan(("assert abs(sum(1, 2) - 3) < 1",)).names == ()
+    assert plan(("assert math.isclose(f(1), 2)",)).own == {"math": "math"}
+    assert plan(("import math\nx = 3\ndef g(y): return [z + x for z in y]\nassert g(f(math.e))",)).names == ("f",)
+
+
+def test_definitions_are_no_tests_and_definitions_alone_are_none() -> None:
+    tests = plan(("import math", "def check(g): assert g(1)", "x = 5", "check(f)", "def test_f(): assert f(x)"))
+    assert [one.counted for one in tests.tests] == [False, False, False, True, True]
+    assert [one.collected for one in tests.tests] == [(), (), (), (), ("test_f",)]
