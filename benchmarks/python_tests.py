@@ -87,7 +87,7 @@ def variant(number: int) -> tuple[str, str, tuple[str, ...]]:
     name = f"{draw.choice(('solve', 'answer', 'compute', 'find'))}_{draw.randrange(1000)}"
     before = draw.choice(("", "import math, re\n", "from typing import Any\n", f"# {name}\n", f"OFFSET = {number}\n"))
     after = draw.choice(("", f"\n\ndef other_{number}(x):\n    return x\n", "\nprint('ready')\n", "\n'''the end'''\n"))
-    renamed = [re.sub(r"\bf\b(?=\(|\.| =|\)|,)", name, text) for text in (one.program, *one.tests)]
+    renamed = [re.sub(r"\bf\b(?!['\"])", name, text) for text in (one.program, *one.tests)]
     return one.kind, before + renamed[0] + after, tuple(renamed[1:])
 
 

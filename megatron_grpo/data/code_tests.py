@@ -1,4 +1,4 @@
-"""The tests of the code environment: their forms in a row, and what can be said of Python tests without running them."""
+"""The tests of the code environment: their forms in a row, and what Python tests tell without being run."""
 
 from __future__ import annotations
 
@@ -76,10 +76,11 @@ class Plan:
         return sum(one.counted for one in self.tests)
 
 
-_MODULES = {
-    name: name
-    for name in ["math", "cmath", "re", "json", "collections", "itertools", "functools", "random", "datetime", "string", "statistics", "decimal", "fractions", "heapq", "bisect", "operator", "typing", "copy", "os", "sys", "time", "io", "unittest", "numpy", "pandas"]
-} | {"np": "numpy", "pd": "pandas"}
+_STANDARD = (
+    "math cmath re json collections itertools functools random datetime string statistics decimal fractions heapq "
+    "bisect operator typing copy os sys time io unittest numpy pandas"
+)
+_MODULES = {name: name for name in _STANDARD.split()} | {"np": "numpy", "pd": "pandas"}
 """Names of modules that tests may use without importing them when the program does."""
 _MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
 _EXECUTING = ("eval", "exec", "compile", "__import__")

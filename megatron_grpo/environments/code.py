@@ -51,7 +51,8 @@ class CodeEnvironment(Environment):
     The answer column holds Python tests, as one text or a list of texts, each of which passes when it does not raise;
     or cases of input and output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of
     any of these is accepted. Outputs are compared line by line without trailing blanks. Python tests run in a process
-    of their own, which asks the program's process for the results of calls; neither tests nor expected outputs enter it.
+    of their own, which asks the program's process for the results of calls; neither tests nor expected outputs enter
+    it.
 
     Args:
         settings: settings of the run, among them the sandbox.

@@ -1,9 +1,10 @@
-"""Programs with their Python tests, from tests/data: honest ones of many kinds, each right and wrong, and hostile ones.
+"""Programs with their Python tests, from tests/data: honest ones of many kinds, each right and wrong; hostile ones.
 
-A file has an entry for each program: a line `=== NAME`, the program, and parts that begin with lines `--- PART`. Parts of
-honest programs: `test`, a text of tests, and `wrong`, a text of the program and the one that makes it wrong in its place.
-Parts of hostile programs: `test`, or `tests` with the name of an entry of tests (else those of `tests: equal`); `after`,
-with the name of an entry of text before the program; `touches`, if figures tell that it looks into its interpreter.
+A file has an entry for each program: a line `=== NAME`, the program, and parts that begin with lines `--- PART`. Parts
+of honest programs: `test`, a text of tests, and `wrong`, a text of the program and what makes it wrong in its place.
+Parts of hostile programs: `test`, or `tests` with the name of an entry of tests (else those of `tests: equal`);
+`after`, with the name of an entry of text before the program; `touches`, if figures tell that it looks into its
+interpreter.
 """
 
 from __future__ import annotations

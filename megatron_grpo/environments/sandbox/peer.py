@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 LARGEST_MESSAGE = 4 << 20
 """Most bytes of a message."""
 
-_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "divmod"]
-OPERATORS = frozenset(f"__{side}{name}__" for name in _BINARY for side in ("", "r", "i")) | {"__contains__"}
-"""Special methods whose operand may be the expected value."""
-COMPARISONS = frozenset(f"__{name}__" for name in ["eq", "ne", "lt", "le", "gt", "ge", "bool", "hash"])
-NUMBERS = frozenset(
-    f"__{name}__" for name in ["neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "trunc", "floor", "ceil"]
-)
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
+_COMPARING = "eq ne lt le gt ge bool hash"
+_NUMERIC = "neg pos abs invert int float complex index round trunc floor ceil"
 _OTHERS = "len getitem setitem delitem iter next reversed enter exit call format bytes"
+OPERATORS = frozenset(f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r", "i")) | {"__contains__"}
+"""Special methods whose operand may be the expected value."""
+COMPARISONS = frozenset(f"__{name}__" for name in _COMPARING.split())
+NUMBERS = frozenset(f"__{name}__" for name in _NUMERIC.split())
 FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _OTHERS.split()}
 """Special methods that a proxy has if the class of its object has them."""
 
@@ -380,10 +380,8 @@ class Peer(Codec):
         faults = tuple(one for one in inherited if issubclass(one, BaseException))
         if faults and Fault not in {base for one in faults for base in one.__mro__}:
             faults = (Fault, *faults)
-        namespace: dict[str, Any] = {one: _METHODS[one] for one in methods}
+        namespace: dict[str, Any] = {one: _METHODS[one] for one in methods if not (faults and one in COMPARISONS)}
         namespace |= {"__module__": "__main__"} if faults else {"__module__": "__main__", "__slots__": ()}
-        if faults:
-            namespace.pop("__eq__", None), namespace.pop("__hash__", None)
         if number in self.classes:
             raise ValueError("a class is described twice")
         self.classes[number] = ProxyClass(str(name), faults or inherited or (Proxy,), namespace, link=(self, number))

@@ -22,8 +22,9 @@ _DONE = 83
 """Exit code of a test's process that was told to end."""
 _LONGEST_OUTPUT = 1 << 16
 """Most characters that a program prints in one call."""
-_TELLING = frozenset(
-    ["gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys.settrace", "sys.setprofile", "sys._current_frames", "sys.addaudithook"]
+_TELLING = (
+    *("gc.get_objects", "gc.get_referrers", "gc.get_referents"),
+    *("sys.settrace", "sys.setprofile", "sys._current_frames", "sys.addaudithook"),
 )
 """Audit events of a program that inspects the interpreter which runs it."""
 
@@ -131,7 +132,7 @@ class Program(Peer):
         return super().perform(action, target, name, args, kwargs)
 
     def extras(self) -> Any:
-        """What was printed, plain variables that changed, and how the program inspected its process for the first time."""
+        """What was printed, plain variables that changed, and new ways in which the program inspected its process."""
         changed = {}
         for name, known in self._watched.items():
             if _watchable(self._names.get(name)):

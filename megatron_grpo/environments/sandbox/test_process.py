@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 _MOST_MESSAGES = 1_000_000
 """Most messages of a program."""
-_VERDICTS = frozenset(
-    ["startswith", "endswith", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper", "is_integer", "isdisjoint", "issubset", "issuperset", "equals", "all", "any"]
+_CLAIMS = (
+    "startswith endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
+    "istitle isupper is_integer isdisjoint issubset issuperset equals all any"
 )
+_VERDICTS = frozenset(_CLAIMS.split())
 """Methods of plain values that tests expect to be true; of a live object they say what its class likes."""
 _PUBLIC = ("__name__", "__qualname__", "__doc__")
 """Attributes of the tests' functions that the program may read."""
@@ -164,7 +166,7 @@ class Tests(Peer):
         raise TypeError(f"a {kind.__name__} of the tests cannot be given to a program")
 
     def perform(self, action: str, target: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What the program may do: call what it was given, and use public attributes of instances of the tests' classes."""
+        """What a program may do: call what it was given, use public attributes of instances of the tests' classes."""
         own = type(target).__module__ == "__main__"
         allowed = {
             "call": callable(target),
@@ -284,9 +286,9 @@ def _prepare_unittest(peer: Tests) -> None:
     unittest.main = lambda *args, **kwargs: None
 
     def assert_is(self: Any, first: Any, second: Any, msg: Any = None) -> None:
-        self.assertTrue(peer.same(first, second), msg)
+        assert peer.same(first, second), msg
 
     def assert_is_not(self: Any, first: Any, second: Any, msg: Any = None) -> None:
-        self.assertFalse(peer.same(first, second), msg)
+        assert not peer.same(first, second), msg
 
     unittest.TestCase.assertIs, unittest.TestCase.assertIsNot = assert_is, assert_is_not

@@ -58,7 +58,7 @@ class Memo:
         self._before = [_contents(value) for value in self.objects]
 
     def changed(self) -> list[int]:
-        """Numbers of the containers whose contents are others than at `note_contents`; equal objects count as others."""
+        """Numbers of the containers that hold other objects than at `note_contents`, though they may be equal."""
         pairs = zip(self._before, map(_contents, self.objects), strict=False)
         return [
             number

@@ -108,3 +108,21 @@ def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path) -> None:
         assert (report.rows, report.problems) == (rows, [])
     assert seconds[1] < 8 * seconds[0]
     assert seconds[1] < 5
+
+
+def test_rows_whose_tests_cannot_be_trusted_are_told(tmp_path: Path) -> None:
+    answers = ["assert f(1) == 2", "assert P(1) == P(2)", "import math", "assert f(", "assert 1", "assert P(3) < P(4)"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(n), "answer": one}) + "\n" for n, one in enumerate(answers)))
+    report = examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path)), {"math": "code"})
+    assert [(one.subject, one.text.partition(":")[0]) for one in report.problems] == [
+        (
+            f"{path}:3",
+            "column 'answer' (data.answer_key) only imports and defines; a test has to call what it defines, "
+            "as check(f) does",
+        ),
+        (f"{path}:4", "column 'answer' (data.answer_key) is no Python"),
+    ]
+    (remark,) = report.remarks
+    assert remark.text.startswith("has 3 rows, of 4, whose tests cannot be trusted (docs/environments.md)")
+    assert f"the first is {path}:2, whose tests compare P(1)" in remark.text

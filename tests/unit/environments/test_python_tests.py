@@ -78,10 +78,10 @@ def test_the_attacks_of_the_table_are_real(kind: str) -> None:
     exec(f"def run(text):\n    exec(text)\nrun({text!r})", names)
 
 
-def scored(program: str, tests: object, **options: object) -> EnvironmentReturn:
+def scored(program: str, tests: Sequence[Any], **options: Any) -> EnvironmentReturn:
     settings = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=5, cpu_time_s=2, memory_mb=200))
-    environment = CodeEnvironment(settings, **options)  # type: ignore[arg-type]
-    extra = {"answer": tests, REFERENCE: ""}
+    environment = CodeEnvironment(settings, **options)
+    extra = {"answer": list(tests), REFERENCE: ""}
     request = EnvironmentRequest(prompt="", response=program, stop_reason="stop", extra_env_info=extra)
     return environment.score([request])[0]
 
@@ -116,7 +116,7 @@ def test_a_test_without_its_own_process_would_see_the_state_of_another() -> None
 
 def test_the_tests_before_an_endless_one_count() -> None:
     program = "def f(x):\n    while x == 3: pass\n    return 2 * x"
-    assert verdict_of(program, EQUAL, limits=SandboxConfig(wall_time_s=4, cpu_time_s=1)).passed == 2
+    assert verdict_of(program, EQUAL, limits=SandboxConfig(wall_time_s=60, cpu_time_s=1)).passed == 2
 
 
 def test_suspicious_figures() -> None:
