@@ -60,6 +60,8 @@ class Tests(Peer):
         self._messages = 0
         self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.same}
         """Names that the tests see."""
+        self.taken: frozenset[str] = frozenset()
+        """Those that they take from the program, which alone it may give and change: no builtin and none of theirs."""
         self.stopped = ""
         """Why the test fails, whatever its text says; empty: its text decides."""
         self.untrusted = ""
@@ -189,7 +191,7 @@ class Tests(Peer):
             return
         try:
             output, changed, touched = extras
-            changed = {str(name): self.decode(one, Memo()) for name, one in changed.items()}
+            changed = {name: self.decode(one, Memo()) for name, one in changed.items() if name in self.taken}
             self.touched |= {str(one) for one in touched}
         except Exception as error:  # noqa: BLE001 - whatever the program sent, it is no value
             self.lost(f"it sent no value: {type(error).__name__}: {error}")
@@ -232,8 +234,10 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
     for name, origin in plan["own"].items():
         owner, _, attribute = origin.partition(":")
         peer.names[name] = getattr(import_module(owner), attribute) if attribute else import_module(owner)
+    peer.taken = frozenset(plan["names"])
     peer.send(["names", 0, plan["names"]])
     failed, values = peer.receive()
+    values = {name: value for name, value in dict(values).items() if name in peer.taken}
     for number, test in enumerate(() if failed else plan["tests"]):
         peer.stopped = peer.untrusted = ""
         peer.requests = 0
