@@ -122,8 +122,8 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
     Raises:
         RunError: that part names something that is not on the list, or does not hold a dictionary.
     """
-    filesystem.pickle = SimpleNamespace(load=_load_metadata, dump=pickle.dump)  # type: ignore[attr-defined]
-    DefaultLoadPlanner.load_bytes = _load_plain_bytes  # type: ignore[method-assign]
+    filesystem.pickle = SimpleNamespace(load=_load_metadata, dump=pickle.dump)  # type: ignore[assignment]
+    DefaultLoadPlanner.load_bytes = _load_plain_bytes  # type: ignore[assignment,method-assign]
     file = Path(folder, "common.pt")
     common = _load_plain(file, str(file))
     if not isinstance(common, dict):

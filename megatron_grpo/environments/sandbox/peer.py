@@ -359,11 +359,11 @@ class Peer(Codec):
     def _exception(self, kind: Any, args: list[Any], number: int) -> BaseException:
         if not isinstance(kind, ProxyClass):
             try:
-                made: BaseException = kind(*args)
+                return kind(*args)
             except (TypeError, ValueError, AttributeError):  # its constructor takes other arguments than it keeps
-                made = kind.__new__(kind, *args)
-            return made
-        made = kind.__new__(kind, *args)  # type: ignore[call-overload] # the class of an exception, by its bases
+                return kind.__new__(kind, *args)
+        constructor: Any = kind.__new__
+        made: BaseException = constructor(kind, *args)  # the class of an exception, by its bases
         for name, value in (("args", tuple(args)), ("_number_", int(number)), ("_age_", self.age)):
             object.__setattr__(made, name, value)
         return made

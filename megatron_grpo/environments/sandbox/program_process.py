@@ -80,7 +80,7 @@ class Program(Peer):
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["main.py"]
-        sys.stdout = sys.stderr = self.output  # type: ignore[assignment] # a text stream as far as programs use one
+        sys.stdout = sys.stderr = self.output  # a text stream as far as programs use one
         self._names = vars(module)
         failed = ""
         try:

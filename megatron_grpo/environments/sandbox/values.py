@@ -189,9 +189,9 @@ class Codec:
             return import_module("numpy").array(numbers, dtype=str(given[1])).reshape(given[2])
         if tag == "x":
             module, _, name = given[1].rpartition(".")
-            constructor = getattr(import_module(module), name) if given[1] in _STANDARD else None
-            special = _STANDARD[given[1]][1]
-            return (getattr(constructor, special) if special else constructor)(*_scalars(given[2]))
+            special = _STANDARD[given[1]][1]  # KeyError: no class of the list
+            kind = getattr(import_module(module), name)
+            return (getattr(kind, special) if special else kind)(*_scalars(given[2]))
         return self.decode_other(tag, given, memo)
 
     def decode_other(self, tag: str, given: list[Any], memo: Memo) -> Any:
