@@ -251,10 +251,11 @@ def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
         text = f"is {type(dataset).__name__}; give {kinds} (of a large hub set with data.streaming=true)"
         raise ConfigError([Problem(subject, text)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(getattr(dataset, "column_names", None), list) and hasattr(dataset, "num_rows"):
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, list) and hasattr(dataset, "num_rows") and hasattr(dataset, "to_parquet"):
         file = path.with_suffix(".parquet")
         dataset.to_parquet(str(file))
-        return str(file), set(dataset.column_names)
+        return str(file), set(columns)
     return _kept_lines(dataset, path.with_suffix(".jsonl"), subject)
 
 

@@ -216,9 +216,9 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
         return f"column {spec.prompt_key!r} {reason}"
     if spec.answer_key is None:
         return None
-    reason = unusable_answer(kind, row[spec.answer_key])
+    unusable = unusable_answer(kind, row[spec.answer_key])
     given = shown(json.dumps(row[spec.answer_key], default=str))
-    return f"column {spec.answer_key!r} (data.answer_key) {reason}: {given}" if reason else None
+    return f"column {spec.answer_key!r} (data.answer_key) {unusable}: {given}" if unusable else None
 
 
 def _content_of_no_text(prompt: Any) -> str | None:

@@ -27,13 +27,14 @@ RESTARTS = 3
 
 def model_problem(path: str) -> str | None:
     """Reason why a folder or hub name is no reward model; None: it is one, judging by its config.json."""
-    folder: Path | None = Path(path)
+    folder = Path(path)
     if is_hub_name(path):
         reason = None if local_folder(path) else download_config(path)
         if reason is not None:
             return f"is no folder here, nor in the Hugging Face cache, and the hub says: {reason}"
-        folder = local_folder(path)
-        assert folder is not None
+        found = local_folder(path)
+        assert found is not None
+        folder = found
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -68,8 +68,8 @@ class Schedule(OptimizerParamScheduler):
         else:
             cycle = done * self._settings.decay_cycles % 1.0 if done < 1 else 1.0
             left = 0.5 * (1.0 + math.cos(math.pi * cycle))
-        low = float(param_group.get("min_lr", self.min_lr))
-        return low + left * (float(param_group.get("max_lr", self.max_lr)) - low)
+        low, high = (float(param_group.get(name, getattr(self, name))) for name in ("min_lr", "max_lr"))
+        return low + left * (high - low)
 
 
 _DECAY_STYLES = {

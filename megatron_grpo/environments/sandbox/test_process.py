@@ -156,7 +156,7 @@ class Tests(Peer):
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
         """Functions and iterators of the tests, and instances of their classes; nothing else leaves this process."""
-        kind: type = type(value)
+        kind: Any = type(value)
         if isinstance(value, ProxyClass | Proxy | Fault | BaseException | FunctionType) or value is NotImplemented:
             return super().encode_other(value, memo)
         if kind is BuiltinFunctionType and vars(builtins).get(value.__name__) is value:
