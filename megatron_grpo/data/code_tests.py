@@ -83,6 +83,8 @@ _STANDARD = (
 _MODULES = {name: name for name in _STANDARD.split()} | {"np": "numpy", "pd": "pandas"}
 """Names of modules that tests may use without importing them when the program does."""
 _MATHEMATICS = {name: f"math:{name}" for name in vars(math) if not name.startswith("_")}
+_CHECKING = {"isclose", "isnan", "isinf", "isfinite", "fabs", "pi", "e", "tau", "inf", "nan"}
+"""Names of mathematics that tests compare with."""
 _EXECUTING = ("eval", "exec", "compile", "__import__")
 _ORDERS = ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE
 _COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "assertGreater", "assertCountEqual")
@@ -103,9 +105,10 @@ def plan(texts: tuple[str, ...]) -> Plan:
     free = {name for tree in trees for name in _free(tree)} - bound - {"__name__", "__file__"}
     own = {name: _MODULES[name] for name in free & _MODULES.keys() if _only_attributes(trees, name)}
     names = free - own.keys() - vars(builtins).keys()
-    if names - _MATHEMATICS.keys():
-        own |= {name: _MATHEMATICS[name] for name in names & _MATHEMATICS.keys()}
-        names -= own.keys()
+    if len(names) > 1:
+        taken = names & (_MATHEMATICS.keys() if names - _MATHEMATICS.keys() else _CHECKING)
+        own |= {name: _MATHEMATICS[name] for name in taken}
+        names -= taken
     elif not names:
         # A program may define a function under a builtin's name, if nothing else can be meant by the tests.
         called = {name for tree in trees for name in _called(tree)} & free

@@ -151,13 +151,14 @@ def _of_python(sandbox: Sandbox, program: str, tests: Plan, every: bool, allow: 
     verdict, passed = Verdict(tests=tests.counted), set()
     try:
         for line in map(json.loads, finished.stdout.splitlines()):
-            if "test" in line:
-                if tests.tests[line["test"]].counted and line["passed"]:
-                    passed.add(line["test"])
-                    verdict.idle += not line["requests"]
-                verdict.untrusted += [line["untrusted"]] * bool(line["untrusted"])
-            elif "touched" in line:
-                verdict.touched, verdict.equal_outputs = bool(line["touched"]), line["equal_outputs"]
+            if isinstance(line, list):
+                number, passes, asked, untrusted = line
+                if tests.tests[number].counted and passes:
+                    passed.add(number)
+                    verdict.idle += not asked
+                verdict.untrusted += [untrusted] if untrusted else []
+            else:
+                verdict.touched, verdict.equal_outputs = line["touched"], line["equal_outputs"]
     except (ValueError, LookupError, TypeError) as error:
         _log.warning("the report of a program's tests makes no sense, and none of its tests counts: %r", error)
         return Verdict(tests=tests.counted)

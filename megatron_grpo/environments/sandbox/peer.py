@@ -109,6 +109,7 @@ class Fault(metaclass=ProxyClass):
 
     _link_: tuple[Peer, int]
     __getattr__ = Proxy.__getattr__
+    __str__ = Proxy.__str__
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
@@ -200,31 +201,28 @@ class Peer(Codec):
         """
         memo = Memo()
         parts = [self.encode(target, memo), name, [self.encode(one, memo) for one in args]]
-        self.send([action, *parts, {key: self.encode(one, memo) for key, one in (kwargs or {}).items()}])
-        while True:
-            message = self.receive()
-            try:
-                kind, value, changed, extras = self._parsed(message, memo)
-            except Exception as error:  # noqa: BLE001 - whatever the other process sent, it is no value
-                self.lost(f"it sent no value: {type(error).__name__}: {error}")
-            if kind == "serve":
-                self.serve(value)
-                continue
-            for number, contents in changed:
-                self.fill(memo.objects[number], contents, memo)
-            self.accept(extras)
-            if kind == "raise":
-                raise value
-            return value
+        message = [action, *parts, {key: self.encode(one, memo) for key, one in (kwargs or {}).items()}]
+        self.send(message)
+        while (reply := self.receive())[0] not in ("return", "raise"):
+            self.serve(reply)
+        try:
+            value = self._taken(reply, memo)
+            self.accept(message, reply)
+        except Exception as error:  # noqa: BLE001 - whatever the other process sent, it is no value
+            self.lost(f"it sent no value: {type(error).__name__}: {error}")
+        if reply[0] == "raise":
+            raise value
+        return value
 
-    def _parsed(self, message: Any, memo: Memo) -> tuple[str, Any, list[Any], Any]:
-        if message[0] not in ("return", "raise"):
-            return "serve", message, [], None
-        kind, value, changed, extras = message
+    def _taken(self, reply: list[Any], memo: Memo) -> Any:
+        """The value or exception of a reply; fills the containers that have changed."""
+        kind, value, changed, _ = reply
         value = self.decode(value, memo)
         if kind == "raise" and not isinstance(value, BaseException):
             raise ValueError("an exception was expected")
-        return kind, value, changed, extras
+        for number, contents in changed:
+            self.fill(memo.objects[number], contents, memo)
+        return value
 
     def special(self, target: Any, name: str, *args: Any) -> Any:
         """Call a special method of the object behind a proxy."""
@@ -273,8 +271,8 @@ class Peer(Codec):
         """What a reply carries besides its value."""
         return None
 
-    def accept(self, extras: Any) -> None:
-        """Take what a reply carries besides its value."""
+    def accept(self, message: list[Any], reply: list[Any]) -> None:
+        """Take what a reply to a message carries besides its value."""
 
     # Objects
 
@@ -380,7 +378,7 @@ class Peer(Codec):
         faults = tuple(one for one in inherited if issubclass(one, BaseException))
         if faults and Fault not in {base for one in faults for base in one.__mro__}:
             faults = (Fault, *faults)
-        namespace: dict[str, Any] = {one: _METHODS[one] for one in methods if not (faults and one in COMPARISONS)}
+        namespace: dict[str, Any] = {one: _METHODS[one] for one in (() if faults else methods)}
         namespace |= {"__module__": "__main__"} if faults else {"__module__": "__main__", "__slots__": ()}
         if number in self.classes:
             raise ValueError("a class is described twice")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import os
 import sys
+from itertools import pairwise
 from types import ModuleType
 
 from megatron_grpo.environments.sandbox.peer import Peer
@@ -185,9 +186,6 @@ def serve(spec: dict[str, Any]) -> NoReturn:
 
 def close_others(kept: set[int]) -> None:
     """Close all file descriptors except those of standard input, output and errors, and these."""
-    for fd in range(3, 256):
-        if fd not in kept:
-            try:
-                os.close(fd)
-            except OSError:
-                continue
+    bounds = [2, *sorted(kept), 1 << 30]
+    for low, high in pairwise(bounds):
+        os.closerange(low + 1, high)

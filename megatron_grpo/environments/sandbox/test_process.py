@@ -1,7 +1,8 @@
 """The process of the tests: runs them against proxies of the names that the program defines, and trusts no reply.
 
-Its standard output gets a line of JSON for every test as it ends: its number, whether it passed, the requests that it
-made of the program, and the reason why its verdict cannot be trusted. A last line has figures over all tests.
+Its standard output gets a line of JSON for every test as it ends: a list of its number, whether it passed, whether it
+asked anything of the program, and the reason why its verdict cannot be trusted, if no earlier one had the same. A last
+line is an object with figures over all tests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, GeneratorType, ModuleType
 
@@ -60,16 +62,16 @@ class Tests(Peer):
         self._messages = 0
         self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.same}
         """Names that the tests see."""
-        self.taken: frozenset[str] = frozenset()
-        """Those that they take from the program, which alone it may give and change: no builtin and none of theirs."""
         self.stopped = ""
         """Why the test fails, whatever its text says; empty: its text decides."""
         self.untrusted = ""
         """Why the verdict of the test cannot be trusted."""
         self.requests = 0
         """Requests to the program in this test."""
-        self.replies: dict[str, dict[str, str]] = {}
-        """Replies to the calls of each function, by their arguments."""
+        self.asked: frozenset[str] = frozenset()
+        """Names whose values come from the program."""
+        self.replies: dict[int, dict[int, int]] = {}
+        """Hashes of the replies to the calls of each object, by the hash of the arguments."""
         self.touched: set[str] = set()
         """What the program did to look into its process."""
 
@@ -86,15 +88,19 @@ class Tests(Peer):
         self.age = 0  # proxies of these names live in every test
         self.classes, self._class_numbers, self._own_classes = {}, {}, []
         for name, value in values.items():
-            self.names[name] = self.decode(value, Memo())
+            if name in self.asked:
+                self.names[name] = self.decode(value, Memo())
         self.send(["test", number, []])
         while self.receive() != ["ready", number]:
             pass
         self.age = number
 
     def end(self) -> None:
-        """End the program's fork."""
-        self.send(["done", 0, []])
+        """End the program's fork, if it is still there."""
+        try:
+            self.send(["done", 0, []])
+        except Stopped:
+            return
 
     def receive(self) -> Any:
         self._messages += 1
@@ -108,16 +114,13 @@ class Tests(Peer):
         return message
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """As for every peer; counted, and replies of functions recorded."""
+        """As for every peer, and counted."""
         if self.stopped:
             raise Stopped(self.stopped)
         self.requests += 1
-        if action == "get" and name in _VERDICTS and isinstance(target, Proxy) and not target._mark_:
+        if action == "get" and name in _VERDICTS and not self._expected(target):
             self._distrust(f".{name} of a live object")
-        said = repr((args, kwargs)) if action == "call" and type(target).__name__ == "function" else ""
         result = super().request(action, target, name, args, kwargs)
-        if said:
-            self.replies.setdefault(str(target._number_), {})[said] = repr(result)
         if action == "call" and isinstance(target, ProxyClass) and isinstance(result, Proxy):
             object.__setattr__(result, "_mark_", "made")
         return result
@@ -142,6 +145,12 @@ class Tests(Peer):
             object.__setattr__(result, "_mark_", mark)
         return result
 
+    def _expected(self, target: Any) -> bool:
+        """Whether an object is an instance that the test made, or a class that it named."""
+        if isinstance(target, ProxyClass):
+            return any(target is one for one in self.names.values())
+        return isinstance(target, Proxy) and target._mark_ != ""
+
     def _distrust(self, what: str) -> None:
         if not self._allow:
             self.stop(what)
@@ -156,7 +165,7 @@ class Tests(Peer):
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
         """Functions and iterators of the tests, and instances of their classes; nothing else leaves this process."""
-        kind: Any = type(value)
+        kind = type(value)
         if isinstance(value, ProxyClass | Proxy | Fault | BaseException | FunctionType) or value is NotImplemented:
             return super().encode_other(value, memo)
         if kind is BuiltinFunctionType and vars(builtins).get(value.__name__) is value:
@@ -185,17 +194,16 @@ class Tests(Peer):
             self.stopped = self.stopped or "an assertion in a function that the program called"
             raise
 
-    def accept(self, extras: Any) -> None:
+    def accept(self, message: list[Any], reply: list[Any]) -> None:
         """Take what the program printed, plain variables that it changed, and how it looked into its process."""
-        if extras is None:
+        if message[0] == "call" and message[1][0] == "theirs":
+            said = self.replies.setdefault(message[1][1], {})
+            said[hash(json.dumps(message[3:]))] = hash(json.dumps(reply[1]))
+        if reply[3] is None:
             return
-        try:
-            output, changed, touched = extras
-            changed = {name: self.decode(one, Memo()) for name, one in changed.items() if name in self.taken}
-            self.touched |= {str(one) for one in touched}
-        except Exception as error:  # noqa: BLE001 - whatever the program sent, it is no value
-            self.lost(f"it sent no value: {type(error).__name__}: {error}")
-        self.names |= changed
+        output, changed, touched = reply[3]
+        self.names |= {name: self.decode(one, Memo()) for name, one in changed.items() if name in self.asked}
+        self.touched |= {str(one) for one in touched}
         sys.stdout.write(str(output))
 
 
@@ -211,15 +219,13 @@ def serve(spec: dict[str, Any]) -> NoReturn:
     import site  # a launcher's interpreter starts without it
 
     sys.path = [path for path in sys.path if path.startswith(sys.base_prefix)] + site.getsitepackages()
-    try:
+    with suppress(Stopped):
         _run_all(spec, Tests(reading, writing, spec["allow"]), report)
-    except Stopped as stopped:
-        _tell(report, {"stopped": str(stopped)})
     os._exit(0)
 
 
-def _tell(report: int, line: dict[str, Any]) -> None:
-    os.write(report, json.dumps(line).encode() + b"\n")
+def _tell(report: int, line: Any) -> None:
+    os.write(report, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
 def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
@@ -234,19 +240,20 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
     for name, origin in plan["own"].items():
         owner, _, attribute = origin.partition(":")
         peer.names[name] = getattr(import_module(owner), attribute) if attribute else import_module(owner)
-    peer.taken = frozenset(plan["names"])
+    peer.asked = frozenset(plan["names"])
     peer.send(["names", 0, plan["names"]])
     failed, values = peer.receive()
-    values = {name: value for name, value in dict(values).items() if name in peer.taken}
+    told: set[str] = set()
     for number, test in enumerate(() if failed else plan["tests"]):
         peer.stopped = peer.untrusted = ""
         peer.requests = 0
         passed = _passes(plan, number, test, peer, values)
-        _tell(report, {"test": number, "passed": passed, "requests": peer.requests, "untrusted": peer.untrusted})
+        _tell(report, [number, passed, peer.requests > 0, "" if peer.untrusted in told else peer.untrusted])
+        told.add(peer.untrusted)
         if not passed and test["counted"] and not spec["every"]:
             break
     equal = any(len(one) >= _EQUAL_CALLS and len(set(one.values())) == 1 for one in peer.replies.values())
-    _tell(report, {"touched": sorted(peer.touched), "equal_outputs": equal})
+    _tell(report, {"touched": bool(peer.touched), "equal_outputs": equal})
 
 
 def _passes(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
@@ -257,12 +264,11 @@ def _passes(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests
         exec(compile(test["text"], "test.py", "exec"), peer.names)
         for name in test["collected"]:
             _call(peer.names[name])
+    except BaseException:  # noqa: BLE001 - a test fails by whatever it raises
+        return False
+    finally:
         if not plan["shared"]:
             peer.end()
-    except BaseException:  # noqa: BLE001 - a test fails by whatever it raises
-        if not plan["shared"] and not peer.stopped.startswith("the program"):
-            peer.end()
-        return False
     return not peer.stopped
 
 

@@ -185,6 +185,8 @@ class Codec:
         if tag == "named":
             return _named(str(given[1]), tuple(given[2]))(*[self.decode(one, memo) for one in given[3]])
         if tag == "array":
+            if given[1][1] not in "biufc":
+                raise ValueError("an array of something else than numbers")
             numbers = [self.decode(one, memo) for one in given[3]]
             return import_module("numpy").array(numbers, dtype=str(given[1])).reshape(given[2])
         if tag == "x":

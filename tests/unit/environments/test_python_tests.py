@@ -139,11 +139,11 @@ def test_suspicious_figures() -> None:
     assert scored("print(int(input()) and 1)", cases).metrics["suspect/equal_outputs"] == 0.0
 
 
-@pytest.mark.parametrize("line", ['{"test": 7, "passed": true}', '{"test": 0}', "no JSON", "[1]"])
+@pytest.mark.parametrize("line", ['[7,true,true,""]', "[0]", "no JSON", "1", '["0",true,true,""]'])
 def test_a_report_of_the_tests_that_makes_no_sense_is_no_pass(
     line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = '{"test": 0, "passed": true, "requests": 1, "untrusted": ""}'
+    right = '[0,true,true,""]'
     said = Finished(ending="exited", exit_code=0, stdout=f"{right}\n{line}\n", stderr="", seconds=0.0)
     monkeypatch.setattr(Sandbox, "run_tests", lambda *given, **options: said)
     assert scored("", EQUAL[:1]).reward == 0.0
@@ -175,6 +175,7 @@ def test_names_that_a_program_may_define_for_its_tests() -> None:
     assert plan(("assert abs(f(2) - 1) < sqrt(2)",)).own == {"sqrt": "math:sqrt"}
     assert plan(("assert gcd(4, 6) == 2",)).names == ("gcd",)
     assert plan(("assert sum(1, 2) == 3",)).names == ("sum",)
+    assert plan(("assert isclose(sqrt(2), 1.5)",)).names == ("sqrt",)
     assert plan(("assert abs(sum(1, 2) - 3) < 1",)).names == ()
     assert plan(("assert math.isclose(f(1), 2)",)).own == {"math": "math"}
     assert plan(("import math\nx = 3\ndef g(y): return [z + x for z in y]\nassert g(f(math.e))",)).names == ("f",)
