@@ -130,18 +130,22 @@ def judged(
         except ValueError as error:
             return Verdict(tests=len(texts), untrusted=[f"a text that {error}"])
         return _of_python(sandbox, program, prepared, every, allow)
-    verdict, outputs = Verdict(tests=len(tests)), set()
+    verdict = Verdict(tests=len(tests))
+    outputs: dict[str, str] = {}
     for test in tests:
         assert isinstance(test, tuple)
         given, expected = test
         finished = sandbox.run_python(program, given)
-        outputs.add(finished.stdout)
+        outputs[given] = finished.stdout
         right = finished.succeeded and _lines(finished.stdout) == _lines(expected)
         verdict.passed += right
         if not right and not every:
             break
-    inputs = {test[0] for test in tests}
-    verdict.equal_outputs = len(inputs) >= _EQUAL_CASES and len(outputs) == 1
+    verdict = Verdict(tests=len(tests))
+    outputs: dict[str, str] = {}
+    for test in tests:
+        assert isinstance(test, tuple)
+        given, expected = test
     return verdict
 
 

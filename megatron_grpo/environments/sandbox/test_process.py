@@ -168,8 +168,9 @@ class Tests(Peer):
         kind = type(value)
         if isinstance(value, ProxyClass | Proxy | Fault | BaseException | FunctionType) or value is NotImplemented:
             return super().encode_other(value, memo)
-        if kind is BuiltinFunctionType and vars(builtins).get(value.__name__) is value:
-            return ["builtin", value.__name__]
+        name = getattr(value, "__name__", "")
+        if kind is BuiltinFunctionType and vars(builtins).get(name) is value:  # math.pow has the name of another
+            return ["builtin", name]
         if kind.__module__ == "__main__" or hasattr(value, "__next__"):
             return super().encode_other(value, memo)
         if callable(value):
