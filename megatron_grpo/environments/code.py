@@ -141,11 +141,7 @@ def judged(
         verdict.passed += right
         if not right and not every:
             break
-    verdict = Verdict(tests=len(tests))
-    outputs: dict[str, str] = {}
-    for test in tests:
-        assert isinstance(test, tuple)
-        given, expected = test
+    verdict.equal_outputs = len(outputs) >= _EQUAL_CASES and len(set(outputs.values())) == 1
     return verdict
 
 
