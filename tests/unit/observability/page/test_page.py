@@ -38,6 +38,7 @@ def run(tmp_path: Path) -> Path:
     rows = [
         spoken(tokenizer, f"answer {n} é", group=n // 2, sample=n % 2, reward=n / 3, prompt_idx=n) for n in range(6)
     ]
+    rows[1].reward_metrics = {"suspect/touched_harness": 1.0, "suspect/idle_tests": 0.0, "other": 1.0}
     return make_run(tmp_path / "run", steps=3, model=tmp_path / "model", trajectories=rows)
 
 
@@ -89,6 +90,7 @@ def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
     table = data["run0-step2"]
     assert table["reward"] == pytest.approx([n / 3 for n in range(6)], rel=1e-6)
     assert table["prompts"] == dict.fromkeys("012", PROMPT.strip())
+    assert table["suspect"] == [[], ["touched_harness"], [], [], [], []]
     full, tokens = table["full"]["3"], data["run0-tokens"]
     read = b"".join(
         base64.b64decode(tokens[str(one)][0]) if isinstance(tokens[str(one)], list) else tokens[str(one)].encode()
