@@ -92,7 +92,8 @@ def _prctl(option: int, value: int) -> None:
 LIBRARY = "libseccomp.so.2"
 
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
-_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
+_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 7, 8, 32, 33
 _AF_UNIX = 1  # importing socket for it would take longer than all other imports here
 
 _REFUSED = (
@@ -126,6 +127,11 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
     *((name, errno.EPERM, ()) for name in _REFUSED),
     # Only Unix sockets: network namespaces do not cover every family (vsock reaches the host).
     ("socket", errno.EPERM, (_Comparison(0, _NOT_EQUAL, _AF_UNIX, 0),)),
+    # No limit of a process counts what its sockets hold, and their usual size times the open files is little.
+    *(
+        ("setsockopt", errno.EPERM, (_Comparison(2, _EQUAL, option, 0),))
+        for option in (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
+    ),
     ("clone", errno.EPERM, (_Comparison(0, _MASKED_EQUAL, CLONE_NEWUSER, CLONE_NEWUSER),)),
     # A filter cannot see the flags of clone3, which are in memory; on ENOSYS, C libraries fall back to clone.
     ("clone3", errno.ENOSYS, ()),
@@ -157,9 +163,6 @@ def filter_system_calls() -> None:
         raise OSError(-failed, "the kernel accepts no filter of system calls")
 
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
 def descendants(pid: int) -> list[int]:
     """All descendants of a process, nearest first; zombies are included until they are reaped."""
     found: list[int] = []
@@ -171,13 +174,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory(pids: list[int], limit: int) -> int:
-    """Total memory of processes, in bytes.
+    """Total memory of processes and of their page tables, in bytes.
 
     Up to the limit it is the sum of resident sizes, which are quick to read but count shared pages several times. A sum
     above the limit is recomputed from proportional sizes, which divide shared pages among their processes.
     """
-    resident = sum(_resident(pid) for pid in pids)
-    return resident if resident <= limit else sum(_proportional(pid) for pid in pids)
+    sizes = {pid: _sizes(pid) for pid in pids}
+    total = sum(resident + tables for resident, tables in sizes.values())
+    if total <= limit:
+        return total
+    return sum(_proportional(pid, resident) + tables for pid, (resident, tables) in sizes.items())
 
 
 def _children(pid: int) -> list[int]:
@@ -189,16 +195,22 @@ def _children(pid: int) -> list[int]:
     return [int(child) for one in threads for child in _read(f"/proc/{pid}/task/{one}/children").split()]
 
 
-def _resident(pid: int) -> int:
-    fields = _read(f"/proc/{pid}/statm").split()
-    return int(fields[1]) * _PAGE if fields else 0
+def _sizes(pid: int) -> tuple[int, int]:
+    """Bytes of a process's resident pages, and of its page tables."""
+    found = dict.fromkeys((b"VmRSS", b"VmPTE"), 0)
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        name, _, value = line.partition(b":")
+        if name in found:
+            found[name] = int(value.split()[0]) * 1024
+    return found[b"VmRSS"], found[b"VmPTE"]
 
 
-def _proportional(pid: int) -> int:
+def _proportional(pid: int, resident: int) -> int:
+    """Bytes of a process's pages, the shared ones divided among processes; `resident` where the kernel cannot say."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
-    return _resident(pid)
+    return resident
 
 
 def _read(path: str) -> bytes:
