@@ -31,8 +31,9 @@ def loop_rules(config: Config) -> Iterator[Rule]:
         yield from _validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
         text = "decides after a validation; needs data.val_path and LOOP.val_period"
         yield not config.data.validation or loop.val_period == 0, "LOOP.early_stop.enabled=", text
-    if config.saves and config.checkpointing.keep_top_k is not None and config.keeping.metric_name is not None:
-        yield from _metric(config, "checkpointing.metric_name=", config.keeping.metric_name)
+    ranked_by = config.checkpointing.metric_name
+    if config.saves and config.checkpointing.keep_top_k is not None and ranked_by is not None:
+        yield from _metric(config, "checkpointing.metric_name=", ranked_by)
     yield from _schedules(config)
 
 

@@ -17,8 +17,8 @@ from megatron_grpo.platform import hooks as registry
 from megatron_grpo.platform.hooks import LIBRARIES, Hook, check_hooks, hooks, untried_versions
 
 ROOT = Path(__file__).parents[3]
-OWN_METHODS = {"_convert", "_replace"}
-"""Private methods that classes of this package inherit from each other."""
+OWN_METHODS = {"_convert", "_replace", "_fields", "_link_", "_mark_", "_number_"}
+"""Private names that classes of this package have from each other, and the public ones of named tuples."""
 
 
 def third_party_names(tree: ast.AST) -> set[str]:

@@ -139,9 +139,9 @@ def test_responses_decoded_together_are_shared_out(given: list[str], size: int |
     [
         ("min_p=0.1", "TRL's min_p is generation.min_p here"),
         ("repetition_penalty=1.1", "TRL's repetition_penalty is generation.repetition_penalty here"),
-        ("generation_batch_size=4", "TRL's generation_batch_size is generation.generation_batch_size here"),
+        ("generation_batch_size=4", "TRL's generation_batch_size is grpo.num_prompts_per_step and "),
         ("vllm_guided_decoding_regex=x", "TRL's vllm_guided_decoding_regex is generation.structured.regex here"),
-        ("generation_kwargs.presence_penalty=1", "did you mean generation.presence_penalty?"),
+        ("generation_kwargs.presence_penalty=1", "unknown key; --cfg job shows all keys"),
         ("generation_kwargs=1", "TRL's generation_kwargs is generation.presence_penalty and"),
     ],
 )

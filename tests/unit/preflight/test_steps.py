@@ -38,7 +38,7 @@ def test_mixed_sets_count_by_their_weights(sized: list[str]) -> None:
     ("weight", "subject", "text"),
     [
         ("0.04", "data.train_sets.a.path", "has 4 rows, by weight, for an epoch, fewer than the 8 prompts"),
-        ("0.004", "data.train_sets.a.weight=0.004", "visits none of the 100 rows in an epoch; give 0.01 or more"),
+        ("0.004", "data.train_sets.a.weight=0.004", "visits none of its 100 rows in an epoch; give 0.01 or more"),
     ],
 )
 def test_a_weight_that_leaves_too_few_rows_is_refused(sized: list[str], weight: str, subject: str, text: str) -> None:
