@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             with ThreadPoolExecutor(options.at_once) as pool:
                 one_by_one = lambda one: passes(sandbox, one[1], one[2])  # noqa: B023, E731 - used in this turn only
                 outcomes = list(pool.map(one_by_one, programs[begin : begin + 100]))
-            seconds[way] += _processor_s() - before
+            seconds[way] += _processor_s() - before  # type: ignore[assignment]
             wrong[way].update(
                 kind for (kind, _, _), passed in zip(programs[begin:], outcomes, strict=False) if not passed
             )
