@@ -29,12 +29,14 @@ quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" -n 2 --durations=30 tests/unit
-	$(BIN)/python -m pytest -m "not slow" --durations=30 tests/parity
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=30 tests/integration
+	$(BIN)/python -m pytest -m "not slow" -n 3 --durations=30 tests/unit
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=30 tests/parity
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --durations=30 tests/integration
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -m slow -n 2 tests/unit
+	$(BIN)/python -m pytest -m slow tests/parity
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadgroup tests/integration
 
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 tests/unit

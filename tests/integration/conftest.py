@@ -1,6 +1,9 @@
-"""A whole run that several files of tests compare with, made once."""
+"""A whole run that several files of tests compare with, made once; and which tests share a worker of xdist."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +17,13 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     assert run.finish() == 0, run.log()
     run.assert_nothing_left()
     return run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """With `--dist loadgroup` a worker gets the tests of a file, and one worker all that compare with that run."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            shares = "straight_run" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("straight_run" if shares else item.path.name))

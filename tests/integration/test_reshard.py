@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
@@ -16,6 +17,7 @@ from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.weights.hf_weights import load_hf_weights
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
 from megatron_grpo.weights.refit.reshard import ReshardTransport
 from megatron_grpo.weights.refit.transport import WeightTransport
@@ -102,22 +104,25 @@ PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
     "case", [*CASES.values(), *(pytest.param(c, marks=pytest.mark.slow) for c in RARE.values())], ids=[*CASES, *RARE]
 )
 def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder(case: Case, tmp_path: Path) -> None:
+    """One engine is enough: the bits that it began with have to come back when the policy has the folder's weights."""
     family = FAMILIES[case.family]
     base = make_model(tmp_path / "base", seed=0, family=family)
     trained = make_model(tmp_path / "trained", seed=1, family=family)
     policy = start_policy(trained, case.training)
     try:
-        with engines(trained, **case.generation) as generation:
-            loaded = answers(generation)
         with engines(base, **case.generation) as generation:
             policy.wait_ready()
-            before = answers(generation)
-            assert not np.array_equal(before, loaded), "another model"
-            assert np.array_equal(after(ReshardTransport, policy, generation, version=1), loaded)
+            loaded = answers(generation)
+            resharded = after(ReshardTransport, policy, generation, version=1)
+            assert not np.array_equal(resharded, loaded), "another model"
             assert_serves(generation, Oracle(trained), version=1)
+            become(policy, base)
             assert np.array_equal(after(BroadcastTransport, policy, generation, version=2), loaded)
-            # What another way of loading leaves behind is no obstacle, nor is a second version.
-            assert np.array_equal(after(ReshardTransport, policy, generation, version=3), loaded)
+            become(policy, trained)
+            assert np.array_equal(after(BroadcastTransport, policy, generation, version=3), resharded)
+            # Leftovers of another way of loading are no obstacle, nor is a second version.
+            become(policy, base)
+            assert np.array_equal(after(ReshardTransport, policy, generation, version=4), loaded)
     finally:
         policy.shutdown()
 
@@ -181,6 +186,15 @@ def _in_fp8_exactly(path: Path) -> Path:
 
 def _parameters(path: Path) -> int:
     return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(path).parameters())
+
+
+def become(policy: MegatronPolicy, folder: Path) -> None:
+    """Give the policy the weights of a folder."""
+    ray.get(policy.submit(_load, str(folder)), timeout=60)
+
+
+def _load(rank: Any, folder: str) -> None:
+    load_hf_weights(rank.chunks, rank.shape, folder)
 
 
 def after(
