@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Concatenate, ParamSpec
 
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.schema import Config
@@ -22,6 +23,21 @@ def broken(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
         if is_broken:
             key = named(config, subject)
             yield Problem(key + _written(_value(config, key[:-1])) if key.endswith("=") else key, named(config, text))
+
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def as_problems(
+    rules: Callable[Concatenate[Config, _Arguments], Iterator[Rule]],
+) -> Callable[Concatenate[Config, _Arguments], Iterator[Problem]]:
+    """Decorator of a function that yields rules: it yields the problems of those that the configuration breaks."""
+
+    @functools.wraps(rules)
+    def problems(config: Config, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[Problem]:
+        return broken(config, rules(config, *args, **kwargs))
+
+    return problems
 
 
 def named(config: Config, text: str) -> str:
