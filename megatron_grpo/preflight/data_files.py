@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import Problem, counted
-from megatron_grpo.config.paths import unlistable, unreadable
+from megatron_grpo.config.paths import unreadable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rollout_files import (
     ROLLOUTS_FOLDER,
@@ -146,7 +146,7 @@ def recorded_max_num_steps(config: Config) -> int:
 
 def _unusable(config: Config, path: str) -> str | None:
     """The reason why a path holds no recording for this run, or None."""
-    reason = unlistable(path)
+    reason = unreadable(path, "folder")
     if reason is not None:
         return f"{reason}; give the folder of a run that recorded its rollouts"
     folder = recorded_folder(path)

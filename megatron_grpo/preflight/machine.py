@@ -18,7 +18,7 @@ from megatron_grpo.config.checks.passthrough import owned_problems, passed_field
 from megatron_grpo.config.checks.rules import Rule, as_problems, broken
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, shown
-from megatron_grpo.config.paths import unlistable, unwritable
+from megatron_grpo.config.paths import unreadable, unwritable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start, in_use
 from megatron_grpo.data.specs import spec_problems
@@ -51,7 +51,7 @@ def folder_problems(config: Config) -> Iterator[Problem]:
 def _earlier_run(config: Config) -> Iterator[Problem]:
     """An existing run_dir that the run cannot continue in."""
     folder = Path(os.path.abspath(config.run_dir))
-    reason = unlistable(folder) if folder.exists() else None
+    reason = unreadable(folder, "folder") if folder.exists() else None
     if reason is not None:
         yield Problem(f"run_dir={config.run_dir}", reason)
         return
@@ -81,7 +81,7 @@ def _resume(config: Config) -> Iterator[Rule]:
     yield resume == "none" and steps, subject, f"{text}or delete them"
     if resume in ("auto", "none") or steps:
         return
-    reason = unlistable(resume)
+    reason = unreadable(resume, "folder")
     yield reason, subject, f"{reason}; give auto, none or the path of a checkpoint"
     lacks_policy = not os.path.isdir(Path(resume) / POLICY_FOLDER)
     text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"

@@ -155,10 +155,10 @@ def test_the_configuration_is_checked_as_for_training(word: str, told: str, mode
     ("words", "told"),
     [
         (["k=[1,4]", "samples=2"], r"k=\[1,4\] +needs samples=4 or more; samples=2"),
-        (["k=two"], r"k=two +is no list of whole numbers; write k=\[1,4\]"),
-        (["samples=0"], r"samples=0 +is not a whole number from 1 on"),
+        (["k=two"], r"k=two must be list of int > 0"),
+        (["samples=0"], r"samples=0 must be int > 0"),
         (["temperature=0", "samples=4"], r"temperature=0 +makes all samples=4 of a prompt equal"),
-        (["temperature=hot"], r"temperature=hot +is not a number"),
+        (["temperature=hot"], r"temperature=hot must be float >= 0"),
         (["sample=4"], r"sample=4 +is not an argument; did you mean samples="),
         (["data.val_path=nowhere.jsonl"], r"data\.val_path=nowhere\.jsonl +no such file"),
         (["compare=nowhere"], r"compare=nowhere +has no samples\.jsonl"),
@@ -180,7 +180,7 @@ def test_the_configuration_is_checked_as_for_training(word: str, told: str, mode
     ],
 )
 def test_mistakes_are_named(words: list[str], told: str, checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ValueError, match=told):
         read_request([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", *words])
 
 
