@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +69,8 @@ def _export(arguments: Sequence[str]) -> int:
     remark = verify(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    with _quiet_libraries():
+    logging.disable(logging.WARNING)  # packages tell of their fallbacks
+    with warnings.catch_warnings(action="ignore"):
         from megatron_grpo.weights.hf_export import export_checkpoint  # imports torch, which the checks above do not
 
         export_checkpoint(
@@ -83,23 +83,11 @@ def _export(arguments: Sequence[str]) -> int:
             adapters_of=policy.model.path if form == "peft" else None,
             quantization=policy.quantization if form == "quantized" else None,
         )
+    logging.disable(logging.NOTSET)
     print(f"wrote {output} from {checkpoint}")
     if _PUSH in given:
         print(f"sent to {push(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Silence the warnings of packages about their fallbacks while the body runs."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _trained_policy(config_file: Path) -> PolicyConfig:

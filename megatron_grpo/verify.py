@@ -19,7 +19,7 @@ from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
 from megatron_grpo.config.typed import converted
-from megatron_grpo.preflight.layout import training_split_problems
+from megatron_grpo.preflight.layout import split_rules
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.shape import ModelShape
 
@@ -149,11 +149,13 @@ def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
         # Tensor parallelism cannot train such models without sequence parallelism.
         needed = given.tensor > 1 and (shape.experts is not None or shape.latent is not None)
         parallel = replace(given, sequence=given.sequence or needed)
-        problem = next(training_split_problems("parallel", parallel, shape), None)
-        if problem is None:
+        broken = [
+            f"{subject} {text}" for is_broken, subject, text in split_rules("parallel", parallel, shape) if is_broken
+        ]
+        if not broken:
             usable.append((name, parallel))
         elif request.layouts is not None:
-            raise ValueError(f"layouts={name}: {problem.subject.removeprefix('parallel.')} {problem.text}")
+            raise ValueError(f"layouts={name}: {broken[0].removeprefix('parallel.')}")
         if request.layouts is not None and request.sequences < parallel.data:
             text = f"sequences={request.sequences} do not give each of {parallel.data} data-parallel replicas one"
             raise ValueError(text)

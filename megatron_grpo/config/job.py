@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from megatron_grpo.config.errors import Problem, did_you_mean, shown
-from megatron_grpo.config.keys import data_file, keys, known_key
+from megatron_grpo.config.keys import data_file, keys
 from megatron_grpo.config.loop_schema import LOOPS, named_for
 from megatron_grpo.config.paths import unreadable
 
@@ -83,16 +83,12 @@ class Job:
                 return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
             if not self.only_named:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
-        for key, value in {**self._without_validation(), **self.settings}.items():
+        # The prompts of the recipe's validation belong to another task.
+        off = {"data.val_path": None} if self.unvalidated and "data.val_path" not in self.overruled else {}
+        for key, value in {**off, **self.settings}.items():
             for name in {named_for(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
-
-    def _without_validation(self) -> dict[str, Any]:
-        """Settings that switch off the recipe's validation, whose prompts belong to another task."""
-        if not self.unvalidated or "data.val_path" in self.overruled:
-            return {}
-        return {"data.val_path": None}
 
     def _is_option(self, options: Sequence[str]) -> bool:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
@@ -118,7 +114,7 @@ def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
         if name == ENVIRONMENT:
             _read_environment(job, value)
         elif name in SETTING_OF_FIELD:
-            _set(job, name, SETTING_OF_FIELD[name], value)
+            job.settings[SETTING_OF_FIELD[name]], job.fields[SETTING_OF_FIELD[name]] = value, name
         else:
             job.problems.append(_unknown(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
     if len(arguments) > 1:
@@ -146,29 +142,12 @@ def _read_environment(job: Job, value: Any) -> None:
     job.settings["data.task_name"], job.fields["data.task_name"] = name, f"{ENVIRONMENT}.name"
     own = {key.rpartition(".")[2] for key in keys() if key.startswith("env.<name>.")}
     for part, given in described.items():
-        if part in DATA_OF_FIELD:
-            _set(job, f"{ENVIRONMENT}.{part}", DATA_OF_FIELD[part], given)
-        elif part in own:
-            _set(job, f"{ENVIRONMENT}.{part}", f"env.{name}.{part}", given)
+        setting = f"env.{name}.{part}" if part in own else DATA_OF_FIELD.get(part)
+        if setting is not None:
+            job.settings[setting], job.fields[setting] = given, f"{ENVIRONMENT}.{part}"
         elif part != "name":
             job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
     job.unvalidated = "dataset" in described and "validation_dataset" not in described
-
-
-def _set(job: Job, name: str, setting: str, value: Any) -> None:
-    key = known_key(setting)
-    assert key is not None, f"{setting} is not in the schema"
-    if not _is_plain(value):  # YAML also knows dates, sets and bytes
-        text = f"must be {keys()[key].type} (it sets {setting})"
-        job.problems.append(Problem(f"{job.file}: {name}={shown(value)}", text))
-        return
-    job.settings[setting], job.fields[setting] = value, name
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
 
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:

@@ -155,7 +155,6 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
             problem = _malformed(text, options) or _read(read, parser, text, options)
         if problem is not None:
             read.problems.append(problem)
-    read.problems += _chosen_twice(read.accepted, options)
     return read
 
 
@@ -196,7 +195,10 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
             close = difflib.get_close_matches(option, options[name], n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             return Problem(f"{name}={option}", f"no such {kind}; {hint}there is {', '.join(options[name])}")
-        read.accepted.append(f"{name}={given}")
+        chosen = next((one for one in read.accepted if one.startswith(f"{name}=")), f"{name}={given}")
+        if chosen != f"{name}={given}":  # Hydra would silently take the last one
+            return Problem(f"{chosen} {name}={given}", f"a run takes one {name}; leave out the others")
+        read.accepted.append(chosen)
     elif known_key(name) or (known_section(name) and isinstance(given, dict)):
         read.accepted.append("++" + text.lstrip("+"))
     elif matches("env.<name>", name) and name.replace("env.", "env.<name>.", 1) in keys():
@@ -247,17 +249,3 @@ def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequenc
         return Problem(text, f"would drop what the recipe sets in {name}; set single keys of it instead")
     read.unknown.append(name)
     return None
-
-
-def _chosen_twice(accepted: Sequence[str], options: Mapping[str, Sequence[str]]) -> list[Problem]:
-    """Problems of groups with several chosen options, of which Hydra would silently take the last."""
-    chosen: dict[str, list[str]] = {}
-    for one in accepted:
-        group, _, option = one.partition("=")
-        if group in options and option not in chosen.setdefault(group, []):
-            chosen[group].append(option)
-    return [
-        Problem(" ".join(f"{group}={option}" for option in found), f"a run takes one {group}; leave out the others")
-        for group, found in chosen.items()
-        if len(found) > 1
-    ]

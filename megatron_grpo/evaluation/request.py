@@ -10,14 +10,13 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.config.checks.rewards import MIN_TEMPERATURE
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean, shown
 from megatron_grpo.config.loop_schema import named_for
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, config_groups
 from megatron_grpo.config.schema import Config
-from megatron_grpo.config.section import NonNegativeFloat, Positive
+from megatron_grpo.config.section import Positive, Temperature
 from megatron_grpo.config.suggestions import unknown_key
 from megatron_grpo.config.typed import converted, typed
 from megatron_grpo.controller.checkpoints import named_checkpoint
@@ -234,10 +233,7 @@ def _temperature(own: dict[str, str], samples: int, config: Config) -> float:
     """The requested temperature; by default greedy for one response, and as in training for several."""
     if "temperature" not in own:
         return 0.0 if samples == 1 else config.generation.temperature
-    value: float = converted("temperature", own["temperature"], NonNegativeFloat)
-    if 0 < value < MIN_TEMPERATURE:
-        advice = f"vLLM samples with {MIN_TEMPERATURE} or more; use that, or 0 for greedy"
-        raise ConfigError([Problem(f"temperature={value:g}", advice)])
+    value: float = converted("temperature", own["temperature"], Temperature)
     if value == 0 and samples > 1:
         raise ConfigError([Problem("temperature=0", f"makes all samples={samples} of a prompt equal; give samples=1")])
     return value

@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.checks.rules import Rule, as_problems
-from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.weights.families.family import group_rows
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import known_value_shape
 
 
-def training_split_problems(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
+def split_rules(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     """Sizes of a training layout that do not fit the model; `section` is its key, such as policy.parallel."""
-    yield from _tensor(section, parallel.tensor, shape)
+    yield _tensor(section, parallel.tensor, shape)
     yield from _pipeline(section, parallel, shape)
     yield from _experts(section, parallel, shape)
-    if parallel.tensor > 1 and not parallel.sequence and (shape.experts is not None or shape.latent is not None):
-        what = "a mixture of experts" if shape.experts is not None else "latent attention"
-        text = f"{what} with {section}.tensor={parallel.tensor} needs it; use true"
-        yield Problem(f"{section}.sequence=False", text)
+    what = "a mixture of experts" if shape.experts is not None else "latent attention"
+    needed = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
+    text = f"{what} with {section}.tensor={parallel.tensor} needs it; use true"
+    yield needed and not parallel.sequence, f"{section}.sequence=False", text
 
 
-def _tensor(section: str, tensor: int, shape: ModelShape) -> Iterator[Problem]:
-    """A tensor-parallel size that does not divide the model's sizes; `section` is the key of the layout."""
+def _tensor(section: str, tensor: int, shape: ModelShape) -> Rule:
+    """A tensor-parallel size has to divide the model's sizes; `section` is the key of the layout."""
     usable = [size for size in range(1, shape.attention_heads + 1) if _undivided(size, shape) is None]
     what = _undivided(tensor, shape)
-    if what is not None:
-        yield Problem(f"{section}.tensor={tensor}", f"does not divide the model's {what}; use {_listed(usable)}")
+    return what, f"{section}.tensor={tensor}", f"does not divide the model's {what}; use {_listed(usable)}"
 
 
 def _listed(numbers: list[int]) -> str:
@@ -41,9 +39,8 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _indivisible(key: str, parts: int, number: int, what: str) -> Iterator[Problem]:
-    if number % parts:
-        yield Problem(f"{key}={parts}", f"does not divide {what}; use {_listed(_divisors(number))}")
+def _divides(key: str, parts: int, number: int, what: str) -> Rule:
+    return number % parts, f"{key}={parts}", f"does not divide {what}; use {_listed(_divisors(number))}"
 
 
 def _undivided(tensor: int, shape: ModelShape) -> str | None:
@@ -63,10 +60,10 @@ def _undivided(tensor: int, shape: ModelShape) -> str | None:
     return None
 
 
-def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
+def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks > 1 and stages == 1:
-        yield Problem(f"{section}.virtual_pipeline={chunks}", f"needs {section}.pipeline > 1")
+        yield True, f"{section}.virtual_pipeline={chunks}", f"needs {section}.pipeline > 1"
         return
     ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
     given = {name: layers for name, layers in ends.items() if layers is not None}
@@ -76,17 +73,15 @@ def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iter
     if uneven and (stages == 1 or (given and counted)):
         name, value = next(iter(uneven.items()))
         both = "and count_embedding or count_loss are two ways to one end; use one"
-        yield Problem(f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else both)
+        yield True, f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else both
         return
     middle, left = stages - len(given), shape.layers + counted - sum(given.values())
     if left < 0 or (middle == 0 and left) or (middle and (left % middle or left < middle)):
-        yield Problem(f"{section}.pipeline={stages}", _uneven(shape.layers, counted, given, left, middle))
+        yield True, f"{section}.pipeline={stages}", _uneven(shape.layers, counted, given, left, middle)
         return
-    for layers in {*given.values(), *([left // middle] if middle else [])}:
-        if layers % chunks:
-            what = f"the {layers} layers of a pipeline rank"
-            yield from _indivisible(f"{section}.virtual_pipeline", chunks, layers, what)
-            return
+    of_ranks = {*given.values(), *([left // middle] if middle else [])}
+    layers = next((layers for layers in of_ranks if layers % chunks), chunks)
+    yield _divides(f"{section}.virtual_pipeline", chunks, layers, f"the {layers} layers of a pipeline rank")
 
 
 def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle: int) -> str:
@@ -100,22 +95,20 @@ def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle:
     return f"does not divide the model's {layers} layers; use {_listed(_divisors(layers))}, or first_stage_layers"
 
 
-def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
+def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     expert, tensor = parallel.expert, parallel.expert_tensor
     if shape.experts is None:
         for name, size in (("expert", expert), ("expert_tensor", tensor)):
-            if size > 1:
-                yield Problem(f"{section}.{name}={size}", "the model has no experts; use 1")
+            yield size > 1, f"{section}.{name}={size}", "the model has no experts; use 1"
         return
     count, width = shape.experts.count, shape.experts.ffn_hidden
-    yield from _indivisible(f"{section}.expert", expert, count, f"the model's {count} experts")
-    yield from _indivisible(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
+    yield _divides(f"{section}.expert", expert, count, f"the model's {count} experts")
+    yield _divides(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
     ranks = parallel.tensor * parallel.context * parallel.data
-    if ranks % (expert * tensor):
-        text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use "
-        usable = [size for size in _divisors(count) if ranks % (size * tensor) == 0]
-        more = f"{_listed(usable)}, or more replicas" if usable else "fewer of expert_tensor, or more replicas"
-        yield Problem(f"{section}.expert={expert}", text + more)
+    text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use "
+    usable = [size for size in _divisors(count) if ranks % (size * tensor) == 0]
+    more = f"{_listed(usable)}, or more replicas" if usable else "fewer of expert_tensor, or more replicas"
+    yield ranks % (expert * tensor), f"{section}.expert={expert}", text + more
 
 
 @as_problems
@@ -128,7 +121,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     yield from _batch(config)
     yield from _replay(config, shape)
     if shape is not None:
-        yield from _split(training_split_problems("policy.parallel", config.policy.parallel, shape))
+        yield from split_rules("policy.parallel", config.policy.parallel, shape)
         for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
             lacking = getattr(config.policy.moe, name) and shape.experts is None
             yield lacking, f"policy.moe.{name}=", "the model has no experts; use 0"
@@ -147,17 +140,12 @@ def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator
         yield from _generation(config, shape)
 
 
-def _split(problems: Iterator[Problem]) -> Iterator[Rule]:
-    """Problems of a split as rules that are broken."""
-    return ((True, problem.subject, problem.text) for problem in problems)
-
-
 def _value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
     own = config.value.model.path is not None
     shape = known_value_shape(config) if own else policy
     if config.value_model is None or shape is None:
         return
-    yield from _split(training_split_problems("value.parallel", config.value.parallel, shape))
+    yield from split_rules("value.parallel", config.value.parallel, shape)
     longest = config.policy.max_total_sequence_length
     text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
     yield own and 0 < shape.max_positions < longest, "value.model.path=", text
@@ -187,7 +175,7 @@ def _generation(config: Config, shape: ModelShape) -> Iterator[Rule]:
     """Sizes of an engine's layout that do not fit the model."""
     parallel, experts, subject = config.generation.parallel, shape.experts, "generation.parallel.expert="
     tensor, expert = parallel.tensor, parallel.expert
-    yield from _split(_tensor("generation.parallel", tensor, shape))
+    yield _tensor("generation.parallel", tensor, shape)
     text = f"is more than the model's {shape.layers} layers"  # vLLM need not give every stage equally many layers
     yield parallel.pipeline > shape.layers, "generation.parallel.pipeline=", text
     if experts is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec
 
 from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.keys import named
 from megatron_grpo.config.schema import Config
 
 Rule = tuple[object, str, str]
@@ -38,11 +39,6 @@ def as_problems(
         return broken(config, rules(config, *args, **kwargs))
 
     return problems
-
-
-def named(config: Config, text: str) -> str:
-    """A text with the keys of the algorithm that runs in place of LOOP and PASSES."""
-    return text.replace("LOOP", config.algorithm).replace("PASSES", config.passes_key)
 
 
 def _value(config: Config, key: str) -> Any:
