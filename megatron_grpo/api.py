@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.algorithms.start import start
-from megatron_grpo.config.compose import compose_typed
+from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.controller.user_objects import Callback, UserObjects
 from megatron_grpo.observability.run_files import read_lines
-from megatron_grpo.preflight.load import Checked, check_config, check_overrides
+from megatron_grpo.preflight.load import check_config, check_overrides
 
 DATA_FOLDER = "data"
 """Subfolder of the run's folder for the datasets of a script."""
@@ -120,7 +120,7 @@ def _checked(
     rewards: Sequence[str | Callable[..., Any]],
     environments: Mapping[str, str | type],
     functions: dict[str, Callable[..., Any]],
-) -> Checked:
+) -> Composed:
     """Check overrides together with the objects of the script; datasets are written into the run's folder.
 
     Reward functions that cannot be imported are added to `functions`. An error leaves the folder as it was before.

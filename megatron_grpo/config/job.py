@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from megatron_grpo.config.errors import Problem, did_you_mean, shown
-from megatron_grpo.config.keys import data_file, keys
+from megatron_grpo.config.keys import data_file, keys, known_key
 from megatron_grpo.config.loop_schema import LOOPS, named_for
 from megatron_grpo.config.paths import unreadable
 
@@ -114,7 +114,7 @@ def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
         if name == ENVIRONMENT:
             _read_environment(job, value)
         elif name in SETTING_OF_FIELD:
-            job.settings[SETTING_OF_FIELD[name]], job.fields[SETTING_OF_FIELD[name]] = value, name
+            _set(job, name, SETTING_OF_FIELD[name], value)
         else:
             job.problems.append(_unknown(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
     if len(arguments) > 1:
@@ -144,10 +144,24 @@ def _read_environment(job: Job, value: Any) -> None:
     for part, given in described.items():
         setting = f"env.{name}.{part}" if part in own else DATA_OF_FIELD.get(part)
         if setting is not None:
-            job.settings[setting], job.fields[setting] = given, f"{ENVIRONMENT}.{part}"
+            _set(job, f"{ENVIRONMENT}.{part}", setting, given)
         elif part != "name":
             job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
     job.unvalidated = "dataset" in described and "validation_dataset" not in described
+
+
+def _set(job: Job, name: str, setting: str, value: Any) -> None:
+    if _is_plain(value):  # YAML also knows sets and bytes
+        job.settings[setting], job.fields[setting] = value, name
+        return
+    text = f"must be {keys()[known_key(setting) or ''].type} (it sets {setting})"
+    job.problems.append(Problem(f"{job.file}: {name}={shown(value)}", text))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
 
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
