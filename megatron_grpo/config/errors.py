@@ -70,7 +70,7 @@ def did_you_mean(name: str, known: Iterable[str], form: str = "{}", otherwise: s
         form: a known name as the message writes it, with {} in its place.
         otherwise: end of the message if no known name is like it; None: a list of all known names.
     """
-    names = sorted(known)
+    names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"; did you mean {form.format(close[0])}?"

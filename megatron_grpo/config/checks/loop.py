@@ -83,7 +83,7 @@ def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
         yield True, subject, f"is no metric of this run: {others[name]}"
     else:
         names = [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)]
-        yield True, subject, "is no metric of a step" + did_you_mean(name, names)
+        yield True, subject, "is no metric of a step" + did_you_mean(name, sorted(names))
 
 
 def _no_accuracy(config: Config, name: str) -> str:

@@ -61,7 +61,7 @@ def library_problems(
     for name, value in values.items():
         text = _mismatch(annotations[name], value) if name in free else None
         if name not in free and name not in OWNED[section]:
-            text = f"is no {what}" + did_you_mean(name, free, f"{section}.{{}}", otherwise="")
+            text = f"is no {what}" + did_you_mean(name, sorted(free), f"{section}.{{}}", otherwise="")
         if text is not None:
             yield Problem(f"{section}.{name}={shown(value)}", text)
 
@@ -83,7 +83,7 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     wrong = next((name for name in value if name not in settings), None) if isinstance(value, dict) else None
     if not settings or wrong is None:
         return None
-    return f"has {wrong}, which is no setting of it" + did_you_mean(str(wrong), settings, otherwise="")
+    return f"has {wrong}, which is no setting of it" + did_you_mean(str(wrong), sorted(settings), otherwise="")
 
 
 class _Unwritable:

@@ -43,7 +43,7 @@ def test_a_request_says_what_is_verified() -> None:
     ("argument", "text"),
     [
         ("layout=tp2", "did you mean layouts=?"),
-        ("--fast", "--fast is not an argument; there is --json, layouts="),
+        ("--fast", "--fast is not an argument; there is model=, layouts="),
         ("layouts=[tp2,xx]", "layouts=xx is not a layout"),
         ("layouts=tp2tp2", "layouts=tp2tp2 is not a layout"),
         ("layouts=tp0", "layouts=tp0 is not a layout"),
