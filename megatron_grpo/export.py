@@ -70,20 +70,22 @@ def _export(arguments: Sequence[str]) -> int:
     if remark:
         print(f"export: {remark}", file=sys.stderr)
     logging.disable(logging.WARNING)  # packages tell of their fallbacks
-    with warnings.catch_warnings(action="ignore"):
-        from megatron_grpo.weights.hf_export import export_checkpoint  # imports torch, which the checks above do not
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from megatron_grpo.weights.hf_export import export_checkpoint  # only now, because it imports torch
 
-        export_checkpoint(
-            weights,
-            source,
-            shape,
-            output,
-            precision=policy.precision,
-            lora=policy.lora,
-            adapters_of=policy.model.path if form == "peft" else None,
-            quantization=policy.quantization if form == "quantized" else None,
-        )
-    logging.disable(logging.NOTSET)
+            export_checkpoint(
+                weights,
+                source,
+                shape,
+                output,
+                precision=policy.precision,
+                lora=policy.lora,
+                adapters_of=policy.model.path if form == "peft" else None,
+                quantization=policy.quantization if form == "quantized" else None,
+            )
+    finally:
+        logging.disable(logging.NOTSET)
     print(f"wrote {output} from {checkpoint}")
     if _PUSH in given:
         print(f"sent to {push(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
