@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 
+from megatron_grpo.config.errors import did_you_mean
 from megatron_grpo.config.help import COMMANDS, MISTAKE, answered, commands_text
 
 
@@ -13,8 +13,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the commands, or the version; a command is run by its own module."""
     if answered(arguments or ["--help"], commands_text()):
         return 0
-    close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-    hint = f"; did you mean python -m megatron_grpo.{close[0]}?" if close else ""
+    hint = did_you_mean(arguments[0], COMMANDS, "python -m megatron_grpo.{}", otherwise="")
     print(f"{arguments[0]} is not run this way{hint}\n\n{commands_text()}", end="", file=sys.stderr)
     return MISTAKE
 

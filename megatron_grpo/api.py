@@ -15,17 +15,22 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.algorithms.start import start
-from megatron_grpo.config.compose import compose_typed
+from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.controller.user_objects import Callback, UserObjects
-from megatron_grpo.preflight.load import Checked, check_config, check_overrides
+from megatron_grpo.observability.run_files import read_lines
+from megatron_grpo.preflight.load import check_config, check_overrides
 
 DATA_FOLDER = "data"
 """Subfolder of the run's folder for the datasets of a script."""
 GIVEN = "given"
 """Name that replaces the module in the path of a reward function that cannot be imported."""
+
+_REWARDS = "a function, its import path (package.module.name) or the folder of a reward model"
+_CALLBACKS = "an object of a class that extends megatron_grpo.Callback, such as MyCallback()"
+"""Kinds of objects in two arguments of `train`, for messages."""
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
@@ -39,12 +44,12 @@ class FinishedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Metrics of each step, from metrics.jsonl."""
-        return _lines(self.run_dir / "metrics.jsonl")
+        return read_lines(self.run_dir / "metrics.jsonl")
 
     @property
     def validation(self) -> list[dict[str, Any]]:
         """Metrics of each validation, from validation.jsonl."""
-        return _lines(self.run_dir / "validation.jsonl")
+        return read_lines(self.run_dir / "validation.jsonl")
 
 
 def train(
@@ -88,10 +93,10 @@ def train(
     environments = {} if environments is None else environments
     problems = [
         *(Problem(name, f"no such argument; {_fix(name)}") for name in unknown),
-        *_reward_problems(rewards),
+        *_list_problems("rewards", rewards, lambda one: isinstance(one, str) or callable(one), _REWARDS),
         *_environment_problems(environments),
         *_tokenizer_problems(tokenizer),
-        *_callback_problems(callbacks),
+        *_list_problems("callbacks", callbacks, lambda one: isinstance(one, Callback), _CALLBACKS),
     ]
     if problems:
         raise ConfigError(problems)
@@ -115,7 +120,7 @@ def _checked(
     rewards: Sequence[str | Callable[..., Any]],
     environments: Mapping[str, str | type],
     functions: dict[str, Callable[..., Any]],
-) -> Checked:
+) -> Composed:
     """Check overrides together with the objects of the script; datasets are written into the run's folder.
 
     Reward functions that cannot be imported are added to `functions`. An error leaves the folder as it was before.
@@ -141,10 +146,6 @@ def _checked(
     return checked
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
 _ARGUMENTS = {
     "args": "config",
     "eval_dataset": "val_dataset",
@@ -161,14 +162,14 @@ def _fix(name: str) -> str:
     return f"settings are in config; {known}" if known else "settings are in config"
 
 
-def _reward_problems(rewards: Any) -> Iterator[Problem]:
-    kinds = "a function, its import path (package.module.name) or the folder of a reward model"
-    if not isinstance(rewards, Sequence):
-        yield Problem("rewards", f"is {_kind(rewards)}; give a list, each {kinds}")
+def _list_problems(name: str, given: Any, fits: Callable[[Any], bool], kinds: str) -> Iterator[Problem]:
+    """Problems of an argument that is to be a list of objects of some kinds."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        yield Problem(name, f"is {_kind(given)}; give a list, each {kinds}")
         return
-    for number, reward in enumerate(rewards):
-        if not (isinstance(reward, str) or callable(reward)):
-            yield Problem(f"rewards[{number}]", f"is {_kind(reward)}; give {kinds}")
+    for number, one in enumerate(given):
+        if not fits(one):
+            yield Problem(f"{name}[{number}]", f"is {_kind(one)}; give {kinds}")
 
 
 def _environment_problems(environments: Any) -> Iterator[Problem]:
@@ -191,18 +192,6 @@ def _tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
     if tokenizer is not None and (inspect.isclass(tokenizer) or not all(hasattr(tokenizer, name) for name in members)):
         text = "give a tokenizer that is loaded: transformers.AutoTokenizer.from_pretrained(...)"
         yield Problem("tokenizer", f"is {_kind(tokenizer)}; {text}")
-
-
-def _callback_problems(callbacks: Any) -> Iterator[Problem]:
-    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
-        text = f"is {_kind(callbacks)}; give a list of objects of classes that extend megatron_grpo.Callback"
-        yield Problem("callbacks", text)
-        return
-    for number, callback in enumerate(callbacks):
-        if not isinstance(callback, Callback):
-            is_class = isinstance(callback, type) and issubclass(callback, Callback)
-            fix = f"it: {callback.__name__}()" if is_class else "a class that extends megatron_grpo.Callback"
-            yield Problem(f"callbacks[{number}]", f"is {_kind(callback)}; give an object of {fix}")
 
 
 def _kind(value: Any) -> str:

@@ -14,23 +14,13 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import FAILED, MISTAKE, answered, help_text, interrupted
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.preflight.load import check_overrides, summary
 from megatron_grpo.preflight.model_files import has_tokenizer
 from megatron_grpo.weights.source import is_prepared, local_folder
 
 Task = Literal["train", "check", "show"]
-
-_OF_HYDRA = {
-    "--info": "--cfg job prints the configuration, --check says what would run",
-    "--multirun": "a run takes one value of each key; start one for each",
-    "--config": "job=FILE takes the fields of a flat YAML, +exp=NAME a recipe, and --config-dir=FOLDER adds recipes",
-    "--config-name": "+exp=NAME chooses a recipe",
-    "--config-path": "recipes lie in conf/exp; +exp=NAME chooses one",
-    "--resolve": "--cfg job prints resolved values",
-    "-m": "a run takes one value of each key; start one for each",
-}
-"""Advice for options of Hydra that this command does not have."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,7 +97,7 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
         elif name == OPTION:
             overrides.append(f"{OPTION}={value or next(rest, '')}")
         elif argument.startswith("-"):
-            advice = _OF_HYDRA.get(name, "--help shows what there is")
+            advice = counterpart(name, "grpo") or "--help shows what there is"
             raise ConfigError([Problem(argument, f"no such option; {advice}")])
         else:
             overrides.append(argument)

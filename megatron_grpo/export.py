@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import did_you_mean, shown
 from megatron_grpo.config.help import run_command
 from megatron_grpo.config.paths import is_hub_name, unwritable
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.config.section import PathText
+from megatron_grpo.config.typed import converted
 from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, verify
 from megatron_grpo.controller.checkpoints import named_checkpoint
 from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
@@ -36,9 +37,9 @@ python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quant
   push_to_hub  repository on the Hugging Face hub, such as ORGANISATION/NAME, that the folder is sent to; a new one is
               private
 """
-_PATHS, _FORMATS = ("checkpoint", "output"), ("hf", "peft", "quantized")
-_PUSH = "push_to_hub"
-_ARGUMENTS = (*_PATHS, "format", _PUSH)
+_PATHS, _PUSH = ("checkpoint", "output"), "push_to_hub"
+_KINDS: dict[str, Any] = {**dict.fromkeys(_PATHS, PathText), "format": Literal["hf", "peft", "quantized"], _PUSH: str}
+"""Types of the arguments, by name."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 def _export(arguments: Sequence[str]) -> int:
     """Check command line, checkpoint and model before torch is imported, then write the model."""
     given = _read_arguments(arguments)
-    checkpoint, output = (Path(os.path.expanduser(given[name])) for name in _PATHS)
+    checkpoint, output = (Path(given[name]) for name in _PATHS)
     checkpoint = named_checkpoint(checkpoint)
     weights, form = checkpoint / POLICY_FOLDER, given.get("format", "hf")
     if not checkpoint.is_dir():
@@ -68,36 +69,27 @@ def _export(arguments: Sequence[str]) -> int:
     remark = verify(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    with _quiet_libraries():
-        from megatron_grpo.weights.hf_export import export_checkpoint  # imports torch, which the checks above do not
+    logging.disable(logging.WARNING)  # packages tell of their fallbacks
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from megatron_grpo.weights.hf_export import export_checkpoint  # only now, because it imports torch
 
-        export_checkpoint(
-            weights,
-            source,
-            shape,
-            output,
-            precision=policy.precision,
-            lora=policy.lora,
-            adapters_of=policy.model.path if form == "peft" else None,
-            quantization=policy.quantization if form == "quantized" else None,
-        )
+            export_checkpoint(
+                weights,
+                source,
+                shape,
+                output,
+                precision=policy.precision,
+                lora=policy.lora,
+                adapters_of=policy.model.path if form == "peft" else None,
+                quantization=policy.quantization if form == "quantized" else None,
+            )
+    finally:
+        logging.disable(logging.NOTSET)
     print(f"wrote {output} from {checkpoint}")
     if _PUSH in given:
         print(f"sent to {push(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Silence the warnings of packages about their fallbacks while the body runs."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _trained_policy(config_file: Path) -> PolicyConfig:
@@ -135,22 +127,15 @@ def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     values: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if name not in _ARGUMENTS or not equals:
-            close = difflib.get_close_matches(name.lstrip("-+"), _ARGUMENTS, n=1)
-            hint = f"; did you mean {close[0]}=...?" if close else ""
+        if name not in _KINDS or not equals:
+            hint = did_you_mean(name.lstrip("-+"), _KINDS, "{}=...", otherwise="")
             raise ValueError(f"{argument} is not understood{hint}\n{USAGE}".rstrip())
-        if name in values:
-            raise ValueError(f"{name} is given twice: {values[name]} and {value}")
-        values[name] = value
+        values[name] = converted(name, value, _KINDS[name])
     for name in _PATHS:
         if not values.get(name):
             raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())
-        if "\0" in values[name]:
-            raise ValueError(f"{name} has a NUL character, which no name has")
     if _PUSH in values and not is_hub_name(values[_PUSH]):
         raise ValueError(f"{_PUSH}={values[_PUSH]} is no name on the hub; give ORGANISATION/NAME")
-    if values.get("format", _FORMATS[0]) not in _FORMATS:
-        raise ValueError(f"format={values['format']} is not known; use {' or '.join(_FORMATS)}")
     return values
 
 

@@ -16,6 +16,8 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.help import run_command
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.section import PositiveFloat
+from megatron_grpo.config.typed import converted
 from megatron_grpo.preflight.engines import NCCL_RECEIVING, NCCL_SENDING, nccl_bytes
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.weights.layouts import engine_shards, training_shards
@@ -173,22 +175,12 @@ def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
     for word in arguments:
         name, _, value = word.partition("=")
         if name == _SPEED:
-            speed = _speed(value)
+            speed = converted(name, value, PositiveFloat)
         elif word.startswith("--") and word != "--json":
-            raise ConfigError([Problem(word, f"is no option; there are {_SPEED}=N and --json")])
+            raise ValueError(f"{word} is no option; there are {_SPEED}=N and --json")
         elif word != "--json":
             overrides.append(word)
     return speed, "--json" in arguments, overrides
-
-
-def _speed(value: str) -> float:
-    try:
-        speed = float(value)
-    except ValueError:
-        speed = 0.0
-    if 0 < speed < float("inf"):
-        return speed
-    raise ConfigError([Problem(f"{_SPEED}={value}", f"must be a number above 0; {_DEFAULT_SPEED:g} is the default")])
 
 
 def _table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[str]:

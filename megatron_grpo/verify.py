@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -10,15 +9,17 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, did_you_mean
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.preflight.layout import training_split_problems
+from megatron_grpo.config.section import NonNegative, Positive, Seconds
+from megatron_grpo.config.typed import converted
+from megatron_grpo.preflight.layout import split_rules
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.shape import ModelShape
 
@@ -76,13 +77,13 @@ class VerifyRequest:
     packing: tuple[bool, ...] = (True,)
     shrink: bool = False
     """Verify a small copy of the model's own configuration, with random weights."""
-    sequences: int = 12
-    longest: int = 48
+    sequences: Positive = 12
+    longest: Positive = 48
     """Tokens of the longest sequence."""
-    steps: int = 3
+    steps: Positive = 3
     """Optimizer steps after which losses are compared."""
-    seed: int = 0
-    timeout_s: float = 600.0
+    seed: NonNegative = 0
+    timeout_s: Seconds = 600.0
     """Deadline of one layout."""
     json: bool = False
 
@@ -148,11 +149,13 @@ def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
         # Tensor parallelism cannot train such models without sequence parallelism.
         needed = given.tensor > 1 and (shape.experts is not None or shape.latent is not None)
         parallel = replace(given, sequence=given.sequence or needed)
-        problem = next(training_split_problems("parallel", parallel, shape), None)
-        if problem is None:
+        broken = [
+            f"{subject} {text}" for is_broken, subject, text in split_rules("parallel", parallel, shape) if is_broken
+        ]
+        if not broken:
             usable.append((name, parallel))
         elif request.layouts is not None:
-            raise ValueError(f"layouts={name}: {problem.subject.removeprefix('parallel.')} {problem.text}")
+            raise ValueError(f"layouts={name}: {broken[0].removeprefix('parallel.')}")
         if request.layouts is not None and request.sequences < parallel.data:
             text = f"sequences={request.sequences} do not give each of {parallel.data} data-parallel replicas one"
             raise ValueError(text)
@@ -179,16 +182,21 @@ def read_request(arguments: Sequence[str]) -> VerifyRequest:
         ValueError: an argument is wrong.
     """
     values: dict[str, Any] = {}
+    kinds = get_type_hints(VerifyRequest, include_extras=True)
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if argument == "--json":
             values["json"] = True
-        elif equals and key in _READERS:
-            values[key] = _READERS[key](key, text)
+        elif not equals or key not in kinds or key == "json":
+            known = (f"{name}=" if name != "json" else "--json" for name in kinds)
+            raise ValueError(f"{argument} is not an argument" + did_you_mean(f"{key}=", known))
+        elif key == "layouts":
+            values[key] = read_layouts(key, text)
+        elif key == "packing":
+            packings = {"true": (True,), "false": (False,), "both": (True, False)}
+            values[key] = packings[converted(key, text, Literal["true", "false", "both"])]
         else:
-            near = difflib.get_close_matches(key, _READERS, 1)
-            known = f"known: {', '.join(f'{one}=' for one in _READERS)} --json"
-            raise ValueError(f"{argument} is not an argument; " + (f"did you mean {near[0]}=...?" if near else known))
+            values[key] = converted(key, text, kinds[key])
     return VerifyRequest(**values)
 
 
@@ -219,35 +227,6 @@ def _read_layout(subject: str, text: str) -> ParallelConfig:
     if parallel.sequence and parallel.tensor == 1:
         raise ValueError(f"{subject}: sp needs tp2 or more")
     return parallel
-
-
-def _read_packing(key: str, text: str) -> tuple[bool, ...]:
-    return (True, False) if text == "both" else (_read_truth(key, text, "true, false or both"),)
-
-
-def _read_truth(key: str, text: str, choices: str = "true or false") -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"{key}={text} is not {choices}")
-    return text == "true"
-
-
-def _read_number(key: str, text: str) -> float:
-    try:
-        value = float(text) if key == "timeout_s" else int(text)
-    except ValueError:
-        raise ValueError(f"{key}={text} is not a number") from None
-    if value < (0 if key == "seed" else 1):
-        raise ValueError(f"{key}={text} is too small")
-    return value
-
-
-_READERS: dict[str, Callable[[str, str], Any]] = {
-    "model": lambda _, text: text,
-    "layouts": read_layouts,
-    "packing": _read_packing,
-    "shrink": _read_truth,
-    **dict.fromkeys(("sequences", "longest", "steps", "seed", "timeout_s"), _read_number),
-}
 
 
 if __name__ == "__main__":

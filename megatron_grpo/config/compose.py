@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import known_key, leaves
 from megatron_grpo.config.loop_schema import COUNTERPART, LOOPS, SHARED, is_foreign_to, named_for, other_than
@@ -112,7 +112,7 @@ OmegaConf.register_new_resolver(
 
 @dataclasses.dataclass(slots=True)
 class Composed:
-    """The typed configuration of a command line and its job, before it is checked as a whole."""
+    """The typed configuration of a command line and its job, with what is wrong with it."""
 
     job: Job
     config: Config | None = None
@@ -124,6 +124,16 @@ class Composed:
     """Keys of the schema that have their default because the given value is wrong."""
     given_as: dict[str, str] = dataclasses.field(default_factory=dict)
     """The given name of each shared key that was given under the other algorithm's name."""
+
+    remarks: list[Problem] = dataclasses.field(default_factory=list)
+    """Settings that are allowed and may not be intended, known once the machine is checked."""
+
+    def require(self) -> Config:
+        """The configuration; ConfigError if it has problems."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        assert self.config is not None
+        return self.config
 
     @property
     def already(self) -> set[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _WIDEST_SUBJECT = 60
@@ -58,6 +59,22 @@ def format_problems(problems: Sequence[Problem]) -> str:
 def counted(word: str, count: int) -> str:
     """A number with its noun: "1 row", "2 rows"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
+    """The end of a message about an unknown name: "; did you mean" the known name that it is like.
+
+    Args:
+        name: the unknown name.
+        known: the names that there are.
+        form: a known name as the message writes it, with {} in its place.
+        otherwise: end of the message if no known name is like it; None: a list of all known names.
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {form.format(close[0])}?"
+    return f"; there is {', '.join(map(form.format, names))}" if otherwise is None else otherwise
 
 
 def shown(value: object) -> str:

@@ -9,12 +9,14 @@ from pydantic import Field
 
 from megatron_grpo.config.section import (
     Fraction,
+    NonEmptyText,
     NonNegative,
     PathText,
     Positive,
     PositiveFloat,
     Seconds,
     Section,
+    Temperature,
     VllmArguments,
 )
 
@@ -113,7 +115,7 @@ class StructuredConfig(Section):
     json_schema: str | None = None
     """JSON schema, as JSON text: the response is a JSON document of this form."""
 
-    choice: list[str] | None = None
+    choice: Annotated[list[NonEmptyText], Field(min_length=1)] | None = None
     """Allowed responses: every response is one of these texts."""
 
 
@@ -161,9 +163,9 @@ class GenerationConfig(Section):
     max_new_tokens: Positive = 1024
     """Longest response in tokens."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """Logits are divided by this, in sampling and in training alike; 0 is greedy, and otherwise at least 0.01. vLLM
-    takes none above 2."""
+    temperature: Temperature = 1.0
+    """Logits are divided by this, in sampling and in training alike. vLLM takes none above 2, and none between 0 and
+    0.01."""
 
     top_p: Fraction = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 is no filter. Training looks at the
@@ -186,15 +188,15 @@ class GenerationConfig(Section):
     frequency_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens, once for each time that the response has them already."""
 
-    bad_words: list[str] = field(default_factory=list)
+    bad_words: list[NonEmptyText] = field(default_factory=list)
     """Texts that are never sampled: the last token of a text is excluded when the response ends in its other tokens."""
 
     structured: StructuredConfig = field(default_factory=StructuredConfig)
 
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[NonNegative] = field(default_factory=list)
     """Tokens that end a response, in addition to the tokenizer's end-of-text token."""
 
-    stop_strings: list[str] = field(default_factory=list)
+    stop_strings: list[NonEmptyText] = field(default_factory=list)
     """Texts that end a response."""
 
     generation_batch_size: Positive | None = None

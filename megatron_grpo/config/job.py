@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +10,12 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 
-from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.errors import Problem, did_you_mean, shown
 from megatron_grpo.config.keys import data_file, keys, known_key
 from megatron_grpo.config.loop_schema import LOOPS, named_for
-from megatron_grpo.config.overrides import DEEPEST
-
-MOST_BYTES = 2**20
-"""Size limit of a job file, in bytes."""
+from megatron_grpo.config.paths import unreadable
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
@@ -28,52 +25,19 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
         ValueError: the file cannot be read, or is no YAML mapping of fields; the text does not name the file.
     """
     file = Path(os.path.expanduser(path))
-    try:
-        if not file.is_file():
-            raise ValueError("no such file; give a YAML file of fields such as ratio_clip_max")
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError(f"has {file.stat().st_size / 2**20:.0f} MiB; a job is a few fields in YAML")
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    try:
-        content = yaml.load(text, Loader=_JobLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
+    reason = unreadable(file)
+    if reason is not None:
+        advice = "; give a YAML file of fields such as ratio_clip_max" if reason == "no such file" else ""
+        raise ValueError(reason + advice)
+    try:  # with OmegaConf's loader, which refuses a field that is given twice
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=get_yaml_loader())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"must be a mapping of fields, not {type(content).__name__}")
     return content
-
-
-class _JobLoader(yaml.SafeLoader):
-    """Plain YAML, without aliases (a few lines of which can expand to gigabytes), deep nesting, or a field twice."""
-
-    _depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.composer.ComposerError(
-                None, None, "has anchors or aliases (&, *); write it out", event.start_mark
-            )
-        if self._depth > DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"is nested more than {DEEPEST} deep", event.start_mark)
-        self._depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"has {twice} twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 SETTING_OF_FIELD, DATA_OF_FIELD = data_file("job_fields.yaml").values()
@@ -119,16 +83,12 @@ class Job:
                 return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
             if not self.only_named:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
-        for key, value in {**self._without_validation(), **self.settings}.items():
+        # The prompts of the recipe's validation belong to another task.
+        off = {"data.val_path": None} if self.unvalidated and "data.val_path" not in self.overruled else {}
+        for key, value in {**off, **self.settings}.items():
             for name in {named_for(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
-
-    def _without_validation(self) -> dict[str, Any]:
-        """Settings that switch off the recipe's validation, whose prompts belong to another task."""
-        if not self.unvalidated or "data.val_path" in self.overruled:
-            return {}
-        return {"data.val_path": None}
 
     def _is_option(self, options: Sequence[str]) -> bool:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
@@ -182,23 +142,20 @@ def _read_environment(job: Job, value: Any) -> None:
     job.settings["data.task_name"], job.fields["data.task_name"] = name, f"{ENVIRONMENT}.name"
     own = {key.rpartition(".")[2] for key in keys() if key.startswith("env.<name>.")}
     for part, given in described.items():
-        if part in DATA_OF_FIELD:
-            _set(job, f"{ENVIRONMENT}.{part}", DATA_OF_FIELD[part], given)
-        elif part in own:
-            _set(job, f"{ENVIRONMENT}.{part}", f"env.{name}.{part}", given)
+        setting = f"env.{name}.{part}" if part in own else DATA_OF_FIELD.get(part)
+        if setting is not None:
+            _set(job, f"{ENVIRONMENT}.{part}", setting, given)
         elif part != "name":
             job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
     job.unvalidated = "dataset" in described and "validation_dataset" not in described
 
 
 def _set(job: Job, name: str, setting: str, value: Any) -> None:
-    key = known_key(setting)
-    assert key is not None, f"{setting} is not in the schema"
-    if not _is_plain(value):  # YAML also knows dates, sets and bytes
-        text = f"must be {keys()[key].type} (it sets {setting})"
-        job.problems.append(Problem(f"{job.file}: {name}={shown(value)}", text))
+    if _is_plain(value):  # YAML also knows sets and bytes
+        job.settings[setting], job.fields[setting] = value, name
         return
-    job.settings[setting], job.fields[setting] = value, name
+    text = f"must be {keys()[known_key(setting) or ''].type} (it sets {setting})"
+    job.problems.append(Problem(f"{job.file}: {name}={shown(value)}", text))
 
 
 def _is_plain(value: Any) -> bool:
@@ -208,8 +165,4 @@ def _is_plain(value: Any) -> bool:
 
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
-    close = difflib.get_close_matches(name, known, n=1)
-    text = (
-        f"unknown field; did you mean {prefix}{close[0]}?" if close else f"unknown field; there is {', '.join(known)}"
-    )
-    return Problem(f"{job.file}: {prefix}{name}", text)
+    return Problem(f"{job.file}: {prefix}{name}", "unknown field" + did_you_mean(name, known, f"{prefix}{{}}"))

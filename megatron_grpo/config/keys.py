@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
+from operator import attrgetter
 from typing import Any, Literal
 
 import yaml
@@ -165,7 +166,7 @@ def in_words(hint: Any) -> str:
         written = next((one for one in args[1:] if isinstance(one, str)), None)
         limits = [limit for info in args[1:] if isinstance(info, FieldInfo) for limit in info.metadata]
         bounds = [f"{sign} {getattr(one, b):g}" for one in limits for b, sign in _BOUNDS.items() if hasattr(one, b)]
-        return written or f"{in_words(args[0])} {' and '.join(bounds)}"
+        return written or f"{in_words(args[0])} {' and '.join(bounds)}".rstrip()
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
@@ -194,6 +195,21 @@ def changed(config: Config, section: str) -> Iterator[tuple[str, Any]]:
     for key, value in leaves(dataclasses.asdict(getattr(config, section)), f"{section}."):
         if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
             yield key, value
+
+
+def named(config: Config, text: str) -> str:
+    """A text with the keys of the algorithm that runs in place of LOOP and PASSES."""
+    return text.replace("LOOP.", f"{config.algorithm}.").replace("PASSES", config.passes_key)
+
+
+def holds(config: Config, switch: str) -> bool:
+    """Whether a setting holds: KEY=VALUE, "KEY above NUMBER", or KEY for one that is not null or empty."""
+    key, _, wanted = switch.partition("=")
+    key, _, bound = key.partition(" above ")
+    value = attrgetter(key)(config)
+    if wanted:
+        return str(value).lower() == wanted
+    return bool(value > float(bound)) if bound else value not in (None, [], {})
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from megatron_grpo.config.section import (
     Section,
     Seed,
     Steps,
+    Temperature,
 )
 
 VALIDATION_PREFIX = "val_"
@@ -154,7 +155,7 @@ class LoopConfig(Section):
     max_val_samples: Positive | None = 256
     """Most prompts used of each validation set; null: all."""
 
-    val_temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    val_temperature: Temperature = 0.0
     """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
 
     seed: Seed = 42

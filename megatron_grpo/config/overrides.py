@@ -34,8 +34,6 @@ RECIPES = "exp"
 """The group whose options are whole recipes."""
 VARIANTS = "variant"
 """The group whose options are published variants of an algorithm; Hydra reads it after all others."""
-DEEPEST = 20
-"""Deepest nesting of brackets; Hydra's parser takes seconds for thousands."""
 _FILE = "file://"
 _TEXT = ("text", "text or null")
 """Types of keys whose values are taken literally, whatever characters they contain."""
@@ -157,13 +155,12 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
             problem = _malformed(text, options) or _read(read, parser, text, options)
         if problem is not None:
             read.problems.append(problem)
-    read.problems += _chosen_twice(read.accepted, options)
     return read
 
 
 def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
     """The problem of an argument that is no KEY=VALUE, or None."""
-    name, equals, value = text.lstrip("+").partition("=")
+    name, equals, _ = text.lstrip("+").partition("=")
     if not equals:
         choices = {option: f"+{group}={option}" for group, found in options.items() for option in found}
         close = difflib.get_close_matches(name, choices, n=1)
@@ -173,8 +170,6 @@ def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | Non
         return Problem(text, f"not understood; write {given}")
     if not name.strip():
         return Problem(text, "has no key before the =; write key=value")
-    if known_key(name) is None and depth(value) > DEEPEST:
-        return Problem(f"{name}={shown(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
     return None
 
 
@@ -200,7 +195,10 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
             close = difflib.get_close_matches(option, options[name], n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             return Problem(f"{name}={option}", f"no such {kind}; {hint}there is {', '.join(options[name])}")
-        read.accepted.append(f"{name}={given}")
+        chosen = next((one for one in read.accepted if one.startswith(f"{name}=")), f"{name}={given}")
+        if chosen != f"{name}={given}":  # Hydra would silently take the last one
+            return Problem(f"{chosen} {name}={given}", f"a run takes one {name}; leave out the others")
+        read.accepted.append(chosen)
     elif known_key(name) or (known_section(name) and isinstance(given, dict)):
         read.accepted.append("++" + text.lstrip("+"))
     elif matches("env.<name>", name) and name.replace("env.", "env.<name>.", 1) in keys():
@@ -217,13 +215,10 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
     """The argument as Hydra parses it, or its problem; None: the value is a text to be taken literally."""
     kind = keys()[key].type if key else None
     name = text.lstrip("+").partition("=")[0]
-    too_deep = key is not None and depth(value) > DEEPEST
     try:
-        override = None if too_deep else parser.parse_override(text)
-        given = None if override is None else override.value()
+        override = parser.parse_override(text)
+        given = override.value()
     except (HydraException, ValueError, RecursionError):  # ValueError: a number of thousands of digits
-        override = given = None
-    if override is None:
         if kind in _TEXT:
             half_quoted = any(value.startswith(sign) != value.endswith(sign) or value == sign for sign in "'\"")
             return Problem(text, "has a quote that is not closed") if half_quoted else None
@@ -254,26 +249,3 @@ def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequenc
         return Problem(text, f"would drop what the recipe sets in {name}; set single keys of it instead")
     read.unknown.append(name)
     return None
-
-
-def _chosen_twice(accepted: Sequence[str], options: Mapping[str, Sequence[str]]) -> list[Problem]:
-    """Problems of groups with several chosen options, of which Hydra would silently take the last."""
-    chosen: dict[str, list[str]] = {}
-    for one in accepted:
-        group, _, option = one.partition("=")
-        if group in options and option not in chosen.setdefault(group, []):
-            chosen[group].append(option)
-    return [
-        Problem(" ".join(f"{group}={option}" for option in found), f"a run takes one {group}; leave out the others")
-        for group, found in chosen.items()
-        if len(found) > 1
-    ]
-
-
-def depth(text: str) -> int:
-    """Depth of nested brackets in a text."""
-    depth = deepest = 0
-    for sign in text:
-        depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(sign, 0)
-        deepest = max(deepest, depth)
-    return deepest

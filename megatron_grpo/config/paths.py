@@ -18,17 +18,8 @@ from urllib.parse import urlsplit
 from megatron_grpo.config.errors import Problem, shown
 
 
-def unreadable(path: str | Path) -> str | None:
-    """The reason why a file cannot be read, or None."""
-    return _reason(path, "file")
-
-
-def unlistable(path: str | Path) -> str | None:
-    """The reason why a folder cannot be listed, or None."""
-    return _reason(path, "folder")
-
-
-def _reason(path: str | Path, kind: Literal["file", "folder"]) -> str | None:
+def unreadable(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
+    """The reason why a file cannot be read, or a folder cannot be listed; None: it can."""
     try:
         if kind == "folder":
             os.listdir(path)
@@ -48,31 +39,18 @@ def _reason(path: str | Path, kind: Literal["file", "folder"]) -> str | None:
 
 def unwritable(key: str, given: str) -> Iterator[Problem]:
     """The reason why a folder, which may not exist yet, cannot be written to; the check leaves nothing behind."""
-    subject = f"{key}={shown(given)}"
-    if "\0" in given:
-        yield Problem(subject, "has a NUL character, which no name has")
-        return
-    folder = Path(os.path.abspath(given))
-    if os.path.islink(folder) and not os.path.exists(folder):
-        yield Problem(subject, "is a link that leads nowhere; delete it, or choose another folder")
-        return
+    subject, folder = f"{key}={shown(given)}", Path(os.path.abspath(given))
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not os.path.isdir(existing):
-        yield Problem(subject, f"{shown(existing)} is a file, not a folder")
+        yield Problem(subject, f"{shown(existing)} is no folder")
         return
     try:
-        longest = os.pathconf(existing, "PC_NAME_MAX")
-        missing = folder.relative_to(existing).parts
-        too_long = next((part for part in missing if len(os.fsencode(part)) > longest), None)
-        if too_long is not None:
-            yield Problem(subject, f"{shown(too_long)} is too long for a name, which has at most {longest} bytes")
-            return
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_"):
-            pass
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_") as probe:
+            Path(probe, *folder.relative_to(existing).parts).mkdir(parents=True, exist_ok=True)
     except PermissionError:
         yield Problem(subject, f"no permission to write in {existing}")
-    except OSError as error:
-        yield Problem(subject, f"nothing can be written in {existing}: {error.strerror}")
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL character
+        yield Problem(subject, f"cannot be made in {existing}: {getattr(error, 'strerror', None) or error}")
 
 
 def imported(module: str, name: str) -> Any:

@@ -24,6 +24,18 @@ def _not_zero(value: int) -> int:
 
 
 Steps = Annotated[int, Field(ge=-1), AfterValidator(_not_zero), "int > 0 or -1"]
+
+
+def _greedy_or_not_too_low(value: float) -> float:
+    if 0 < value < 0.01:
+        raise ValueError("vLLM silently raises it, and training would divide by it as it is")
+    return value
+
+
+Temperature = Annotated[
+    float, Field(ge=0, le=2), AfterValidator(_greedy_or_not_too_low), "0 (greedy) or float >= 0.01 and <= 2"
+]
+NonEmptyText = Annotated[str, Field(min_length=1), "text that is not empty"]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 PathText = Annotated[str, AfterValidator(os.path.expanduser), "text"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import keys, known_key, leaves, members
+from megatron_grpo.config.keys import in_words, keys, known_key, leaves, members
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import unknown_key
 
@@ -38,6 +39,19 @@ def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[P
             problems.append(_problem(detail, algorithm))
             _remove(values, detail["loc"])
     return None, problems
+
+
+def converted(name: str, text: str, kind: Any) -> Any:
+    """The value of a command's own argument NAME=TEXT, for a type of the schema; a list is written [a,b].
+
+    Raises:
+        ValueError: the text is no value of this type.
+    """
+    value = text.removeprefix("[").removesuffix("]").split(",") if typing.get_origin(kind) is list else text
+    try:
+        return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+    except ValidationError:
+        raise ValueError(f"{name}={shown(text)} must be {in_words(kind)}") from None
 
 
 def missing(values: dict[str, Any], already: set[str]) -> list[Problem]:

@@ -16,8 +16,8 @@ from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.startup import start_rollouts
+from megatron_grpo.config.schema import Config, MoeConfig
+from megatron_grpo.controller.startup import start_engines, start_rollouts
 from megatron_grpo.data.load_prompts import HeldOutPrompts, held_out_prompts
 from megatron_grpo.data.responses import sampling_settings
 from megatron_grpo.environments.checks import check_scoring
@@ -27,13 +27,11 @@ from megatron_grpo.evaluation.results import (
     Answered,
     Row,
     comparison,
-    read_samples,
     sample_row,
     set_results,
 )
-from megatron_grpo.observability.run_files import json_line, write_json
+from megatron_grpo.observability.run_files import json_line, read_lines, write_json
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
 
 RESULTS_FILE = "results.json"
@@ -48,7 +46,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     """
     config, timer = request.config, StepTimer()
     check_scoring(config, [one.rows for one in request.sets.values()])
-    before = None if request.compare is None else read_samples(request.compare)
+    before = None if request.compare is None else read_lines(request.compare / SAMPLES_FILE)
     request.output.mkdir(mode=0o700, parents=True, exist_ok=True)
     sets: dict[str, Any] = {}
     rows: list[Row] = []
@@ -124,18 +122,8 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start()
-        alone = replace(config.generation, placement="separate")
-        cluster.reserve(None, alone.parallel)
-        generation = VllmGeneration(
-            str(model),
-            alone,
-            precision=config.policy.precision,
-            max_total_sequence_length=config.policy.max_total_sequence_length,
-            actor_options=cluster.engine_options,
-            startup_timeout_s=config.cluster.startup_timeout_s,
-        )
-        stack.callback(generation.shutdown)
-        generation.start()
+        untrained = replace(config, policy=replace(config.policy, moe=MoeConfig()))  # no training replays the routing
+        generation = start_engines(untrained, model, cluster, stack)
         rollouts = start_rollouts(config, model, generation, stack)
         generation.wait_ready()
         rollouts.wait_ready()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +10,15 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.config.checks.rewards import MIN_TEMPERATURE
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import ConfigError, Problem, shown
+from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean, shown
 from megatron_grpo.config.loop_schema import named_for
 from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, config_groups
 from megatron_grpo.config.schema import Config
+from megatron_grpo.config.section import Positive, Temperature
 from megatron_grpo.config.suggestions import unknown_key
-from megatron_grpo.config.typed import typed
+from megatron_grpo.config.typed import converted, typed
 from megatron_grpo.controller.checkpoints import named_checkpoint
 from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
 from megatron_grpo.data.sources import is_remote
@@ -125,7 +123,7 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     problems = list(_server_problems(config)) or evaluation_problems(config) or list(_set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
-    samples = _whole("samples", own.get("samples", "1"))
+    samples = converted("samples", own.get("samples", "1"), Positive)
     temperature = _temperature(own, samples, config)
     compare = Path(os.path.expanduser(own["compare"])) if "compare" in own else None
     if compare is not None and not (compare / SAMPLES_FILE).is_file():
@@ -159,9 +157,9 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[st
         elif equals and (name.startswith("+") or "." in name or _composes(name)):
             overrides.append(argument)
         else:
-            near = difflib.get_close_matches(name.lstrip("-"), [*_OWN, DATA_KEY], 1)
-            hint = f"did you mean {near[0]}=...?" if near else "--help shows what there is"
-            raise ConfigError([Problem(argument, f"is not an argument; {hint}")])
+            known = (*_OWN, DATA_KEY)
+            hint = did_you_mean(name.lstrip("-"), known, "{}=...", otherwise="; --help shows what there is")
+            raise ConfigError([Problem(argument, f"is not an argument{hint}")])
     return own, overrides, files
 
 
@@ -225,9 +223,7 @@ def _server_problems(config: Config) -> Iterator[Problem]:
 
 
 def _ks(text: str, samples: int) -> tuple[int, ...]:
-    if not re.fullmatch(r"\[?\s*\d+(\s*,\s*\d+)*\s*\]?", text):
-        raise ConfigError([Problem(f"k={text}", "is no list of whole numbers; write k=[1,4]")])
-    numbers = sorted({_whole("k", one) for one in re.findall(r"\d+", text)})
+    numbers = sorted(set(converted("k", text, list[Positive])))
     if numbers[-1] > samples:
         raise ConfigError([Problem(f"k={text}", f"needs samples={numbers[-1]} or more; samples={samples}")])
     return tuple(numbers)
@@ -235,24 +231,9 @@ def _ks(text: str, samples: int) -> tuple[int, ...]:
 
 def _temperature(own: dict[str, str], samples: int, config: Config) -> float:
     """The requested temperature; by default greedy for one response, and as in training for several."""
-    text = own.get("temperature")
-    if text is None:
+    if "temperature" not in own:
         return 0.0 if samples == 1 else config.generation.temperature
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ConfigError([Problem(f"temperature={text}", "is not a number from 0 on")])
-    if 0 < value < MIN_TEMPERATURE:
-        advice = f"vLLM samples with {MIN_TEMPERATURE} or more; use that, or 0 for greedy"
-        raise ConfigError([Problem(f"temperature={text}", advice)])
+    value: float = converted("temperature", own["temperature"], Temperature)
     if value == 0 and samples > 1:
         raise ConfigError([Problem("temperature=0", f"makes all samples={samples} of a prompt equal; give samples=1")])
     return value
-
-
-def _whole(key: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ConfigError([Problem(f"{key}={text}", "is not a whole number from 1 on")])
-    return int(text)

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -251,16 +250,3 @@ def _compared(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, A
         only_before, only_now = differences.count(-1.0), differences.count(1.0)
         result |= {"only_before": only_before, "only_now": only_now, "mcnemar_p": mcnemar(only_before, only_now)}
     return result
-
-
-def read_samples(folder: Path) -> list[Row]:
-    """The samples of an evaluation from its output folder.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    path = folder / SAMPLES_FILE
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None

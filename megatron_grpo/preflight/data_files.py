@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_grpo.config.checks.rules import Rule, as_problems
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import Problem, counted
-from megatron_grpo.config.paths import unlistable, unreadable
+from megatron_grpo.config.paths import unreadable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rollout_files import (
     ROLLOUTS_FOLDER,
@@ -71,17 +72,14 @@ def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetRepor
     return examined(one, config.data, {name: env.type for name, env in config.env.items()})
 
 
-def _too_few(config: Config, rows: int) -> Iterator[Problem]:
+@as_problems
+def _too_few(config: Config, rows: int) -> Iterator[Rule]:
     """Training sets with fewer rows, counted by their visits in an epoch, than the prompts of a step."""
-    wanted, training = config.prompts_per_generation_batch, config.data.training
-    if rows >= wanted:
-        return
-    (key, one), *others = training.items()
+    wanted, ((key, one), *others) = config.prompts_per_generation_batch, config.data.training.items()
     subject = "data.train_sets" if others else f"{key}={one.path}"
-    weighted = ", by weight, for an epoch" if any(one.weight != 1 for one in training.values()) else ""
-    yield Problem(
-        subject, f"has {counted('row', rows)}{weighted}, fewer than the {wanted} prompts that are sampled together"
-    )
+    weighted = ", by weight, for an epoch" if any(one.weight != 1 for one in config.data.training.values()) else ""
+    text = f"has {counted('row', rows)}{weighted}, fewer than the {wanted} prompts that are sampled together"
+    yield rows < wanted, subject, text
 
 
 def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
@@ -99,22 +97,21 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
     return SetReport(rows=made.rows[name], tasks=set(made.tasks), alike=False, problems=problems)
 
 
-def _unfit(config: Config, made: PreparedPrompts) -> Iterator[Problem]:
+@as_problems
+def _unfit(config: Config, made: PreparedPrompts) -> Iterator[Rule]:
     """Settings that do not fit prompts which are made before the run."""
     data, made_by = config.data, f"prepare.name={config.prepare.name}"
-    for key, column in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
-        if column is not None and column not in made.columns:
-            yield Problem(f"{key}={column}", f"{made_by} makes rows with {', '.join(made.columns)}")
+    for key, column in (("data.prompt_key=", data.prompt_key), ("data.answer_key=", data.answer_key)):
+        text = f"{made_by} makes rows with {', '.join(made.columns)}"
+        yield column is not None and column not in made.columns, key, text
     for task in made.tasks:
-        if task not in config.env:
-            known = ", ".join(sorted(config.env))
-            yield Problem("env", f"{made_by} makes rows of the task {task}, and env has {known}; use env={task}")
-    if data.apply_chat_template:
-        text = f"the tokenizer that {made_by} makes has no chat template; use false"
-        yield Problem("data.apply_chat_template=True", text)
-    elif data.max_input_seq_length < made.prompt_tokens:
-        text = f"leaves out every row: the prompts that {made_by} makes have {made.prompt_tokens} tokens"
-        yield Problem(f"data.max_input_seq_length={data.max_input_seq_length}", text)
+        text = f"{made_by} makes rows of the task {task}, and env has {', '.join(sorted(config.env))}; use env={task}"
+        yield task not in config.env, "env", text
+    text = f"the tokenizer that {made_by} makes has no chat template; use false"
+    yield data.apply_chat_template, "data.apply_chat_template=", text
+    text = f"leaves out every row: the prompts that {made_by} makes have {made.prompt_tokens} tokens"
+    is_short = data.max_input_seq_length < made.prompt_tokens
+    yield is_short and not data.apply_chat_template, "data.max_input_seq_length=", text
 
 
 _RECORD = "record a run with logger.rollouts=all"
@@ -146,7 +143,7 @@ def recorded_max_num_steps(config: Config) -> int:
 
 def _unusable(config: Config, path: str) -> str | None:
     """The reason why a path holds no recording for this run, or None."""
-    reason = unlistable(path)
+    reason = unreadable(path, "folder")
     if reason is not None:
         return f"{reason}; give the folder of a run that recorded its rollouts"
     folder = recorded_folder(path)
@@ -165,50 +162,47 @@ def _unusable(config: Config, path: str) -> str | None:
     return None
 
 
-def _of_file(config: Config, subject: str, file: Path) -> Iterator[Problem]:
+@as_problems
+def _of_file(config: Config, subject: str, file: Path) -> Iterator[Rule]:
     """Problems of the file of one step."""
     try:
         found = examine_file(file)
     except (OSError, ValueError) as error:
         text = error.strerror if isinstance(error, OSError) else error
-        yield Problem(subject, f"{file} {text}; {_RECORD}")
+        yield True, subject, f"{file} {text}; {_RECORD}"
         return
     recorded = found.record.run
     ours = (config.loop.num_prompts_per_step, config.loop.num_generations_per_prompt)
     theirs = (recorded.prompts_per_step, recorded.samples_per_prompt)
     for name, here, there in zip(("num_prompts_per_step", "num_generations_per_prompt"), ours, theirs, strict=True):
-        if here != there:
-            text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {there}; use {there}"
-            yield Problem(f"{config.algorithm}.{name}={here}", text)
+        text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {there}; use {there}"
+        yield here != there, f"LOOP.{name}=", text
     rollouts = recorded.prompts_per_step * recorded.samples_per_prompt
-    if ours == theirs and found.rollouts != rollouts:
-        yield Problem(subject, f"{file} has {found.rollouts} of the {rollouts} rollouts of its step; {_RECORD}")
-    longest, limit = found.record.step.longest, config.policy.max_total_sequence_length
-    if longest > limit:
-        text = f"{file} has a sequence of {longest} tokens; use that or more"
-        yield Problem(f"policy.max_total_sequence_length={limit}", text)
-    if config.loop.use_dynamic_sampling and not found.record.step.dynamic_sampling:
-        text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
-        yield Problem(f"{config.algorithm}.use_dynamic_sampling=True", text)
+    text = f"{file} has {found.rollouts} of the {rollouts} rollouts of its step; {_RECORD}"
+    yield ours == theirs and found.rollouts != rollouts, subject, text
+    longest = found.record.step.longest
+    text = f"{file} has a sequence of {longest} tokens; use that or more"
+    yield longest > config.policy.max_total_sequence_length, "policy.max_total_sequence_length=", text
+    text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
+    sampled_so = found.record.step.dynamic_sampling
+    yield config.loop.use_dynamic_sampling and not sampled_so, "LOOP.use_dynamic_sampling=", text
     yield from _tokens(config, found, file)
 
 
-def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Problem]:
+def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Rule]:
     """Recorded tokens that are not from the model's vocabulary."""
-    path, shape, recorded = config.policy.model.path, known_shape(config), found.record.run
-    subject = f"policy.model.path={path}"
+    shape, recorded, subject = known_shape(config), found.record.run, "policy.model.path="
     if shape is None:
         return
     if found.largest_token is not None and found.largest_token >= shape.vocab:
         text = f"has {shape.vocab} tokens, and {file} has token {found.largest_token}; name the model that was recorded"
-        yield Problem(subject, text)
+        yield True, subject, text
         return
-    folder = local_folder(path)
+    folder = local_folder(config.policy.model.path)
     ours = None if folder is None else vocabulary_digest(folder)
     if ours is not None and recorded.vocabulary is not None:
-        if ours != recorded.vocabulary:
-            text = f"has another vocabulary than the model that {file} was recorded with; name that, or one with its"
-            yield Problem(subject, f"{text} tokenizer")
-    elif shape.vocab != recorded.vocab:
+        text = f"has another vocabulary than the model that {file} was recorded with; name that, or one with its"
+        yield ours != recorded.vocabulary, subject, f"{text} tokenizer"
+    else:
         text = f"has {shape.vocab} tokens, and the model that {file} was recorded with has {recorded.vocab}; name that"
-        yield Problem(subject, text)
+        yield shape.vocab != recorded.vocab, subject, text

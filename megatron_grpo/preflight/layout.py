@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.schema import Config, GenerationParallelConfig, MoeConfig, ParallelConfig
+from megatron_grpo.config.checks.rules import Rule, as_problems
+from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.weights.families.family import group_rows
-from megatron_grpo.weights.shape import ExpertShape, ModelShape
+from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import known_value_shape
 
 
-def training_split_problems(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
+def split_rules(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     """Sizes of a training layout that do not fit the model; `section` is its key, such as policy.parallel."""
-    yield from _tensor(section, parallel.tensor, shape)
+    yield _tensor(section, parallel.tensor, shape)
     yield from _pipeline(section, parallel, shape)
     yield from _experts(section, parallel, shape)
-    if parallel.tensor > 1 and not parallel.sequence and (shape.experts is not None or shape.latent is not None):
-        what = "a mixture of experts" if shape.experts is not None else "latent attention"
-        text = f"{what} with {section}.tensor={parallel.tensor} needs it; use true"
-        yield Problem(f"{section}.sequence=False", text)
+    what = "a mixture of experts" if shape.experts is not None else "latent attention"
+    needed = parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
+    text = f"{what} with {section}.tensor={parallel.tensor} needs it; use true"
+    yield needed and not parallel.sequence, f"{section}.sequence=False", text
 
 
-def _tensor(section: str, tensor: int, shape: ModelShape) -> Iterator[Problem]:
-    """A tensor-parallel size that does not divide the model's sizes; `section` is the key of the layout."""
+def _tensor(section: str, tensor: int, shape: ModelShape) -> Rule:
+    """A tensor-parallel size has to divide the model's sizes; `section` is the key of the layout."""
     usable = [size for size in range(1, shape.attention_heads + 1) if _undivided(size, shape) is None]
     what = _undivided(tensor, shape)
-    if what is not None:
-        yield Problem(f"{section}.tensor={tensor}", f"does not divide the model's {what}; use {_listed(usable)}")
+    return what, f"{section}.tensor={tensor}", f"does not divide the model's {what}; use {_listed(usable)}"
 
 
 def _listed(numbers: list[int]) -> str:
@@ -40,9 +39,8 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _indivisible(key: str, parts: int, number: int, what: str) -> Iterator[Problem]:
-    if number % parts:
-        yield Problem(f"{key}={parts}", f"does not divide {what}; use {_listed(_divisors(number))}")
+def _divides(key: str, parts: int, number: int, what: str) -> Rule:
+    return number % parts, f"{key}={parts}", f"does not divide {what}; use {_listed(_divisors(number))}"
 
 
 def _undivided(tensor: int, shape: ModelShape) -> str | None:
@@ -62,10 +60,10 @@ def _undivided(tensor: int, shape: ModelShape) -> str | None:
     return None
 
 
-def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
+def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks > 1 and stages == 1:
-        yield Problem(f"{section}.virtual_pipeline={chunks}", f"needs {section}.pipeline > 1")
+        yield True, f"{section}.virtual_pipeline={chunks}", f"needs {section}.pipeline > 1"
         return
     ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
     given = {name: layers for name, layers in ends.items() if layers is not None}
@@ -75,17 +73,15 @@ def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iter
     if uneven and (stages == 1 or (given and counted)):
         name, value = next(iter(uneven.items()))
         both = "and count_embedding or count_loss are two ways to one end; use one"
-        yield Problem(f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else both)
+        yield True, f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else both
         return
     middle, left = stages - len(given), shape.layers + counted - sum(given.values())
     if left < 0 or (middle == 0 and left) or (middle and (left % middle or left < middle)):
-        yield Problem(f"{section}.pipeline={stages}", _uneven(shape.layers, counted, given, left, middle))
+        yield True, f"{section}.pipeline={stages}", _uneven(shape.layers, counted, given, left, middle)
         return
-    for layers in {*given.values(), *([left // middle] if middle else [])}:
-        if layers % chunks:
-            what = f"the {layers} layers of a pipeline rank"
-            yield from _indivisible(f"{section}.virtual_pipeline", chunks, layers, what)
-            return
+    of_ranks = {*given.values(), *([left // middle] if middle else [])}
+    layers = next((layers for layers in of_ranks if layers % chunks), chunks)
+    yield _divides(f"{section}.virtual_pipeline", chunks, layers, f"the {layers} layers of a pipeline rank")
 
 
 def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle: int) -> str:
@@ -99,121 +95,99 @@ def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle:
     return f"does not divide the model's {layers} layers; use {_listed(_divisors(layers))}, or first_stage_layers"
 
 
-def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
+def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     expert, tensor = parallel.expert, parallel.expert_tensor
     if shape.experts is None:
         for name, size in (("expert", expert), ("expert_tensor", tensor)):
-            if size > 1:
-                yield Problem(f"{section}.{name}={size}", "the model has no experts; use 1")
+            yield size > 1, f"{section}.{name}={size}", "the model has no experts; use 1"
         return
     count, width = shape.experts.count, shape.experts.ffn_hidden
-    yield from _indivisible(f"{section}.expert", expert, count, f"the model's {count} experts")
-    yield from _indivisible(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
+    yield _divides(f"{section}.expert", expert, count, f"the model's {count} experts")
+    yield _divides(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
     ranks = parallel.tensor * parallel.context * parallel.data
-    if ranks % (expert * tensor):
-        text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use "
-        usable = [size for size in _divisors(count) if ranks % (size * tensor) == 0]
-        more = f"{_listed(usable)}, or more replicas" if usable else "fewer of expert_tensor, or more replicas"
-        yield Problem(f"{section}.expert={expert}", text + more)
+    text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use "
+    usable = [size for size in _divisors(count) if ranks % (size * tensor) == 0]
+    more = f"{_listed(usable)}, or more replicas" if usable else "fewer of expert_tensor, or more replicas"
+    yield ranks % (expert * tensor), f"{section}.expert={expert}", text + more
 
 
-def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+@as_problems
+def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Layouts that do not fit the model, the machines or the batches; with shape None, the model is left out."""
     for section, parallel in _trained(config):
-        if parallel.sequence and parallel.tensor == 1:
-            yield Problem(f"{section}.parallel.sequence=True", f"needs {section}.parallel.tensor > 1")
+        needs = f"needs {section}.parallel.tensor > 1"
+        yield parallel.sequence and parallel.tensor == 1, f"{section}.parallel.sequence=", needs
     yield from _devices(config, _gpus_needed(config), _trained(config))
     yield from _batch(config)
     yield from _replay(config, shape)
     if shape is not None:
-        yield from training_split_problems("policy.parallel", config.policy.parallel, shape)
-        yield from _routing(config.policy.moe, shape)
+        yield from split_rules("policy.parallel", config.policy.parallel, shape)
+        for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
+            lacking = getattr(config.policy.moe, name) and shape.experts is None
+            yield lacking, f"policy.moe.{name}=", "the model has no experts; use 0"
+        unbiased = shape.experts is not None and not shape.experts.selection_bias
+        text = "the model chooses experts without a bias; use 0"
+        yield config.policy.moe.bias_update_rate and unbiased, "policy.moe.bias_update_rate=", text
         yield from _generation(config, shape)
         yield from _value_model(config, shape)
 
 
-def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+@as_problems
+def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Sizes of the engines' layout that do not fit the model or the machines, when no model is trained."""
     yield from _devices(config, _gpus_of_engines(config), ())
     if shape is not None:
         yield from _generation(config, shape)
 
 
-def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
-    if config.value_model is None:
+def _value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
+    own = config.value.model.path is not None
+    shape = known_value_shape(config) if own else policy
+    if config.value_model is None or shape is None:
         return
-    shape = policy if config.value.model.path is None else known_value_shape(config)
-    if shape is None:
-        return
-    yield from training_split_problems("value.parallel", config.value.parallel, shape)
+    yield from split_rules("value.parallel", config.value.parallel, shape)
     longest = config.policy.max_total_sequence_length
-    if config.value.model.path is not None and 0 < shape.max_positions < longest:
-        text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
-        yield Problem(f"value.model.path={config.value.model.path}", text)
-    if shape.vocab < policy.vocab:
-        text = f"has {shape.vocab} tokens, and the policy, whose tokens it reads, {policy.vocab}"
-        yield Problem(f"value.model.path={config.value.model.path}", text)
+    text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
+    yield own and 0 < shape.max_positions < longest, "value.model.path=", text
+    text = f"has {shape.vocab} tokens, and the policy, whose tokens it reads, {policy.vocab}"
+    yield shape.vocab < policy.vocab, "value.model.path=", text
 
 
-def _routing(moe: MoeConfig, shape: ModelShape) -> Iterator[Problem]:
-    for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
-        if getattr(moe, name) and shape.experts is None:
-            yield Problem(f"policy.moe.{name}={getattr(moe, name):g}", "the model has no experts; use 0")
-    if (rate := moe.bias_update_rate) and shape.experts is not None and not shape.experts.selection_bias:
-        yield Problem(f"policy.moe.bias_update_rate={rate:g}", "the model chooses experts without a bias; use 0")
-
-
-def _replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+def _replay(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Settings that cannot be combined with policy.moe.replay_routing, for which engines record experts."""
+    subject, engine, on_cpu = "policy.moe.replay_routing=", config.generation.engine, config.cluster.gpus == 0
     if not config.policy.moe.replay_routing:
         return
-    engine = config.generation.engine
-    if engine.speculative.num_speculative_tokens:
-        text = "records experts of tokens that speculative decoding takes back; use false for one of them"
-        yield Problem("policy.moe.replay_routing=True", text)
-    if shape is None:
+    text = "records experts of tokens that speculative decoding takes back; use false for one of them"
+    yield engine.speculative.num_speculative_tokens, subject, text
+    if shape is None or shape.experts is None:
+        yield shape is not None, subject, "the model has no experts; use false"
         return
-    if shape.experts is None:
-        yield Problem("policy.moe.replay_routing=True", "the model has no experts; use false")
-        return
-    if config.cluster.gpus == 0:
-        if not engine.enforce_eager:
-            text = "policy.moe.replay_routing=true needs what a CPU engine records only uncompiled; use true"
-            yield Problem("generation.engine.enforce_eager=False", text)
-        return
-    if not engine.enable_prefix_caching:
-        text = "vLLM returns routed experts, for policy.moe.replay_routing=true, with prefix caching only; use true"
-        yield Problem("generation.engine.enable_prefix_caching=False", text)
-    pipeline = config.generation.parallel.pipeline
-    if pipeline > 1:
-        text = "vLLM returns no routed experts, for policy.moe.replay_routing=true, from a pipeline; use 1, and tensor"
-        yield Problem(f"generation.parallel.pipeline={pipeline}", text)
+    text = "policy.moe.replay_routing=true needs what a CPU engine records only uncompiled; use true"
+    yield on_cpu and not engine.enforce_eager, "generation.engine.enforce_eager=", text
+    text = "vLLM returns routed experts, for policy.moe.replay_routing=true, with prefix caching only; use true"
+    yield not on_cpu and not engine.enable_prefix_caching, "generation.engine.enable_prefix_caching=", text
+    text = "vLLM returns no routed experts, for policy.moe.replay_routing=true, from a pipeline; use 1, and tensor"
+    yield not on_cpu and config.generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
 
 
-def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    parallel = config.generation.parallel
-    yield from _tensor("generation.parallel", parallel.tensor, shape)
-    if parallel.pipeline > shape.layers:  # vLLM need not give every stage equally many layers
-        text = f"is more than the model's {shape.layers} layers"
-        yield Problem(f"generation.parallel.pipeline={parallel.pipeline}", text)
-    yield from _generation_experts(parallel, shape.experts)
-
-
-def _generation_experts(parallel: GenerationParallelConfig, experts: ExpertShape | None) -> Iterator[Problem]:
-    """Sizes of an engine's layout that do not fit the model's experts, or a model without them."""
+def _generation(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Sizes of an engine's layout that do not fit the model."""
+    parallel, experts, subject = config.generation.parallel, shape.experts, "generation.parallel.expert="
     tensor, expert = parallel.tensor, parallel.expert
-    subject = f"generation.parallel.expert={expert}"
+    yield _tensor("generation.parallel", tensor, shape)
+    text = f"is more than the model's {shape.layers} layers"  # vLLM need not give every stage equally many layers
+    yield parallel.pipeline > shape.layers, "generation.parallel.pipeline=", text
     if experts is None:
-        if expert > 1:
-            yield Problem(subject, "the model has no experts; use 1")
+        yield expert > 1, subject, "the model has no experts; use 1"
     elif expert not in (1, tensor):
-        text = f"vLLM shares experts over all ranks of generation.parallel.tensor={tensor} or over none; use "
-        yield Problem(subject, text + _listed(sorted({1, tensor})) if tensor > 1 else f"{text}1, or a larger tensor")
-    elif expert > 1 and experts.count % expert:
-        yield Problem(subject, f"does not divide the model's {experts.count} experts; use 1, or another tensor")
-    elif expert == 1 and experts.ffn_hidden % tensor:
+        text = f"vLLM shares experts over all ranks of generation.parallel.tensor={tensor} or over none; use 1"
+        yield True, subject, f"{text} or {tensor}" if tensor > 1 else f"{text}, or a larger tensor"
+    else:
+        text = f"does not divide the model's {experts.count} experts; use 1, or another tensor"
+        yield expert > 1 and experts.count % expert, subject, text
         text = f"does not divide an expert's width of {experts.ffn_hidden}; use generation.parallel.expert={tensor}"
-        yield Problem(f"generation.parallel.tensor={tensor}", text)
+        yield expert == 1 and experts.ffn_hidden % tensor, "generation.parallel.tensor=", text
 
 
 def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
@@ -224,7 +198,7 @@ def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
 
 def _devices(
     config: Config, wanted: Mapping[str, int], trained: Sequence[tuple[str, ParallelConfig]]
-) -> Iterator[Problem]:
+) -> Iterator[Rule]:
     """GPUs that the machines lack for models and engines (`wanted`: by section) and for reward models."""
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
@@ -234,16 +208,14 @@ def _devices(
         gpus = env.reward_model.gpus * env.reward_model.num_workers * len(env.reward_model_folders)
         needs |= {f"env.{name}.reward_model.gpus": gpus} if gpus else {}
     there = cluster.num_nodes * cluster.gpus
-    if sum(needs.values()) > there:
-        first, *rest = needs.items()
-        taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks:g}" for section, ranks in rest)])
-        fix = "make the layouts smaller, or give more GPUs, or 0 for a run on CPU"
-        text = f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; {fix}"
-        yield Problem(f"cluster.gpus_per_node={cluster.gpus}", text)
+    first, *rest = needs.items()
+    taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks:g}" for section, ranks in rest)])
+    fix = "make the layouts smaller, or give more GPUs, or 0 for a run on CPU"
+    text = f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; {fix}"
+    yield sum(needs.values()) > there, "cluster.gpus_per_node=", text
+    text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
     for section, tensor in [*((name, layout.tensor) for name, layout in trained), ("generation", parallel.tensor)]:
-        if tensor > cluster.gpus:
-            text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
-            yield Problem(f"{section}.parallel.tensor={tensor}", text)
+        yield tensor > cluster.gpus, f"{section}.parallel.tensor=", text
 
 
 def _gpus_needed(config: Config) -> dict[str, int]:
@@ -262,12 +234,14 @@ def _gpus_of_engines(config: Config) -> dict[str, int]:
     return {"generation.parallel": parallel.ranks_per_engine * parallel.data}
 
 
-def _batch(config: Config) -> Iterator[Problem]:
+def _batch(config: Config) -> Iterator[Rule]:
     generations = config.loop.num_generations_per_prompt
     step, together = config.loop.num_prompts_per_step, config.prompts_per_generation_batch
-    trained = [(f"{name}.parallel.data", layout.data, "data-parallel ranks", step) for name, layout in _trained(config)]
-    engines = ("generation.parallel.data", config.generation.parallel.data, "engines", together)
-    for key, parts, what, prompts in [*trained, engines]:
-        if prompts * generations % parts:
-            samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
-            yield Problem(f"{key}={parts}", f"{samples} do not share out evenly over {parts} {what}")
+    trained = [(name, layout.data, "data-parallel ranks", step) for name, layout in _trained(config)]
+    for section, parts, what, prompts in [
+        *trained,
+        ("generation", config.generation.parallel.data, "engines", together),
+    ]:
+        samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
+        text = f"{samples} do not share out evenly over {parts} {what}"
+        yield prompts * generations % parts, f"{section}.parallel.data=", text

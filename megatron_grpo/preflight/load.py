@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron_grpo.cluster.machines import find_gpus
 from megatron_grpo.config.checks import config_problems
 from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.compose import Composed, compose_typed
-from megatron_grpo.config.errors import ConfigError, Problem, counted
+from megatron_grpo.config.errors import Problem, counted
+from megatron_grpo.config.job import Job
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.preflight.data_files import recorded_max_num_steps, training_rows
 from megatron_grpo.preflight.engines import (
@@ -82,48 +82,22 @@ def _settle_steps(config: Config) -> Iterator[Problem]:
         config.loop.max_num_steps = max(per_epoch * config.loop.max_num_epochs, 1)
 
 
-@dataclass(slots=True)
-class Checked:
-    """A command line after all checks."""
-
-    config: Config | None
-    """The configuration; None: the command line could not be composed."""
-    values: dict[str, Any]
-    """The configuration as plain values; empty when it could not be composed."""
-    problems: list[Problem] = field(default_factory=list)
-    """All problems, under the names that the user gave."""
-    remarks: list[Problem] = field(default_factory=list)
-    """Settings that are allowed and may not be intended."""
-
-    def require(self) -> Config:
-        """The configuration, if it has no problems.
-
-        Raises:
-            ConfigError: it has problems.
-        """
-        if self.problems:
-            raise ConfigError(self.problems)
-        assert self.config is not None
-        return self.config
-
-
-def check_overrides(overrides: Sequence[str]) -> Checked:
+def check_overrides(overrides: Sequence[str]) -> Composed:
     """Check a command line: the configuration by itself, and if it is correct, its requirements of this machine.
 
     Args:
         overrides: Hydra's syntax, as on the command line: "+exp=quickstart", "grpo.max_num_steps=3"; and "job=FILE".
     """
-    composed = compose_typed(overrides)
-    checked = _by_itself(composed)
-    if not checked.problems:
-        problems, found = _of_machine(checked.require())
-        checked.problems, checked.remarks = composed.named(problems), composed.named(found)
-    return checked
+    composed = _by_itself(compose_typed(overrides))
+    if not composed.problems:
+        problems, found = _of_machine(composed.require())
+        composed.problems, composed.remarks = composed.named(problems), composed.named(found)
+    return composed
 
 
-def check_config(config: Config) -> Checked:
+def check_config(config: Config) -> Composed:
     """Check a configuration that a script made, as `check_overrides` checks that of a command line."""
-    checked = Checked(config, asdict(config), _problems(config))
+    checked = Composed(Job(), config, asdict(config), _problems(config))
     if not checked.problems:
         checked.problems, checked.remarks = _of_machine(config)
     return checked
@@ -155,15 +129,15 @@ def _of_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, [*remarks(config), *refit_remarks(config), *found]
 
 
-def _by_itself(composed: Composed) -> Checked:
-    config, problems = composed.config, list(composed.problems)
-    if config is not None:
-        problems += [
+def _by_itself(composed: Composed) -> Composed:
+    if composed.config is not None:
+        composed.problems += [
             problem
-            for problem in _problems(config)
+            for problem in _problems(composed.config)
             if problem.key not in composed.already and not any(key in problem.text for key in composed.defaulted)
         ]
-    return Checked(config, composed.values, composed.named(problems))
+    composed.problems = composed.named(composed.problems)
+    return composed
 
 
 def _problems(config: Config) -> list[Problem]:

@@ -15,16 +15,17 @@ from typing import Any
 from megatron_grpo.cluster.machines import find_gpus, malformed, unreachable, visible_gpus
 from megatron_grpo.config.checks import sampling_problems
 from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
+from megatron_grpo.config.checks.rules import Rule, as_problems, broken
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, shown
-from megatron_grpo.config.paths import unlistable, unwritable
+from megatron_grpo.config.paths import unreadable, unwritable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start, in_use
 from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.platform.hooks import untried_versions
 from megatron_grpo.preflight.data_files import check_prompt_files, check_recording
-from megatron_grpo.preflight.engines import engine_problems, sequence_problems
+from megatron_grpo.preflight.engines import engine_problems, sequence_rules
 from megatron_grpo.preflight.layout import engine_layout_problems
 from megatron_grpo.preflight.model import fp8_machine_problems, quantization_machine_problems
 from megatron_grpo.preflight.model_files import model_problems, unused_tensors
@@ -50,7 +51,7 @@ def folder_problems(config: Config) -> Iterator[Problem]:
 def _earlier_run(config: Config) -> Iterator[Problem]:
     """An existing run_dir that the run cannot continue in."""
     folder = Path(os.path.abspath(config.run_dir))
-    reason = unlistable(folder) if folder.exists() else None
+    reason = unreadable(folder, "folder") if folder.exists() else None
     if reason is not None:
         yield Problem(f"run_dir={config.run_dir}", reason)
         return
@@ -69,23 +70,25 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
         yield Problem(f"run_dir={config.run_dir}", f"{error.filename} cannot be read: {error.strerror}")
 
 
-def _resume(config: Config) -> Iterator[Problem]:
+@as_problems
+def _resume(config: Config) -> Iterator[Rule]:
     resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
     names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
-    steps, subject = [int(match[1]) for match in names if match], f"checkpointing.resume={resume}"
-    if resume == "none" and steps:
-        text = f"would begin anew, and {folder} has checkpoints up to step {max(steps)}; choose another run_dir"
-        yield Problem(subject, f"{text}, or delete them")
+    steps, subject = [int(match[1]) for match in names if match], "checkpointing.resume="
+    text = (
+        f"would begin anew, and {folder} has checkpoints up to step {max(steps, default=0)}; choose another run_dir, "
+    )
+    yield resume == "none" and steps, subject, f"{text}or delete them"
     if resume in ("auto", "none") or steps:
         return
-    reason = unlistable(resume)
-    if reason is not None:
-        yield Problem(subject, f"{reason}; give auto, none or the path of a checkpoint")
-    elif not (Path(resume) / POLICY_FOLDER).is_dir():
-        text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
-        yield Problem(subject, text)
-    elif config.value_model is not None and not (Path(resume) / VALUE_FOLDER).is_dir():
-        yield Problem(subject, f"{resume} is not a checkpoint of PPO: it has no value model")
+    reason = unreadable(resume, "folder")
+    yield reason, subject, f"{reason}; give auto, none or the path of a checkpoint"
+    lacks_policy = not os.path.isdir(Path(resume) / POLICY_FOLDER)
+    text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
+    yield reason is None and lacks_policy, subject, text
+    lacks_value = config.value_model is not None and not os.path.isdir(Path(resume) / VALUE_FOLDER)
+    text = f"{resume} is not a checkpoint of PPO: it has no value model"
+    yield not lacks_policy and lacks_value, subject, text
 
 
 def _sandbox(config: Config) -> Iterator[Problem]:
@@ -132,66 +135,57 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, remarks
 
 
-def _gpus(config: Config) -> Iterator[Problem]:
-    cluster = config.cluster
-    if cluster.gpus == 0 or cluster.ray_address is not None:
-        return
-    there = visible_gpus()
-    if there < cluster.gpus:
-        have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
-        yield Problem(
-            f"cluster.gpus_per_node={cluster.gpus}",
-            f"this machine has {have}; start the run on such nodes, or give cluster.ray_address of a cluster of them",
-        )
+@as_problems
+def _gpus(config: Config) -> Iterator[Rule]:
+    cluster, there = config.cluster, visible_gpus()
+    have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
+    text = f"this machine has {have}; start the run on such nodes, or give cluster.ray_address of a cluster of them"
+    yield cluster.ray_address is None and there < cluster.gpus, "cluster.gpus_per_node=", text
 
 
-def _cluster(config: Config) -> Iterator[Problem]:
+@as_problems
+def _cluster(config: Config) -> Iterator[Rule]:
     address = config.cluster.ray_address
     if address is None:
-        if config.cluster.num_nodes > 1:
-            text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
-            yield Problem(f"cluster.num_nodes={config.cluster.num_nodes}", text)
+        text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
+        yield config.cluster.num_nodes > 1, "cluster.num_nodes=", text
         return
     reason = malformed(address)
-    if reason is None:
-        silent = unreachable(address)
-        reason = None if silent is None else f"no Ray cluster answers there: {silent}"
-    if reason is not None:
-        yield Problem(f"cluster.ray_address={address}", reason)
-    elif config.cluster.gpus_per_node is None:
-        text = "this machine has no CUDA GPU to count, and the Ray cluster's may have; give their number, or 0 for CPU"
-        yield Problem("cluster.gpus_per_node=null", text)
+    if reason is None and (silent := unreachable(address)) is not None:
+        reason = f"no Ray cluster answers there: {silent}"
+    yield reason, "cluster.ray_address=", reason or ""
+    text = "this machine has no CUDA GPU to count, and the Ray cluster's may have; give their number, or 0 for CPU"
+    yield reason is None and config.cluster.gpus_per_node is None, "cluster.gpus_per_node=", text
 
 
-def _packages(config: Config) -> Iterator[Problem]:
+@as_problems
+def _packages(config: Config) -> Iterator[Rule]:
     """Missing packages on this machine, and missing devices for the driver and for Triton."""
     policy, logger, here = config.policy, config.logger, config.cluster.ray_address is None
     fused, precise = policy.gradient_accumulation_fusion, "optimizer.precision_aware"
     wanted = {
-        "policy.gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", fused),
-        f"policy.{precise}": ("transformer_engine", policy.optimizer.precision_aware),
-        f"value.{precise}": ("transformer_engine", config.value.optimizer.precision_aware),
+        "policy.gradient_accumulation_fusion=": ("fused_weight_gradient_mlp_cuda", fused),
+        f"policy.{precise}=": ("transformer_engine", policy.optimizer.precision_aware),
+        f"value.{precise}=": ("transformer_engine", config.value.optimizer.precision_aware),
     }
     for key, (package, asked) in wanted.items():
-        if asked and here and not _is_installed(package):
-            yield Problem(f"{key}=True", f"needs the package {package}, which is not installed here; leave it out")
+        text = f"needs the package {package}, which is not installed here; leave it out"
+        yield asked and here and not _is_installed(package), key, text
     for name, enabled in (("wandb", logger.wandb.enabled), ("mlflow", logger.mlflow.enabled)):
-        if enabled and not _is_installed(name):
-            text = f"needs the {name} package: pip install {name}, or set it to false"
-            yield Problem(f"logger.{name}.enabled=True", text)
-    if config.ppo.calculate_advantages_on_gpu and not visible_gpus():
-        text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-        yield Problem("ppo.calculate_advantages_on_gpu=True", text)
-    if policy.logprob_kernel == "fused":
-        if here and not _is_installed("triton"):
-            text = "needs the triton package: pip install triton, or use chunked or auto"
-            yield Problem("policy.logprob_kernel=fused", text)
-        elif config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1":
-            text = (
-                "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 "
-                "in the environment to have it interpreted, slowly, as tests do"
-            )
-            yield Problem("policy.logprob_kernel=fused", text)
+        text = f"needs the {name} package: pip install {name}, or set it to false"
+        yield enabled and not _is_installed(name), f"logger.{name}.enabled=", text
+    text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
+    yield config.ppo.calculate_advantages_on_gpu and not visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
+    lacks_triton = here and not _is_installed("triton")
+    asked = policy.logprob_kernel == "fused"
+    text = "needs the triton package: pip install triton, or use chunked or auto"
+    yield asked and lacks_triton, "policy.logprob_kernel=", text
+    text = (
+        "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 "
+        "in the environment to have it interpreted, slowly, as tests do"
+    )
+    compiles = config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1"
+    yield asked and not lacks_triton and compiles, "policy.logprob_kernel=", text
 
 
 _LIBRARIES = {
@@ -245,7 +239,7 @@ def evaluation_problems(config: Config) -> list[Problem]:
     arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}
     problems = [
         *engine_layout_problems(config, shape),
-        *sequence_problems(config, shape),
+        *broken(config, sequence_rules(config, shape)),
         *sampling_problems(config),
         *engine_problems(config, shape),
         *owned_problems(arguments),

@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.paths import unlistable, unreadable
+from megatron_grpo.config.paths import unreadable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.weights.families import as_value_model, shape_of_folder, weight_entries
 from megatron_grpo.weights.families.family import global_entries, wanted_experts
@@ -22,9 +24,6 @@ from megatron_grpo.weights.source import (
 )
 
 _INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-_LENGTH_BYTES = 8
-_LONGEST_HEADER = 100 * 2**20
-"""Size limit of a header, in bytes, from safetensors itself."""
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
@@ -86,22 +85,12 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _shapes_in(file: Path, missing: str) -> dict[str, tuple[int, ...]]:
     try:
-        size = os.path.getsize(file)
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            header = json.loads(opened.read(length) if length <= min(size, _LONGEST_HEADER) else b"")
-        tensors = {name: one for name, one in header.items() if name != "__metadata__"}
-        shapes = {name: tuple(map(int, one["shape"])) for name, one in tensors.items()}
-        end = _LENGTH_BYTES + length + max((int(one["data_offsets"][1]) for one in tensors.values()), default=0)
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise ValueError(missing) from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, AttributeError, KeyError, IndexError, TypeError, RecursionError):
-        raise ValueError(f"{file} is not a complete safetensors file: its header cannot be read") from None
-    if size < end:
-        raise ValueError(f"{file} is cut off: it has {size} bytes, and its tensors need {end}")
-    return shapes
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
 
 
 _NAMED = 3
@@ -138,7 +127,7 @@ def _unusable(subject: str, path: str, *, of_value: bool) -> Iterator[Problem]:
         reason = None if local_folder(path) else download_config(path)
         text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"
     else:
-        reason = unlistable(path)
+        reason = unreadable(path, "folder")
         advice = "; give a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B"
         text = f"{reason}{advice if reason == 'no such folder' else ''}"
     if reason is not None:

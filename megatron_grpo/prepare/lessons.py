@@ -7,54 +7,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_grpo.weights.source import CALL_BEGIN, CALL_END, EOS, PAD
 
 ANSWER_DIGITS = 3
 
-ADDITION_RECIPE: dict[str, Any] = {
-    "version": 1,
-    "seed": 1,
-    "val_problems": 512,
-    "warmup_problems": 3000,
-    "warmup_batch_problems": 64,
-    "warmup_lr": 3e-3,
-    "warmup_lr_ramp_steps": 20,
-    "warmup_steps_max": 400,
-    "target_reward": 0.22,
-    "probe_problems": 512,
-    "probe_from_step": 100,
-    "probe_period_steps": 5,
-}
-"""Recipe of a model that adds: with the model's configuration it determines the model and its data.
-
-The learning rate of the warm-up (supervised training) stays high to its end: a decaying rate would settle the weights
-in a narrow valley, which the first steps of reinforcement learning leave. The warm-up ends when samples of the model
-are right with the target probability on unseen problems, not after a number of steps: rounding differs between
-machines, and at that rate it decides when the model gets there. Its greedy accuracy is then 0.35 to 0.45.
-"""
-
-_CONVERSATION_RECIPE: dict[str, Any] = {
-    "version": 1,
-    "seed": 1,
-    "val_problems": 256,
-    "warmup_share": 0.45,
-    "warmup_batch_problems": 64,
-    "warmup_lr_ramp_steps": 20,
-    "warmup_steps_max": 600,
-    "probe_problems": 256,
-    "probe_from_step": 20,
-}
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "addition": ADDITION_RECIPE,
-    "addition_moe": ADDITION_RECIPE,
-    # A model learns to call a tool within a few steps, so its learning rate is low and every step is measured.
-    "calculator": {**_CONVERSATION_RECIPE, "lr": 1e-3, "target_reward": 0.037, "probe_period_steps": 1},
-    "two_tasks": {**_CONVERSATION_RECIPE, "lr": 3e-3, "target_reward": 0.17, "probe_period_steps": 5},
-}
-"""Recipes by name of the model. They are hashed, keys included, to tell which recipe made an existing folder."""
+RECIPES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8")
+)
+"""Recipes by name of the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.prepare.lessons import ADDITION_RECIPE, RECIPES, Lesson, encode, split_lessons
+from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode, split_lessons
 from megatron_grpo.weights.source import (
     CALL_BEGIN,
     CALL_END,
@@ -125,7 +125,7 @@ def _make_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     recipe = RECIPES[name]
-    if recipe is ADDITION_RECIPE:
+    if "warmup_problems" in recipe:
         vocabulary, probe = VOCABULARY, unseen[: recipe["probe_problems"]]
     else:  # a random sample covers several tasks
         vocabulary = CONVERSATION_VOCABULARY

@@ -262,7 +262,7 @@ def test_what_is_exported_is_the_merged_model_and_an_adapter_that_peft_loads(
     assert (logprobs - model.logprobs(token_ids)).abs().max() > 1e-2
     capsys.readouterr()
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'x'}", "format=zip"]) == 2
-    assert "format=zip is not known; use hf or peft" in capsys.readouterr().err
+    assert "format=zip must be one of hf, peft, quantized" in capsys.readouterr().err
     OmegaConf.save({"policy": policy}, tmp_path / "run" / "config.yaml")
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'x'}", "format=peft"]) == 2
     assert "has no policy.lora.rank above 0, so there are no adapters" in capsys.readouterr().err

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 
 from megatron_grpo.config.checks.rules import Rule
 from megatron_grpo.config.compose import misplaced
+from megatron_grpo.config.errors import did_you_mean
 from megatron_grpo.config.keys import changed
 from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, other_than
-from megatron_grpo.config.metric_names import ALL_STEP_METRICS, step_metrics
+from megatron_grpo.config.metric_names import all_step_metrics, step_metrics
 from megatron_grpo.config.schema import Config
 
 
@@ -79,13 +79,11 @@ def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
         return
     if name == "accuracy" and config.env:
         yield True, subject, _no_accuracy(config, name)
-    elif name in ALL_STEP_METRICS:
-        yield True, subject, f"is no metric of this run: {ALL_STEP_METRICS[name]}"
+    elif name in (others := all_step_metrics(config)):
+        yield True, subject, f"is no metric of this run: {others[name]}"
     else:
         names = [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(sorted(known))}"
-        yield True, subject, f"is no metric of a step; {hint}"
+        yield True, subject, "is no metric of a step" + did_you_mean(name, sorted(names))
 
 
 def _no_accuracy(config: Config, name: str) -> str:

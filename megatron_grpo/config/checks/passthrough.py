@@ -6,7 +6,6 @@ takes seconds and loads torch, so its callers are in trainer/ and sampler/, and 
 
 from __future__ import annotations
 
-import difflib
 import enum
 import json
 import types
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.errors import Problem, did_you_mean, shown
 from megatron_grpo.config.keys import data_file, in_words
 from megatron_grpo.config.schema import Config
 
@@ -62,7 +61,7 @@ def library_problems(
     for name, value in values.items():
         text = _mismatch(annotations[name], value) if name in free else None
         if name not in free and name not in OWNED[section]:
-            text = f"is no {what}{_suggestion(name, free, f'{section}.')}"
+            text = f"is no {what}" + did_you_mean(name, sorted(free), f"{section}.{{}}", otherwise="")
         if text is not None:
             yield Problem(f"{section}.{name}={shown(value)}", text)
 
@@ -84,12 +83,7 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     wrong = next((name for name in value if name not in settings), None) if isinstance(value, dict) else None
     if not settings or wrong is None:
         return None
-    return f"has {wrong}, which is no setting of it{_suggestion(str(wrong), settings, '')}"
-
-
-def _suggestion(name: str, known: set[str], prefix: str) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
+    return f"has {wrong}, which is no setting of it" + did_you_mean(str(wrong), sorted(settings), otherwise="")
 
 
 class _Unwritable:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter
 
 from megatron_grpo.config.checks.loss import async_cautions
-from megatron_grpo.config.checks.rules import Rule, broken, named
+from megatron_grpo.config.checks.rules import Rule, broken
 from megatron_grpo.config.checks.sampling import filter_cautions
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.keys import changed
+from megatron_grpo.config.keys import changed, data_file, holds, named
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
 
@@ -101,32 +100,8 @@ def _bounds(config: Config) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-NEEDS = {
-    "loss_fn.use_sapo=true": "loss_fn.sapo_temperature_pos loss_fn.sapo_temperature_neg",
-    "LOOP.sync_ref_model=true": "LOOP.ref_model_mixup_alpha LOOP.ref_model_sync_steps",
-    "LOOP.use_dynamic_sampling=true": "LOOP.dynamic_sampling_max_gen_batches",
-    "LOOP.async_grpo.enabled=true": "LOOP.async_grpo.",
-    "grpo.normalize_rewards=true": "grpo.normalize_rewards_over",
-    "LOOP.reward_scaling.enabled=true": "LOOP.reward_scaling.",
-    "LOOP.reward_shaping.enabled=true": "LOOP.reward_shaping.",
-    "LOOP.early_stop.enabled=true": "LOOP.early_stop.",
-    "refit.mode=files": "refit.directory",
-    "generation.endpoint.enabled=true": "generation.endpoint.",
-    "checkpointing.enabled=true": "checkpointing.keep_top_k checkpointing.save_period checkpointing.async_save",
-    "data.streaming=true": "data.shuffle_buffer",
-    "logger.rollouts=sample": "logger.rollouts_sample",
-    "logger.log_completions=true": "logger.num_completions_to_print",
-    "logger.wandb.enabled=true": "logger.wandb.",
-    "logger.mlflow.enabled=true": "logger.mlflow.",
-}
-"""Keys by the switch (KEY=VALUE) that they need; a name that ends in a point is a section."""
-
-OF_STYLE = {
-    "decay_power": "polynomial",
-    "decay_cycles": "cosine_with_restarts",
-    "final_decay_steps": "warmup_stable_decay",
-}
-"""Keys of an optimizer that one decay_style reads."""
+NEEDS = data_file("switches.yaml")["needs"]
+"""Keys by what they need: KEY=VALUE, or "KEY above 0", or KEY for one that is not null or empty."""
 
 _Unused = tuple[object, str, str]
 """A row: whether settings are unused, their keys (a name that ends in a point is a section), and what they need or why
@@ -171,14 +146,10 @@ def _unused_by_the_loop(config: Config) -> Iterator[_Unused]:
     yield loop.async_grpo.max_trajectory_age_steps == 0, keys, text
     text = "adds no whole prompt to LOOP.num_prompts_per_step"
     yield config.prompts_per_generation_batch == loop.num_prompts_per_step, "LOOP.batch_multiplier", text
-    text = "is for LOOP.adv_estimator.name=grpo"
-    yield config.grpo.adv_estimator.name != "grpo", "LOOP.use_leave_one_out_baseline", text
     text = "is what the policy and the value model have where nothing else is said of them, and both have their own"
     estimator = config.ppo.adv_estimator
     of_policy = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
     yield of_policy and estimator.gae_lambda_value is not None, "LOOP.adv_estimator.gae_lambda", text
-    keys = "LOOP.reward_shaping.overlong_buffer_penalty LOOP.reward_shaping.max_response_length"
-    yield shaping.overlong_buffer_length is None, keys, "needs LOOP.reward_shaping.overlong_buffer_length"
     coefficient = shaping.stop_properly_penalty_coef
     yield coefficient == 1, "LOOP.reward_shaping.stop_properly_penalty_coef", "takes nothing away; give less than 1"
     keys = "LOOP.reward_shaping.overlong_buffer_length LOOP.reward_shaping.overlong_buffer_penalty"
@@ -187,8 +158,6 @@ def _unused_by_the_loop(config: Config) -> Iterator[_Unused]:
     never = loop.val_period >= loop.max_num_steps and (loop.early_stop.threshold is None or not loop.val_at_start)
     text = "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps"
     yield never, "LOOP.early_stop.enabled", text
-    text = "says what an improvement is, and needs LOOP.early_stop.patience"
-    yield loop.early_stop.patience is None, "LOOP.early_stop.min_delta", text
     keys = "LOOP.val_period LOOP.val_batch_size LOOP.max_val_samples LOOP.val_temperature"
     yield not config.data.validation, keys, "needs data.val_path or data.val_sets"
 
@@ -202,30 +171,15 @@ def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
     yield fp8.simulate, "policy.fp8.parameters", "keeps weights in FP8 on a GPU, and FP8 is simulated"
     keys = "policy.fp8.amax_history policy.fp8.amax_algorithm"
     yield fp8.recipe != "delayed", keys, "is for policy.fp8.recipe=delayed"
-    keys = "policy.lora.alpha policy.lora.target_modules"
-    yield policy.lora.rank == 0, keys, "needs policy.lora.rank above 0"
     for section, optimizer in (("policy.optimizer", policy.optimizer), ("value.optimizer", config.value.optimizer)):
         keys, text = f"{section}.min_lr {section}.decay_steps", f"needs {section}.decay_style=linear or cosine"
         yield optimizer.is_constant, keys, text
-        for name, style in OF_STYLE.items():
-            yield optimizer.decay_style != style, f"{section}.{name}", f"needs {section}.decay_style={style}"
     fused = policy.logprob_kernel == "fused" or (policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
     yield fused, "policy.logprob_chunk_size", "is for policy.logprob_kernel=chunked"
 
-    data, checkpointing, urls = config.data, config.checkpointing, config.generation.server.urls
+    data, urls = config.data, config.generation.server.urls
     text = "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM"
     yield urls, "generation.engine. generation.engine_args. generation.generation_batch_size", text
-    yield not urls, "generation.server.timeout_s", "needs generation.server.urls"
-    section = "generation.engine.speculative"
-    keys = f"{section}.prompt_lookup_min {section}.prompt_lookup_max"
-    speculates = config.generation.engine.speculative.num_speculative_tokens > 0
-    yield not speculates, keys, f"needs {section}.num_speculative_tokens above 0"
-    ranks = checkpointing.enabled and checkpointing.keep_top_k is not None
-    text = "ranks checkpoints, and needs checkpointing.keep_top_k"
-    yield not ranks, "checkpointing.metric_name checkpointing.higher_is_better", text
-    text = "is about a metric, and with checkpointing.metric_name=null the newest checkpoints rank first"
-    yield checkpointing.metric_name is None, "checkpointing.higher_is_better", text
-    yield data.val_path is None, "data.val_split", "needs data.val_path"
     text = "is of data.train_path; each of data.train_sets has a split of its own"
     yield data.train_sets, "data.train_split", text
     text = "is of data.train_path and data.val_path; each of data.train_sets and data.val_sets has a subset of its own"
@@ -254,8 +208,8 @@ def unused_settings(config: Config) -> Iterator[Problem]:
 
 def _switched_off(config: Config) -> Iterator[_Unused]:
     for switch, keys in NEEDS.items():
-        name, _, wanted = named(config, switch).partition("=")
-        yield str(attrgetter(name)(config)).lower() != wanted, keys, f"needs {name}={wanted}"
+        needed = named(config, switch)
+        yield not holds(config, needed), keys, f"needs {needed}"
 
 
 def _covers(name: str, key: str) -> bool:

@@ -20,8 +20,6 @@ from megatron_grpo.config.schema import MISSING, Config
 
 _OF_EVERY_TYPE = ("type", "options", "num_workers", "timeout_s")
 """Keys that environments of every type have; the others are for type reward_functions."""
-MIN_TEMPERATURE = 0.01
-"""Lowest temperature above 0; vLLM silently raises lower ones to it, while training would divide by them."""
 
 
 def reward_rules(config: Config) -> Iterator[Rule]:
@@ -153,14 +151,7 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
 
 
 def prompt_rules(config: Config) -> Iterator[Rule]:
-    """Temperatures that vLLM does not have, and prompts that no environment scores or no template renders."""
-    temperatures = {
-        "generation.temperature=": config.generation.temperature,
-        "LOOP.val_temperature=": config.loop.val_temperature,
-    }
-    for subject, value in temperatures.items():
-        text = f"vLLM samples with {MIN_TEMPERATURE} or more; use that, or 0 for greedy"
-        yield 0 < value < MIN_TEMPERATURE, subject, text
+    """Prompts that no environment scores or no template renders."""
     if config.env:
         yield from _tasks(config)
     yield from _sets(config.data)

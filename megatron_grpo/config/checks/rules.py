@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Concatenate, ParamSpec
 
 from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.keys import named
 from megatron_grpo.config.schema import Config
 
 Rule = tuple[object, str, str]
@@ -24,9 +26,19 @@ def broken(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
             yield Problem(key + _written(_value(config, key[:-1])) if key.endswith("=") else key, named(config, text))
 
 
-def named(config: Config, text: str) -> str:
-    """A text with the keys of the algorithm that runs in place of LOOP and PASSES."""
-    return text.replace("LOOP", config.algorithm).replace("PASSES", config.passes_key)
+_Arguments = ParamSpec("_Arguments")
+
+
+def as_problems(
+    rules: Callable[Concatenate[Config, _Arguments], Iterator[Rule]],
+) -> Callable[Concatenate[Config, _Arguments], Iterator[Problem]]:
+    """Decorator of a function that yields rules: it yields the problems of those that the configuration breaks."""
+
+    @functools.wraps(rules)
+    def problems(config: Config, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[Problem]:
+        return broken(config, rules(config, *args, **kwargs))
+
+    return problems
 
 
 def _value(config: Config, key: str) -> Any:

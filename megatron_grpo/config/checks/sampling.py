@@ -20,11 +20,6 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "ba
 
 def request_rules(generation: GenerationConfig) -> Iterator[Rule]:
     """Keys of sampling that exclude each other, or that vLLM would refuse, in training and in evaluation."""
-    negative = min(generation.stop_token_ids, default=0)
-    yield negative < 0, "generation.stop_token_ids", f"has {negative}, and tokens are numbered from 0"
-    text = "holds an empty text, which would end every response at once"
-    yield "" in generation.stop_strings, "generation.stop_strings", text
-    yield "" in generation.bad_words, "generation.bad_words", "holds an empty text, which nobody can sample"
     yield from _structure(generation.structured)
     subject = "generation.generation_batch_size="
     size, engines = generation.generation_batch_size, generation.parallel.data
@@ -91,8 +86,6 @@ def _structure(structured: StructuredConfig) -> Iterator[Rule]:
     prefix = "generation.structured"
     given = [f"{prefix}.{name}" for name, value in vars(structured).items() if value is not None]
     yield len(given) > 1, next(iter(given), ""), f"excludes {' and '.join(given[1:])}: a response has one form"
-    is_wrong = structured.choice is not None and not all(structured.choice or [""])
-    yield is_wrong, f"{prefix}.choice=", "must hold at least one text, and no empty one"
     if structured.json_schema is not None:
         try:
             schema = json.loads(structured.json_schema)

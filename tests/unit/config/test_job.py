@@ -71,7 +71,7 @@ def test_temperature_0_is_greedy_and_hardly_more_is_refused(tmp_path: Path) -> N
     config = compose_config(["+exp=quickstart", write(tmp_path, {"generation_temperature": 0})])
     assert config.generation.temperature == 0
     (text,) = problems_of(tmp_path, {"generation_temperature": 0.005}).values()
-    assert "vLLM samples with 0.01 or more" in text
+    assert "must be 0 (greedy) or float >= 0.01" in text
 
 
 def test_a_preset_is_not_halved_by_a_job(tmp_path: Path) -> None:
@@ -141,7 +141,9 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
     assert problems == {
         "job.yaml: generation_top_p=0.0": "must be float > 0 and <= 1 (it sets generation.top_p)",
         "job.yaml: ratio_clip_c=1.0": "must be float > 1 or null (it sets loss_fn.ratio_clip_c)",
-        "job.yaml: generation_temperature=-0.5": "must be float >= 0 and <= 2 (it sets generation.temperature)",
+        "job.yaml: generation_temperature=-0.5": (
+            "must be 0 (greedy) or float >= 0.01 and <= 2 (it sets generation.temperature)"
+        ),
         "job.yaml: num_prompts_per_step=0": "must be int > 0 (it sets grpo.num_prompts_per_step)",
         "job.yaml: max_grad_norm=high": "must be float >= 0 (it sets policy.max_grad_norm)",
         "job.yaml: use_rloo=perhaps": "must be true or false (it sets grpo.use_leave_one_out_baseline)",
@@ -169,7 +171,7 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
         ({"ratio_clip_max": date(2026, 1, 2)}, "job.yaml: ratio_clip_max=2026-01-02", "must be float >= 0"),
         ({"ratio_clip_max": "${"}, "job.yaml: ratio_clip_max=${", "must be float >= 0"),
         ("ratio_clip_max: !!set {a}", "job.yaml: ratio_clip_max={'a'}", "must be float >= 0"),
-        ("ratio_clip_max: 2026-13-99", "job=", "is not valid YAML"),
+        ("ratio_clip_max: 2026-13-99", "job.yaml: ratio_clip_max=2026-13-99", "must be float >= 0"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path: Path, content: Any, subject: str, text: str) -> None:

@@ -89,7 +89,7 @@ UNFIT = [
         "data.tasks.math.system_prompt",
         "needs data.tasks.math.apply_chat_template=true",
     ),
-    (["generation.stop_strings=['']"], "generation.stop_strings", "holds an empty text"),
+    (["generation.stop_strings=['']"], "generation.stop_strings.0=", "must be list of text that is not empty"),
     (
         ["checkpointing.keep_top_k=2", "checkpointing.metric_name=val_acuracy"],
         "checkpointing.metric_name=val_acuracy",

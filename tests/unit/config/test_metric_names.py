@@ -7,11 +7,15 @@ import re
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.metric_names import ALL_STEP_METRICS, sometimes_absent, step_metrics
+from megatron_grpo.config.metric_names import all_step_metrics, sometimes_absent, step_metrics
+from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
 from tests.support.documented import PAGE, undocumented
 
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
+
+
+ALL_STEP_METRICS = all_step_metrics(Config())
 
 
 def test_the_names_are_those_of_the_documented_page() -> None:
@@ -37,7 +41,7 @@ def test_metrics_of_every_run_rank(name: str) -> None:
         ("zzz", "is no metric of a step; there is accuracy, "),
         ("kl_penalty", "is no metric of this run: it needs loss_fn.reference_policy_kl_penalty above 0"),
         ("value_loss", "is no metric of this run: it needs algorithm=ppo"),
-        ("filtered_reward", "is no metric of this run: it needs use_dynamic_sampling"),
+        ("filtered_reward", "is no metric of this run: it needs grpo.use_dynamic_sampling=true"),
         ("kl", "is reported as kl_penalty"),
         ("reward/mine", "is no metric of a step"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.paths import unlistable, unreadable, unwritable
+from megatron_grpo.config.paths import unreadable, unwritable
 from tests.support.ordinary_user import as_ordinary_user
 
 LONG = "x" * 256
@@ -30,9 +30,9 @@ def test_files(tmp_path: Path) -> None:
     assert unreadable(tmp_path) == "is a folder, not a file"
     assert unreadable(tmp_path / LONG) == "cannot be read: File name too long"
     assert unreadable("a\0b") == "cannot be read: embedded null byte"
-    assert unlistable(tmp_path) is None
-    assert unlistable(tmp_path / "file") == "no such folder"
-    assert unlistable(tmp_path / LONG) == "cannot be read: File name too long"
+    assert unreadable(tmp_path, "folder") is None
+    assert unreadable(tmp_path / "file", "folder") == "no such folder"
+    assert unreadable(tmp_path / LONG, "folder") == "cannot be read: File name too long"
 
 
 def test_what_belongs_to_somebody_else(open_folder: Path) -> None:
@@ -40,7 +40,7 @@ def test_what_belongs_to_somebody_else(open_folder: Path) -> None:
     (open_folder / "file").chmod(0)
     (open_folder / "closed").mkdir(mode=0o700)
     assert as_ordinary_user(lambda: unreadable(open_folder / "file")) == "no permission to read it"
-    assert as_ordinary_user(lambda: unlistable(open_folder / "closed")) == "no permission to read it"
+    assert as_ordinary_user(lambda: unreadable(open_folder / "closed", "folder")) == "no permission to read it"
     given = str(open_folder / "new" / "run")
     ((subject, text),) = as_ordinary_user(lambda: [(p.subject, p.text) for p in unwritable("run_dir", given)])
     assert (subject, text) == (f"run_dir={given}", f"no permission to write in {open_folder}")
@@ -49,12 +49,12 @@ def test_what_belongs_to_somebody_else(open_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("{tmp}/file/run", "{tmp}/file is a file, not a folder"),
-        ("{tmp}/dangling", "is a link that leads nowhere"),
-        ("{tmp}/new/" + LONG, "is too long for a name, which has at most 255 bytes"),
-        ("{tmp}/" + "ü" * 200, "is too long for a name"),
-        ("/proc/nowhere", "nothing can be written in /proc: No such file"),
-        ("a\0b", "has a NUL character"),
+        ("{tmp}/file/run", "{tmp}/file is no folder"),
+        ("{tmp}/dangling", "{tmp}/dangling is no folder"),
+        ("{tmp}/new/" + LONG, "cannot be made in {tmp}: File name too long"),
+        ("{tmp}/" + "ü" * 200, "cannot be made in {tmp}: File name too long"),
+        ("/proc/nowhere", "cannot be made in /proc: No such file"),
+        ("a\0b", ": embedded null byte"),
     ],
 )
 def test_folders_that_cannot_be_made(tmp_path: Path, path: str, text: str) -> None:

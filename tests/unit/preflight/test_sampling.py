@@ -24,11 +24,11 @@ ICEPOP = (
 @pytest.mark.parametrize(
     ("overrides", "subject", "text"),
     [
-        (["generation.temperature=4"], "generation.temperature=4", "must be float >= 0 and <= 2"),
+        (["generation.temperature=4"], "generation.temperature=4", "must be 0 (greedy) or float >= 0.01 and <= 2"),
         (["generation.min_p=1.5"], "generation.min_p=1.5", "must be float >= 0 and <= 1"),
         (["generation.presence_penalty=3"], "generation.presence_penalty=3", "must be float >= -2 and <= 2"),
         (["generation.repetition_penalty=0"], "generation.repetition_penalty=0", "must be float > 0"),
-        (["generation.bad_words=[a,'']"], "generation.bad_words", "holds an empty text"),
+        (["generation.bad_words=[a,'']"], "generation.bad_words.1=", "must be list of text that is not empty"),
         (
             ["generation.structured.regex='[0-9]+'", "generation.structured.choice=[a]"],
             "generation.structured.regex",
@@ -37,8 +37,12 @@ ICEPOP = (
         (["generation.structured.regex='[0-9'"], "generation.structured.regex=[0-9", "is no regular expression"),
         (["generation.structured.json_schema=abc"], "generation.structured.json_schema=abc", "is no JSON text"),
         (["generation.structured.json_schema='[1]'"], "generation.structured.json_schema=[1]", "must be a JSON object"),
-        (["generation.structured.choice=[]"], "generation.structured.choice=[]", "at least one text"),
-        (["generation.structured.choice=[a,'']"], "generation.structured.choice=['a', '']", "and no empty one"),
+        (
+            ["generation.structured.choice=[]"],
+            "generation.structured.choice=[]",
+            "must be list of text that is not empty",
+        ),
+        (["generation.structured.choice=[a,'']"], "generation.structured.choice.1=", "list of text that is not empty"),
         (
             ["generation.structured.choice=[a,b]", *ICEPOP],
             "loss_fn.truncated_importance_sampling_type=icepop",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.preflight.layout import training_split_problems
+from megatron_grpo.preflight.layout import split_rules
 from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape
 
 DENSE = ModelShape(
@@ -37,7 +37,9 @@ LATENT = replace(
 
 def problems(shape: ModelShape, **layout: Any) -> dict[str, str]:
     return {
-        one.subject: one.text for one in training_split_problems("policy.parallel", ParallelConfig(**layout), shape)
+        subject: text
+        for is_broken, subject, text in split_rules("policy.parallel", ParallelConfig(**layout), shape)
+        if is_broken
     }
 
 

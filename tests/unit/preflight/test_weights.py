@@ -51,7 +51,8 @@ def test_a_file_that_is_cut_off(folder: Path) -> None:
     with file.open("r+b") as opened:
         opened.truncate(size - 1)
     (text,) = weight_problems(folder, SHAPE)
-    assert text == f"{file} is cut off: it has {size - 1} bytes, and its tensors need {size}"
+    assert text.startswith(f"{file} is not a complete safetensors file")
+    assert "not fully covered" in text
     for left in (0, 5, 100):
         with file.open("r+b") as opened:
             opened.truncate(left)
