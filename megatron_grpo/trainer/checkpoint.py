@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import pickle
 import queue
 import tempfile
@@ -79,29 +78,24 @@ class ResultsFile:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the result was taken
 
     def put(self, result: Any) -> None:
-        """Write the result; its length, which comes last, tells that it is complete."""
-        content = pickle.dumps(result)
-        length = len(content).to_bytes(_LENGTH_BYTES)
-        self._file.seek(_LENGTH_BYTES)
-        self._file.write(content)
+        """Write the result."""
+        pickle.dump(result, self._file)
         self._file.flush()
-        os.pwrite(self._file.fileno(), length, 0)
 
     def get_nowait(self) -> Any:
         """Take the result.
 
         Raises:
-            queue.Empty: no result was put yet.
+            queue.Empty: no result was put, or the process was killed before all of it was written.
         """
-        length = int.from_bytes(os.pread(self._file.fileno(), _LENGTH_BYTES, 0))
-        if not length:
-            raise queue.Empty
-        content = os.pread(self._file.fileno(), length, _LENGTH_BYTES)
-        self._file.close()
-        return pickle.loads(content)  # safe: written by a process that this one forked
+        with self._file as file:
+            file.seek(0)
+            try:
+                return pickle.load(file)  # safe: written by a process that this one forked
+            except (EOFError, pickle.UnpicklingError):
+                raise queue.Empty from None
 
 
-_LENGTH_BYTES = 8
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 

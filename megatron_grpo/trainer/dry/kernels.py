@@ -53,11 +53,6 @@ class ShapedAdam(torch.optim.AdamW):
                     self.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    """torch's fused attention."""
-    return attention(query, key, value)
-
-
 def _rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
     """torch's fused norm."""
     return norm(hidden, weight)
@@ -68,14 +63,10 @@ def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
     return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
 
 
-def _gated_back(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-    """The gradient of `_gated`."""
-    return torch.empty_like(gate_and_up)
-
-
-def _weighted_back(gradient: Tensor, gate_and_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `_gated` with a weight for each row."""
-    return torch.empty_like(gate_and_up), torch.empty_like(weights)
+def _gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
+    """The gradients of `_gated` by its inputs: gate and up, and perhaps a weight for each row."""
+    made = tuple(map(torch.empty_like, inputs))
+    return made[0] if len(made) == 1 else made
 
 
 def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -99,17 +90,11 @@ def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_sha
     return result
 
 
-def _sort_with_probs(tokens: Tensor, probs: Tensor, *_: Any) -> Any:
-    """Sort rows and their weights by expert."""
-    made = [(tokens.shape, tokens.dtype), (probs.shape, probs.dtype)]
-    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), tokens, probs)
-
-
-def _sort(tokens: Tensor, *_: Any) -> Tensor:
-    """Sort rows by expert, or back."""
-    kernel = Kernel("dispatch", [(tokens.shape, tokens.dtype)], saved=[((len(tokens),), torch.int32)])
-    result: Tensor = run(kernel, tokens)
-    return result
+def _sort(tokens: Tensor, *others: Any) -> Any:
+    """Sort rows by expert, or back; with their weights where these come next. The map of rows is saved."""
+    moved = [tokens, *(one for one in others[:1] if isinstance(one, Tensor) and one.is_floating_point())]
+    made = [(one.shape, one.dtype) for one in moved]
+    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), *moved)
 
 
 def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
@@ -165,15 +150,15 @@ REPLACED: dict[str, Any] = {
     "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute,
     "megatron.core.transformer.moe.moe_utils:fused_unpermute": _unpermute,
     "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort,
-    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort_with_probs,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort,
     "megatron.core.fusions.fused_bias_swiglu:swiglu": _gated,
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _gated_back,
     "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _gated,
-    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _weighted_back,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _gated_back,
     "megatron.core.optimizer.clip_grads:l2_norm_impl": _l2_norm,
     "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": False,
     "megatron.core.optimizer:Adam": ShapedAdam,
-    "torch.nn.functional:scaled_dot_product_attention": _attention,
+    "torch.nn.functional:scaled_dot_product_attention": attention,
     "torch.nn.functional:rms_norm": _rms_norm,
     "torch.distributed:all_gather_object": _gather_objects,
 }

@@ -24,7 +24,7 @@ from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, To
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, with_front
-from megatron_grpo.trainer.model.lora import with_adapters
+from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 from megatron_grpo.weights.shape import ModelShape
 
@@ -88,7 +88,9 @@ def layer_spec(
         block = with_front(block, RoundedLinear, fp8=config.fp8)
     if config.quantization is not None:
         block = with_front(block, QuantizedLinear, quantization=config.quantization)
-    return with_adapters(block, config.lora) if config.lora.rank else block
+    if config.lora.rank:
+        block = with_front(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
+    return block
 
 
 @dataclass(frozen=True, slots=True)
