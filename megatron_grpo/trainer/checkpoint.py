@@ -126,7 +126,7 @@ class RankCheckpoint:
         with errors_in_one_line(f"{folder} cannot be written"):
             filesystem_async._get_write_results_queue = ResultsFile
             state = sharded_state(rank, is_loading=False)
-            state["random"] = _random_state_shard()
+            state["random"] = _random_state_shard(rank)
             if rank.reference_moved and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
             strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
@@ -191,7 +191,7 @@ class RankCheckpoint:
             common = open_checkpoint(folder)
             _refuse_another_kind(common, state)
             if common["layout"] == state["layout"]:
-                state["random"] = _random_state_shard()
+                state["random"] = _random_state_shard(rank)
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
             loaded = _load(state, folder)
@@ -244,12 +244,7 @@ def sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
         "reference_moved": rank.reference_moved,
         "distributed_optimizer": rank.optimizer.settings.distributed,
         "lora": asdict(rank.config.lora) if rank.config.lora.rank else None,
-        "layout": {
-            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-            "context": parallel_state.get_context_parallel_world_size(),
-            "data": parallel_state.get_data_parallel_world_size(),
-        },
+        "layout": {name: getattr(rank.config.parallel, name) for name in ("tensor", "pipeline", "context", "data")},
     }
 
 
@@ -301,16 +296,9 @@ def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:
     return shards
 
 
-def _random_state_shard() -> ShardedObject:
-    shape = (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-    )
-    place = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
+def _random_state_shard(rank: ModelRank) -> ShardedObject:
+    groups = rank.chunks[0].pg_collection
+    held = (groups.pp, groups.tp, groups.dp_cp)
     state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    return ShardedObject("random_state", state, shape, place, replica_id=0)
+    sizes, numbers = tuple(group.size() for group in held), tuple(group.rank() for group in held)
+    return ShardedObject("random_state", state, sizes, numbers, replica_id=0)
