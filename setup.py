@@ -10,6 +10,7 @@ setup(
     package_data={
         "megatron_grpo.observability.page": ["assets/*"],
         "megatron_grpo.platform": ["hooks.yaml"],
+        "megatron_grpo.proof": ["tiny_models.yaml"],
         "megatron_grpo.weights": ["prepared_models.yaml"],
         "megatron_grpo.conf": ["**/*.yaml"],
         "megatron_grpo.config": ["*.yaml"],
