@@ -85,7 +85,8 @@ def _put_in_front(parts: Any, front: type, names: Collection[str] | None, argume
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         kind, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        if isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear)):
+        is_linear = isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
+        if is_linear:
             # The layers may share one spec.
             if (names is None or field.name in names) and not issubclass(kind, front):
                 setattr(parts, field.name, ModuleSpec(module=_fronted(front, kind), params={**params, **arguments}))
