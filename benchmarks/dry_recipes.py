@@ -20,6 +20,7 @@ from header import header
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "data" / "hf_configs"
+sys.path.append(str(ROOT))  # for tests.support.dry
 
 
 def model_config(path: str) -> dict[str, Any] | None:
@@ -61,7 +62,7 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
 
 def measure(config: Any, shape: Any, rank: int, expert_skew: float) -> dict[str, Any]:
     """A dry run: GiB by phase and by kind, and its seconds of CPU."""
-    from megatron_grpo.proof.dry_run import dry_run
+    from tests.support.dry.run import dry_run
 
     began = time.process_time()
     report = dry_run(config, shape, rank, expert_skew=expert_skew)

@@ -1,4 +1,4 @@
-"""Measures how fast a weight becomes FP8 and comes back, in torch and in Triton; prints JSON.
+"""Measures how fast a weight becomes FP8, in torch and in Triton; prints JSON.
 
     python benchmarks/fp8_blocks.py [--rows 8192] [--columns 8192] [--dtype bfloat16]
 
@@ -18,21 +18,14 @@ from header import header
 from torch import Tensor
 
 from megatron_grpo_kernels import fp8_blocks
-from megatron_grpo_kernels.fp8_blocks import ACTIVATION_BLOCK, WEIGHT_BLOCK
 
 NOT_MEASURED = "Triton compiles for GPUs alone, and the time of its interpreter says nothing"
 
 
-def measure(
-    values: Tensor, block: tuple[int, int], quantise: Callable[..., Any], dequantise: Callable[..., Any]
-) -> dict[str, float]:
-    """Gigabytes a second there and back, of [rows, columns] in blocks."""
+def measure(values: Tensor, quantise: Callable[[Tensor], Any]) -> float:
+    """Gigabytes a second of [rows, columns]."""
     size = values.numel() * values.element_size() / 1e9
-    quantised, scales = quantise(values, block)
-    return {
-        "quantise": size / seconds(lambda: quantise(values, block), values.device),
-        "dequantise": size / seconds(lambda: dequantise(quantised, scales, block, values.dtype), values.device),
-    }
+    return size / seconds(lambda: quantise(values), values.device)
 
 
 def main() -> None:
@@ -44,13 +37,12 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(options.rows, options.columns, generator=generator).to(device, getattr(torch, options.dtype))
-    blocks = {"weight": WEIGHT_BLOCK, "activation": ACTIVATION_BLOCK}
-    ways = {"torch": (fp8_blocks.quantise_in_torch, fp8_blocks.dequantise_in_torch)}
+    ways = {"torch": fp8_blocks.quantise_in_torch}
     if device.type == "cuda":
         from megatron_grpo_kernels import fp8_kernels
 
-        ways["triton"] = (fp8_kernels.quantise_in_triton, fp8_kernels.dequantise_in_triton)
-    found = {way: {name: measure(values, block, *pair) for name, block in blocks.items()} for way, pair in ways.items()}
+        ways["triton"] = fp8_kernels.quantise_in_triton
+    found = {way: measure(values, quantise) for way, quantise in ways.items()}
     left_out = {} if "triton" in found else {"triton": NOT_MEASURED}
     result = {**header("fp8_blocks"), **vars(options), "gigabytes_per_s": {"triton": None, **found}}
     print(json.dumps({**result, "not_measured": left_out}, indent=2))

@@ -1,4 +1,8 @@
-"""Rounds matrices to FP8 with a scale for each block, and back: in torch, or in Triton on CUDA."""
+"""Rounds matrices to FP8 in blocks of 128 x 128 with a scale each, as vLLM loads them: in torch, or in Triton on CUDA.
+
+w ~ q * scale_inv, where q is float8_e4m3fn, and scale_inv is the block's largest absolute value / 448, float32. As in
+DeepSeek-V3's checkpoints (DeepSeek-AI 2024, section 3.3.2) the scales are named `<weight>_scale_inv`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_grpo_kernels.fp8_format import LARGEST, SMALLEST_SCALE, scales_shape
-
-WEIGHT_BLOCK, ACTIVATION_BLOCK = (128, 128), (1, 128)
+BLOCK = 128
 """Rows and columns that share a scale. The last blocks of a row or column may be smaller."""
 
+LARGEST = 448.0
+"""Largest number of float8_e4m3fn."""
 
-def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal number of float32; some devices flush smaller numbers to zero, which cannot be divided by."""
+
+
+def blocks(size: int) -> int:
+    """Number of blocks along a side of a matrix."""
+    return -(-size // BLOCK)
+
+
+def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     """Round to FP8, ties to even, on the device of the values: in Triton on CUDA where it is installed, else in torch.
 
     A block with a number that is not finite becomes NaN as a whole, its scale too. A block whose largest absolute value
@@ -22,58 +35,26 @@ def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
     Args:
         values: [rows, columns], any float type.
-        block: `WEIGHT_BLOCK` or `ACTIVATION_BLOCK`.
 
     Returns:
-        [rows, columns], float8_e4m3fn; and [ceil(rows / block rows), ceil(columns / block columns)], float32.
+        [rows, columns], float8_e4m3fn; and [blocks of rows, blocks of columns], float32.
     """
     assert values.ndim == 2, f"blocks lie in matrices, and this is {list(values.shape)}"
-    if _in_triton(values):
+    if values.is_cuda and importlib.util.find_spec("triton") is not None:
         from megatron_grpo_kernels.fp8_kernels import quantise_in_triton
 
-        return quantise_in_triton(values, block)
-    return quantise_in_torch(values, block)
+        return quantise_in_triton(values)
+    return quantise_in_torch(values)
 
 
-def dequantise(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The inverse of `quantise`: multiplied in float32, then rounded to the dtype.
-
-    Args:
-        quantised: [rows, columns], float8_e4m3fn.
-        scale_inv: [ceil(rows / block rows), ceil(columns / block columns)], float32.
-        block: `WEIGHT_BLOCK` or `ACTIVATION_BLOCK`.
-        dtype: float type of the result.
-
-    Returns:
-        [rows, columns].
-    """
-    assert scale_inv.shape == scales_shape(quantised.shape, block), f"{list(scale_inv.shape)} scales do not fit"
-    if _in_triton(quantised):
-        from megatron_grpo_kernels.fp8_kernels import dequantise_in_triton
-
-        return dequantise_in_triton(quantised, scale_inv, block, dtype)
-    return dequantise_in_torch(quantised, scale_inv, block, dtype)
-
-
-def quantise_in_torch(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def quantise_in_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     """`quantise` in torch, on any device; the Triton kernel equals it bit by bit."""
     rows, columns = values.shape
-    across, along = scales_shape(values.shape, block)
-    padded = F.pad(values.float(), (0, along * block[1] - columns, 0, across * block[0] - rows))
-    blocks = padded.view(across, block[0], along, block[1])
-    largest = blocks.abs().amax(dim=(1, 3))  # NaN if any number is
+    down, across = blocks(rows), blocks(columns)
+    padded = F.pad(values.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
+    tiles = padded.view(down, BLOCK, across, BLOCK)
+    largest = tiles.abs().amax(dim=(1, 3))  # NaN if any number is
     scale = largest / LARGEST
     scale = torch.where(scale < SMALLEST_SCALE, 1.0, scale).masked_fill(~largest.isfinite(), torch.nan)
-    quantised = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    quantised = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     return quantised.view_as(padded)[:rows, :columns].contiguous(), scale
-
-
-def dequantise_in_torch(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """`dequantise` in torch, on any device; the Triton kernel equals it bit by bit."""
-    rows, columns = quantised.shape
-    of_numbers = scale_inv.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return (quantised.float() * of_numbers).to(dtype)
-
-
-def _in_triton(tensor: Tensor) -> bool:
-    return tensor.is_cuda and importlib.util.find_spec("triton") is not None

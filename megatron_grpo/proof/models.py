@@ -7,80 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.weights.source import download_config, is_hub_name, local_folder, model_folder
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 131,
-    "max_position_embeddings": 4096,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""Sizes of a small model; the vocabulary is odd, so that it has to be padded in every tensor-parallel layout."""
-
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
-"""Sizes of a small mixture of experts."""
-
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "head_dim": 8,
-    "num_key_value_heads": SMALL["num_attention_heads"],
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-"""Sizes of a small model with latent attention; the experts of a token come from one of two groups."""
-
-WINDOW: dict[str, Any] = {"sliding_window": 16, "sliding_window_pattern": 2}
-"""Sliding windows of a small model, in every second layer; they are shorter than the sequences."""
-
-GEMMA3: dict[str, Any] = {
-    # The second half differs from the first, so a pipeline stage must know which layers it holds.
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-    "sliding_window": WINDOW["sliding_window"],
-    "query_pre_attn_scalar": 24,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    },
-}
-DEEPSEEK: dict[str, Any] = {
-    **EXPERTS,
-    **LATENT,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 2.5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-        "original_max_position_embeddings": 1024,
-    },
-}
-TINY: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen2": {},
-    "llama": {},
-    "gemma3": {**GEMMA3, "model_type": "gemma3_text"},
-    # One layer has no experts.
-    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
-    "mixtral": {**EXPERTS, "sliding_window": None},
-    "deepseek_v3": DEEPSEEK,
-}
-"""Settings of families in addition to `SMALL`; model_type is the name of the family unless given."""
+_SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text())
+SMALL, EXPERTS, LATENT, WINDOW, TINY = (
+    _SETTINGS[name] for name in ("small", "experts", "latent", "window", "families")
+)
+"""Entries of config.json: of every small model, those of models with experts, latent attention or windows, and those of
+families."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:

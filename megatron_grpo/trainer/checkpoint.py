@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import pickle
 import queue
 import tempfile
@@ -79,29 +78,24 @@ class ResultsFile:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the result was taken
 
     def put(self, result: Any) -> None:
-        """Write the result; its length, which comes last, tells that it is complete."""
-        content = pickle.dumps(result)
-        length = len(content).to_bytes(_LENGTH_BYTES)
-        self._file.seek(_LENGTH_BYTES)
-        self._file.write(content)
+        """Write the result."""
+        pickle.dump(result, self._file)
         self._file.flush()
-        os.pwrite(self._file.fileno(), length, 0)
 
     def get_nowait(self) -> Any:
         """Take the result.
 
         Raises:
-            queue.Empty: no result was put yet.
+            queue.Empty: no result was put, or the process was killed before all of it was written.
         """
-        length = int.from_bytes(os.pread(self._file.fileno(), _LENGTH_BYTES, 0))
-        if not length:
-            raise queue.Empty
-        content = os.pread(self._file.fileno(), length, _LENGTH_BYTES)
-        self._file.close()
-        return pickle.loads(content)  # safe: written by a process that this one forked
+        with self._file as file:
+            file.seek(0)
+            try:
+                return pickle.load(file)  # safe: written by a process that this one forked
+            except (EOFError, pickle.UnpicklingError):
+                raise queue.Empty from None
 
 
-_LENGTH_BYTES = 8
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -132,7 +126,7 @@ class RankCheckpoint:
         with errors_in_one_line(f"{folder} cannot be written"):
             filesystem_async._get_write_results_queue = ResultsFile
             state = sharded_state(rank, is_loading=False)
-            state["random"] = _random_state_shard()
+            state["random"] = _random_state_shard(rank)
             if rank.reference_moved and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
             strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
@@ -197,7 +191,7 @@ class RankCheckpoint:
             common = open_checkpoint(folder)
             _refuse_another_kind(common, state)
             if common["layout"] == state["layout"]:
-                state["random"] = _random_state_shard()
+                state["random"] = _random_state_shard(rank)
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
             loaded = _load(state, folder)
@@ -250,12 +244,7 @@ def sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
         "reference_moved": rank.reference_moved,
         "distributed_optimizer": rank.optimizer.settings.distributed,
         "lora": asdict(rank.config.lora) if rank.config.lora.rank else None,
-        "layout": {
-            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-            "context": parallel_state.get_context_parallel_world_size(),
-            "data": parallel_state.get_data_parallel_world_size(),
-        },
+        "layout": {name: getattr(rank.config.parallel, name) for name in ("tensor", "pipeline", "context", "data")},
     }
 
 
@@ -307,16 +296,9 @@ def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:
     return shards
 
 
-def _random_state_shard() -> ShardedObject:
-    shape = (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-    )
-    place = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
+def _random_state_shard(rank: ModelRank) -> ShardedObject:
+    groups = rank.chunks[0].pg_collection
+    held = (groups.pp, groups.tp, groups.dp_cp)
     state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    return ShardedObject("random_state", state, shape, place, replica_id=0)
+    sizes, numbers = tuple(group.size() for group in held), tuple(group.rank() for group in held)
+    return ShardedObject("random_state", state, sizes, numbers, replica_id=0)

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+BLOCK = 128
+"""Rows and columns that share a scale."""
 TABLE = [mantissa / 8 * 2.0**-6 for mantissa in range(8)] + [
     (1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)
 ][:-1]
@@ -28,16 +30,16 @@ def nearest(size: float) -> int:
     return below if distance[0] < distance[1] else above
 
 
-def quantise(values: Tensor, block: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def quantise(values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Bits of [rows, columns], -1 for NaN, and scales by block, NaN for one that holds what is not finite."""
     array = values.float().numpy()
     rows, columns = array.shape
     bits = np.zeros(array.shape, np.int64)
-    scales = np.zeros((math.ceil(rows / block[0]), math.ceil(columns / block[1])), np.float32)
+    scales = np.zeros((math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)), np.float32)
     for down, across in np.ndindex(*scales.shape):
-        top, left = down * block[0], across * block[1]
-        part = array[top : top + block[0], left : left + block[1]]
-        target = bits[top : top + block[0], left : left + block[1]]
+        top, left = down * BLOCK, across * BLOCK
+        part = array[top : top + BLOCK, left : left + BLOCK]
+        target = bits[top : top + BLOCK, left : left + BLOCK]
         if not all(math.isfinite(value) for value in part.flat):
             scales[down, across], target[:] = np.nan, -1
             continue
@@ -50,11 +52,11 @@ def quantise(values: Tensor, block: tuple[int, int]) -> tuple[NDArray[np.int64],
     return bits, scales
 
 
-def dequantise(bits: NDArray[np.int64], scales: NDArray[np.float32], block: tuple[int, int]) -> Tensor:
+def dequantise(bits: NDArray[np.int64], scales: NDArray[np.float32]) -> Tensor:
     """[rows, columns], float32."""
     found = np.zeros(bits.shape, np.float32)
     for place in np.ndindex(*bits.shape):
-        scale = scales[place[0] // block[0], place[1] // block[1]]
+        scale = scales[place[0] // BLOCK, place[1] // BLOCK]
         code = int(bits[place])
         size = math.nan if code == -1 or code & 0x7F == 0x7F else TABLE[code & 0x7F]
         found[place] = np.float32(-size if code & 0x80 else size) * scale

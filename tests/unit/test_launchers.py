@@ -70,8 +70,8 @@ def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: P
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     assets = (ROOT / "megatron_grpo" / "observability" / "page" / "assets").iterdir()
-    names = ROOT / "megatron_grpo" / "config" / "foreign_names.yaml"
-    for file in (*(ROOT / "megatron_grpo").rglob("*.py"), *assets, names):
+    data = (ROOT / "megatron_grpo").rglob("*.yaml")
+    for file in (*(ROOT / "megatron_grpo").rglob("*.py"), *assets, *data):
         assert (installed / file.relative_to(ROOT)).is_file(), file
     assert (installed / "megatron_grpo_kernels" / "__init__.py").is_file()
     code = (

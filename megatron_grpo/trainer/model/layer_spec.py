@@ -24,7 +24,7 @@ from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, To
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, with_front
-from megatron_grpo.trainer.model.lora import with_adapters
+from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 from megatron_grpo.weights.shape import ModelShape
 
@@ -75,7 +75,7 @@ def layer_spec(
     """
     found = uses_transformer_engine(shape, settings.platform, config.precision)
     engine = found and not (config.lora.rank or config.fp8.simulated or config.quantization)
-    parts = _engine_parts(settings.platform) if found else None
+    parts = engine_parts() if found else None
     with_experts = dense = _one_layer(shape, None, parts, whole=engine)
     if shape.experts is not None:
         with_experts = _one_layer(shape, shape.experts.count, parts, whole=engine)
@@ -88,7 +88,9 @@ def layer_spec(
         block = with_front(block, RoundedLinear, fp8=config.fp8)
     if config.quantization is not None:
         block = with_front(block, QuantizedLinear, quantization=config.quantization)
-    return with_adapters(block, config.lora) if config.lora.rank else block
+    if config.lora.rank:
+        block = with_front(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
+    return block
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,9 @@ class EngineParts:
     norm: type
 
 
-def _engine_parts(platform: Platform) -> EngineParts:
+def engine_parts() -> EngineParts:
+    """The modules of Transformer Engine; a dry run replaces this function."""
     # Imported here because Transformer Engine may not be installed.
-    if platform.name == "dry":
-        from megatron_grpo.trainer.dry import layers
-
-        return EngineParts(layers.shaped_layer, layers.ShapedAttention, layers.ShapedNorm)
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     keep_empty_states()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -59,36 +61,34 @@ class NormedRowParallelLinear(RowParallelLinear):
         return self.post_norm(projected), None
 
 
-def with_front(block: TransformerBlockSubmodules, front: type, **arguments: Any) -> TransformerBlockSubmodules:
-    """Make `front` the first base class of every linear layer in a stage's spec of torch modules, in place.
+def with_front(
+    block: TransformerBlockSubmodules, front: type, names: Collection[str] | None = None, **arguments: Any
+) -> TransformerBlockSubmodules:
+    """Make `front` the first base class of linear layers in a stage's spec of torch modules, in place.
 
     The front overrides methods of the layer's own class, the next base; `arguments` are keyword arguments of the
-    front's constructor, in addition to the layer's.
+    front's constructor, in addition to the layer's. `names`: layers with these names outside of experts; None: all.
     """
     for layer in block.layer_specs:
-        _put_in_front(layer.submodules, front, arguments)
+        _put_in_front(layer.submodules, front, names, arguments)
     return block
 
 
 @cache
-def fronted(front: type, layer: type) -> type:
+def _fronted(front: type, layer: type) -> type:
     """A subclass of one of Megatron-Core's linear layers, in which the methods of `front` override the layer's."""
     return type(f"{front.__name__}{layer.__name__}", (front, layer), {})
 
 
-def spec_of(part: Any) -> tuple[Any, dict[str, Any]]:
-    """Class and keyword arguments of a spec's submodule, which is a ModuleSpec or the class itself."""
-    return (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-
-
-def _put_in_front(parts: Any, front: type, arguments: dict[str, Any]) -> None:
+def _put_in_front(parts: Any, front: type, names: Collection[str] | None, arguments: dict[str, Any]) -> None:
     """Change the linear layers among a spec's submodules, recursively."""
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
-        kind, params = spec_of(part)
+        kind, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
         is_linear = isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
         if is_linear:
-            if not issubclass(kind, front):  # the layers may share one spec
-                setattr(parts, field.name, ModuleSpec(module=fronted(front, kind), params={**params, **arguments}))
-        elif isinstance(part, ModuleSpec):
-            _put_in_front(part.submodules, front, arguments)
+            # The layers may share one spec.
+            if (names is None or field.name in names) and not issubclass(kind, front):
+                setattr(parts, field.name, ModuleSpec(module=_fronted(front, kind), params={**params, **arguments}))
+        elif isinstance(part, ModuleSpec) and (names is None or kind is not MoELayer):
+            _put_in_front(part.submodules, front, names, arguments)

@@ -19,24 +19,21 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
-from megatron_grpo.trainer.model.layers import fronted, spec_of
 
-STACKED = "linear_fc1"
-"""The module whose weight holds two matrices, one above the other, on every rank: gate and up."""
+_STACKED = "linear_fc1."
+"""End of the name of the layer whose weight holds two matrices, one above the other, on every rank: gate and up."""
 
 _SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
 """Dimension along which tensor parallelism splits a matrix, if it does."""
 
 
 class AdaptedLinear:
-    """An adapter, as the first base class of a linear layer (`layers.fronted`).
+    """An adapter, as the first base class of a linear layer (`layers.with_front`).
 
     The adapter acts in `_forward_impl`, the product with this rank's weight. Gathering the input before it and reducing
     the output after it stay those of the layer. Where tensor parallelism splits the layer's rows, each rank has all of
@@ -52,10 +49,9 @@ class AdaptedLinear:
     adapter_on = True
     """Whether the adapter acts; without it the layer computes what the base model's layer does."""
 
-    def __init__(self, *arguments: Any, lora: LoraConfig, stacked: bool, **keywords: Any) -> None:
-        """`stacked`: whether a rank's rows are those of two matrices, one above the other."""
+    def __init__(self, *arguments: Any, lora: LoraConfig, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self.scale, self.stacked = lora.alpha / lora.rank, stacked
+        self.scale = lora.alpha / lora.rank
         self.split = "lora_b" if isinstance(self, ColumnParallelLinear) else "lora_a"
         rows, columns = self.weight.shape
         for name, shape in (("lora_a", (lora.rank, columns)), ("lora_b", (rows, lora.rank))):
@@ -114,26 +110,10 @@ class AdaptedLinear:
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        if self.stacked:  # stored as two matrices, which other layouts split one by one
+        if prefix.endswith(_STACKED):  # stored as two matrices, which other layouts split one by one
             single = metadata.get("singleton_local_shards", False)
             split = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in split.items()}
         return state | split
-
-
-def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> TransformerBlockSubmodules:
-    """Put adapters on the target modules of a stage's spec of torch modules, which is changed; none on experts."""
-    for layer in block.layer_specs:
-        parts = layer.submodules
-        places = {"linear_qkv": parts.self_attention.submodules, "linear_proj": parts.self_attention.submodules}
-        if parts.mlp.submodules is not None and hasattr(parts.mlp.submodules, "linear_fc1"):
-            places |= {"linear_fc1": parts.mlp.submodules, "linear_fc2": parts.mlp.submodules}
-        for name, place in places.items():
-            kind, params = spec_of(getattr(place, name))
-            if name not in lora.target_modules or issubclass(kind, AdaptedLinear):  # the layers may share one spec
-                continue
-            adapter = {"lora": lora, "stacked": name == STACKED}
-            setattr(place, name, ModuleSpec(module=fronted(AdaptedLinear, kind), params={**params, **adapter}))
-    return block
 
 
 def train_adapters_alone(chunk: Any) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK
-from megatron_grpo_kernels.fp8_format import scales_shape
+from megatron_grpo_kernels.fp8_blocks import BLOCK, blocks
 
 
 class ModelReload:
@@ -163,7 +162,7 @@ class BlockedLayer(RebuiltLayer):
         super().strip()
         for name in self._parameters:
             shape = getattr(self._layer, name).shape
-            scales = (*shape[:-2], *scales_shape(shape[-2:], WEIGHT_BLOCK))
+            scales = (*shape[:-2], *map(blocks, shape[-2:]))
             plain = {name: (shape, torch.float8_e4m3fn), scales_name(name): (scales, torch.float32)}
             for one, (size, dtype) in plain.items():
                 meta = torch.empty(size, dtype=dtype, device="meta")
@@ -195,10 +194,10 @@ def scales_name(parameter: str) -> str:
 
 
 def keeps_blocks(layer: nn.Module) -> bool:
-    """Whether a layer computes with FP8 blocks of `WEIGHT_BLOCK`, loaded as such or rounded by vLLM."""
+    """Whether a layer computes with FP8 blocks of 128 x 128, loaded as such or rounded by vLLM."""
     method: Any = getattr(layer, "quant_method", None)
     size = getattr(method, "weight_block_size", None)
-    return size is not None and tuple(size) == WEIGHT_BLOCK
+    return size is not None and tuple(size) == (BLOCK, BLOCK)
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:

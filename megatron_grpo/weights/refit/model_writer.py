@@ -26,8 +26,9 @@ from megatron_grpo.weights.refit.engine_layers import (
     require_plain,
     scales_name,
 )
-from megatron_grpo.weights.refit.plan import Pieces, blocks, box_of
+from megatron_grpo.weights.refit.plan import Pieces, box_of
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo_kernels.fp8_blocks import blocks
 
 
 class _Region(NamedTuple):

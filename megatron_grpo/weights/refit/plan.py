@@ -25,7 +25,7 @@ from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, is_per_layer
 from megatron_grpo.weights.layouts import BLOCK, RankShard, destinations, in_fp8_blocks
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
+from megatron_grpo_kernels.fp8_blocks import blocks, quantise
 
 FP8 = "float8_e4m3fn"
 """Dtype of pieces whose elements are followed by a float32 scale for each block."""
@@ -49,11 +49,6 @@ def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str
         if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
             found[number] = "float32"
     return found
-
-
-def blocks(size: int) -> int:
-    """Number of FP8 blocks along a side of a matrix."""
-    return -(-size // BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,7 @@ class PackedPiece:
         """Write values, [rows, columns] of any float type, to the message, [bytes], uint8; for FP8 block by block."""
         scales = self.scales(message)
         if scales is not None:
-            values, rounded = quantise(values, WEIGHT_BLOCK)
+            values, rounded = quantise(values)
             scales.copy_(rounded)
         self.numbers(message).copy_(values)
 

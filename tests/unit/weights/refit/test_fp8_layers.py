@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.weights.refit.engine_layers import BlockedLayer, RebuiltLayer, keeps_blocks, scales_name
-from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
+from megatron_grpo_kernels.fp8_blocks import quantise
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernels multiply by FP8 blocks with AMX"
@@ -97,7 +97,7 @@ def _write(layer: Any, weights: list[Tensor]) -> None:
     """As a refit brings them: rounded a matrix at a time, numbers and scales."""
     blocked, row = BlockedLayer(layer, ["weight"]), 0
     for matrix in weights:
-        numbers, scales = quantise(matrix, WEIGHT_BLOCK)
+        numbers, scales = quantise(matrix)
         opened = blocked.open()
         opened.weight.data[row : row + len(matrix)].copy_(numbers)
         getattr(opened, scales_name("weight")).data[row // 128 : row // 128 + len(scales)].copy_(scales)

@@ -22,9 +22,6 @@ from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
-from megatron_grpo.trainer.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
-from megatron_grpo.trainer.dry.layers import Quantizable
-from megatron_grpo.trainer.dry.tracker import DryMode
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
 from megatron_grpo.trainer.model.megatron_config import require_fp8
@@ -36,6 +33,9 @@ from megatron_grpo.weights.refit.links import BUFFERS, schedule, split_messages
 from megatron_grpo.weights.refit.plan import aligned, packed_pieces, plan_pieces, wire_dtypes
 from megatron_grpo.weights.refit.reshard import ShardSender
 from megatron_grpo.weights.shape import ModelShape
+from tests.support.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
+from tests.support.dry.layers import Quantizable
+from tests.support.dry.tracker import DryMode
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class DryRank(PolicyRank):
     """A rank of the policy without numbers: its microbatches are planned on the host, outside of the modes."""
 
     def __init__(self, settings: RankSettings, platform: Platform) -> None:
-        super().__init__(settings, platform, load=lambda *_: None)
+        super().__init__(settings, platform)
         self._maker = HostMaker(settings.config, settings.shape, platform)
 
     def full_microbatches(self, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:

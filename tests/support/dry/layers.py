@@ -25,8 +25,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
-from megatron_grpo.trainer.dry.tracker import kind
 from megatron_grpo.trainer.model.layers import RMSNorm
+from tests.support.dry.tracker import kind
 
 Made = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor that a kernel makes."""
@@ -94,11 +94,12 @@ def norm(hidden: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, context: int = 1) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, *, context: int = 1, **_: Any) -> Tensor:
     """Fused attention of [..., heads, tokens or head_dim, ...] in the query's shape, with the value's last dimension.
 
     Saves its inputs, its output and the logarithm of each row's sum in float32. Its backward pass sums the gradient of
-    the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers.
+    the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers. Other
+    arguments are those of torch's attention, which change no shape.
     """
     ring: list[Made] = [(one.shape, one.dtype) for one in (key, value) for _ in range(2) if context > 1]
     kernel = Kernel(

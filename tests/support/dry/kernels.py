@@ -16,8 +16,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.trainer.dry.layers import Kernel, attention, norm, run
+from megatron_grpo.trainer.model.layer_spec import EngineParts
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
+from tests.support.dry.layers import Kernel, ShapedAttention, ShapedNorm, attention, norm, run, shaped_layer
 
 
 class ShapedLogprobs:
@@ -53,11 +54,6 @@ class ShapedAdam(torch.optim.AdamW):
                     self.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    """torch's fused attention."""
-    return attention(query, key, value)
-
-
 def _rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
     """torch's fused norm."""
     return norm(hidden, weight)
@@ -68,14 +64,10 @@ def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
     return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
 
 
-def _gated_back(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-    """The gradient of `_gated`."""
-    return torch.empty_like(gate_and_up)
-
-
-def _weighted_back(gradient: Tensor, gate_and_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `_gated` with a weight for each row."""
-    return torch.empty_like(gate_and_up), torch.empty_like(weights)
+def _gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
+    """The gradients of `_gated` by its inputs: gate and up, and perhaps a weight for each row."""
+    made = tuple(map(torch.empty_like, inputs))
+    return made[0] if len(made) == 1 else made
 
 
 def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -99,17 +91,11 @@ def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_sha
     return result
 
 
-def _sort_with_probs(tokens: Tensor, probs: Tensor, *_: Any) -> Any:
-    """Sort rows and their weights by expert."""
-    made = [(tokens.shape, tokens.dtype), (probs.shape, probs.dtype)]
-    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), tokens, probs)
-
-
-def _sort(tokens: Tensor, *_: Any) -> Tensor:
-    """Sort rows by expert, or back."""
-    kernel = Kernel("dispatch", [(tokens.shape, tokens.dtype)], saved=[((len(tokens),), torch.int32)])
-    result: Tensor = run(kernel, tokens)
-    return result
+def _sort(tokens: Tensor, *others: Any) -> Any:
+    """Sort rows by expert, or back; with their weights where these come next. The map of rows is saved."""
+    moved = [tokens, *(one for one in others[:1] if isinstance(one, Tensor) and one.is_floating_point())]
+    made = [(one.shape, one.dtype) for one in moved]
+    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), *moved)
 
 
 def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
@@ -157,7 +143,14 @@ def _gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
     found[:] = [own] * len(found)
 
 
+def _engine_parts() -> EngineParts:
+    """Shape-only modules in place of Transformer Engine's."""
+    return EngineParts(shaped_layer, ShapedAttention, ShapedNorm)
+
+
 REPLACED: dict[str, Any] = {
+    "megatron_grpo.trainer.model.layer_spec:engine_parts": _engine_parts,
+    "megatron_grpo.trainer.rank:load_hf_weights": lambda *_: None,
     "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _rope,
     "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _rope,
     "megatron.core.transformer.moe.moe_utils:HAVE_TE": True,
@@ -165,15 +158,15 @@ REPLACED: dict[str, Any] = {
     "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute,
     "megatron.core.transformer.moe.moe_utils:fused_unpermute": _unpermute,
     "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort,
-    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort_with_probs,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort,
     "megatron.core.fusions.fused_bias_swiglu:swiglu": _gated,
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _gated_back,
     "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _gated,
-    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _weighted_back,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _gated_back,
     "megatron.core.optimizer.clip_grads:l2_norm_impl": _l2_norm,
     "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": False,
     "megatron.core.optimizer:Adam": ShapedAdam,
-    "torch.nn.functional:scaled_dot_product_attention": _attention,
+    "torch.nn.functional:scaled_dot_product_attention": attention,
     "torch.nn.functional:rms_norm": _rms_norm,
     "torch.distributed:all_gather_object": _gather_objects,
 }
