@@ -32,11 +32,15 @@ from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.weights.hf_weights import load_hf_weights
+from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.head import HeadKernel
 from megatron_grpo_kernels.logprob import linear_logprobs
 
 Microbatches = list[list[int]]
 """Indices into a rank's TokenBatch, one list per microbatch."""
+
+LoadWeights = Callable[[Sequence[Any], ModelShape, str], None]
+"""A function that fills a rank's chunks with the weights of a folder in Hugging Face format."""
 
 
 class ModelRank(ABC):
@@ -46,13 +50,15 @@ class ModelRank(ABC):
     virtual pipeline.
     """
 
-    def __init__(self, settings: RankSettings, platform: Platform | None = None) -> None:
-        """`platform` None: the one that this process computes on."""
+    def __init__(
+        self, settings: RankSettings, platform: Platform | None = None, load: LoadWeights = load_hf_weights
+    ) -> None:
+        """`platform` None: the one that this process computes on; `load` fills the chunks' uninitialised weights."""
         self.settings, self.config, self.shape = settings, settings.config, settings.shape
         self.platform = platform or current_platform()
         config, shape = settings.config, settings.shape
         self.chunks = build_model(config, shape, self.platform)
-        load_hf_weights(self.chunks, shape, settings.folder)
+        load(self.chunks, shape, settings.folder)
         self.reference: list[DecoderModel] | None = None
         """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
         self.reference_moved = False

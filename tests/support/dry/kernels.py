@@ -150,7 +150,6 @@ def _engine_parts() -> EngineParts:
 
 REPLACED: dict[str, Any] = {
     "megatron_grpo.trainer.model.layer_spec:engine_parts": _engine_parts,
-    "megatron_grpo.trainer.rank:load_hf_weights": lambda *_: None,
     "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _rope,
     "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _rope,
     "megatron.core.transformer.moe.moe_utils:HAVE_TE": True,

@@ -201,7 +201,7 @@ class DryRank(PolicyRank):
     """A rank of the policy without numbers: its microbatches are planned on the host, outside of the modes."""
 
     def __init__(self, settings: RankSettings, platform: Platform) -> None:
-        super().__init__(settings, platform)
+        super().__init__(settings, platform, load=lambda *_: None)
         self._maker = HostMaker(settings.config, settings.shape, platform)
 
     def full_microbatches(self, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
