@@ -20,7 +20,6 @@ from header import header
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "data" / "hf_configs"
-sys.path.append(str(ROOT))  # for tests.support.dry
 
 
 def model_config(path: str) -> dict[str, Any] | None:
@@ -62,7 +61,7 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
 
 def measure(config: Any, shape: Any, rank: int, expert_skew: float) -> dict[str, Any]:
     """A dry run: GiB by phase and by kind, and its seconds of CPU."""
-    from tests.support.dry.run import dry_run
+    from megatron_grpo.proof.dry_run import dry_run
 
     began = time.process_time()
     report = dry_run(config, shape, rank, expert_skew=expert_skew)

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 class Platform:
     """One kind of device and the collective library that belongs to it.
 
-    A dry platform (`tests/support/dry/`) has tensors without numbers on the CPU, for which all is decided as on CUDA.
+    A dry platform (`proof.dry_run`) has tensors without numbers on the CPU, for which everything is decided as on CUDA.
     """
 
     name: Literal["cuda", "cpu", "dry"]

@@ -75,7 +75,7 @@ def layer_spec(
     """
     found = uses_transformer_engine(shape, settings.platform, config.precision)
     engine = found and not (config.lora.rank or config.fp8.simulated or config.quantization)
-    parts = engine_parts() if found else None
+    parts = _engine_parts(settings.platform) if found else None
     with_experts = dense = _one_layer(shape, None, parts, whole=engine)
     if shape.experts is not None:
         with_experts = _one_layer(shape, shape.experts.count, parts, whole=engine)
@@ -103,9 +103,12 @@ class EngineParts:
     norm: type
 
 
-def engine_parts() -> EngineParts:
-    """The modules of Transformer Engine; a dry run replaces this function."""
+def _engine_parts(platform: Platform) -> EngineParts:
     # Imported here because Transformer Engine may not be installed.
+    if platform.name == "dry":
+        from megatron_grpo.trainer.dry import layers
+
+        return EngineParts(layers.shaped_layer, layers.ShapedAttention, layers.ShapedNorm)
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     keep_empty_states()

@@ -17,8 +17,6 @@ from megatron_grpo.platform import hooks as registry
 from megatron_grpo.platform.hooks import LIBRARIES, Hook, check_hooks, hooks, untried_versions
 
 ROOT = Path(__file__).parents[3]
-DRY = [*ROOT.glob("tests/support/dry/*.py")]
-"""Dry runs replace names of libraries, too."""
 OWN_METHODS = {"_convert", "_replace", "_fields", "_link_", "_mark_", "_number_"}
 """Private names that classes of this package have from each other, and the public ones of named tuples."""
 
@@ -77,7 +75,7 @@ def test_every_hook_of_the_package_has_a_row() -> None:
     rows = {name for hook in hooks() for name in hook.names}
     without = {
         f"{file.relative_to(ROOT)}: {name}"
-        for file in [*ROOT.glob("megatron_grpo/**/*.py"), *ROOT.glob("kernels/**/*.py"), *DRY]
+        for file in [*ROOT.glob("megatron_grpo/**/*.py"), *ROOT.glob("kernels/**/*.py")]
         for name in used_hooks(ast.parse(file.read_text()))
         if name not in rows | OWN_METHODS
     }
@@ -85,7 +83,7 @@ def test_every_hook_of_the_package_has_a_row() -> None:
 
 
 def test_every_row_is_used() -> None:
-    text = "".join(file.read_text() for file in [*ROOT.glob("megatron_grpo/**/*.py"), *DRY])
+    text = "".join(file.read_text() for file in ROOT.glob("megatron_grpo/**/*.py"))
     assert not [hook for hook in hooks() if hook.names[-1] not in text]
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
+from megatron_grpo.proof.dry_run import dry_run, tracked_run
+from megatron_grpo.trainer.dry.tracker import GRANULE
 from megatron_grpo.weights.families import shape_of_config
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.config_problems import SMALL
-from tests.support.dry.run import dry_run, tracked_run
-from tests.support.dry.tracker import GRANULE
 
 DENSE = shape_of_config({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
 EXPERTS = shape_of_config(

@@ -25,8 +25,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
+from megatron_grpo.trainer.dry.tracker import kind
 from megatron_grpo.trainer.model.layers import RMSNorm
-from tests.support.dry.tracker import kind
 
 Made = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor that a kernel makes."""

@@ -16,9 +16,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.trainer.model.layer_spec import EngineParts
+from megatron_grpo.trainer.dry.layers import Kernel, attention, norm, run
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
-from tests.support.dry.layers import Kernel, ShapedAttention, ShapedNorm, attention, norm, run, shaped_layer
 
 
 class ShapedLogprobs:
@@ -143,13 +142,7 @@ def _gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
     found[:] = [own] * len(found)
 
 
-def _engine_parts() -> EngineParts:
-    """Shape-only modules in place of Transformer Engine's."""
-    return EngineParts(shaped_layer, ShapedAttention, ShapedNorm)
-
-
 REPLACED: dict[str, Any] = {
-    "megatron_grpo.trainer.model.layer_spec:engine_parts": _engine_parts,
     "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _rope,
     "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _rope,
     "megatron.core.transformer.moe.moe_utils:HAVE_TE": True,

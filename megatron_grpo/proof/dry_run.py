@@ -22,6 +22,9 @@ from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
+from megatron_grpo.trainer.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
+from megatron_grpo.trainer.dry.layers import Quantizable
+from megatron_grpo.trainer.dry.tracker import DryMode
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
 from megatron_grpo.trainer.model.megatron_config import require_fp8
@@ -33,9 +36,6 @@ from megatron_grpo.weights.refit.links import BUFFERS, schedule, split_messages
 from megatron_grpo.weights.refit.plan import aligned, packed_pieces, plan_pieces, wire_dtypes
 from megatron_grpo.weights.refit.reshard import ShardSender
 from megatron_grpo.weights.shape import ModelShape
-from tests.support.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
-from tests.support.dry.layers import Quantizable
-from tests.support.dry.tracker import DryMode
 
 
 @dataclass(frozen=True)
