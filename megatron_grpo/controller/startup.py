@@ -17,8 +17,8 @@ from megatron_grpo.environments.interface import environment_settings
 from megatron_grpo.environments.pool import EnvironmentPool, build_environments
 from megatron_grpo.sampler.endpoint import endpoint_settings
 from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import Restore, WorkerGroup, not_replaced
+from megatron_grpo.sampler.pool import Restore, RolloutPool, not_replaced
+from megatron_grpo.sampler.worker_group import WorkerGroup
 from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
