@@ -33,6 +33,7 @@ from megatron_grpo.evaluation.results import (
 )
 from megatron_grpo.observability.run_files import json_line, write_json
 from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
 
@@ -126,14 +127,14 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
         cluster.start()
         alone = replace(config.generation, placement="separate")
         cluster.reserve(None, alone.parallel)
-        generation = VllmGeneration(
-            str(model),
-            alone,
+        settings = VllmSettings(
+            model_path=str(model),
+            config=alone,
             precision=config.policy.precision,
             max_total_sequence_length=config.policy.max_total_sequence_length,
-            actor_options=cluster.engine_options,
-            startup_timeout_s=config.cluster.startup_timeout_s,
         )
+        options, timeout_s = cluster.engine_options, config.cluster.startup_timeout_s
+        generation = VllmGeneration(settings, actor_options=options, startup_timeout_s=timeout_s)
         stack.callback(generation.shutdown)
         generation.start()
         rollouts = start_rollouts(config, model, generation, stack)
