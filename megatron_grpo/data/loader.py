@@ -151,15 +151,18 @@ class PromptLoader(Batches):
         if self._batches == 0:
             self.left_out = 0
         batch = self._first_waiting(len(self._waiting))
-        for datum in _prompts(rows):
-            if datum["loss_multiplier"] == 0:
-                self.left_out += 1
-                continue
-            batch.append(datum)
-            if len(batch) == self.prompts_per_batch:
-                self._batches += 1
-                yield batch
-                batch = []
+        try:
+            for datum in rows:
+                if datum["loss_multiplier"] == 0:
+                    self.left_out += 1
+                    continue
+                batch.append(datum)
+                if len(batch) == self.prompts_per_batch:
+                    self._batches += 1
+                    yield batch
+                    batch = []
+        except ValueError as error:  # a row makes no prompt, which shows only when its processor runs
+            raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
         if self._batches == 0:
             raise RunError(
                 f"not one batch of {self.prompts_per_batch} prompts: the data has {self._rows} rows, of which "
@@ -196,18 +199,6 @@ class PromptLoader(Batches):
         self._waiting = list(state.get("waiting", []))  # earlier versions have none
         self._order.epoch = self.epoch
         self._loader.load_state_dict(state["loader"])
-
-
-def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
-    """The prompts of an iterator over a dataset.
-
-    Raises:
-        RunError: a row makes no prompt, which shows only when its processor runs.
-    """
-    try:
-        yield from rows
-    except ValueError as error:
-        raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
 
 
 def with_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
