@@ -68,6 +68,7 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
     from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig
     from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
     from megatron_grpo.environments.pool import build_environments
+    from megatron_grpo.sampler.arguments import VllmSettings
     from megatron_grpo.sampler.engine_group import VllmGeneration
     from megatron_grpo.sampler.pool import RolloutPool
 
@@ -78,10 +79,12 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
         cluster.start()
         engine = EngineConfig(enforce_eager=not asked.compiled, kv_cache_gib=KV_CACHE_GIB)
         generation = VllmGeneration(
-            folder,
-            GenerationConfig(engine=engine),
-            precision="float32",
-            max_total_sequence_length=longest,
+            VllmSettings(
+                model_path=folder,
+                config=GenerationConfig(engine=engine),
+                precision="float32",
+                max_total_sequence_length=longest,
+            ),
             actor_options=lambda index: {"num_cpus": 0},
             startup_timeout_s=300.0,
         )

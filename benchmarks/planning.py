@@ -23,7 +23,7 @@ from typing import Any
 
 from header import header
 
-from megatron_grpo.data.padded_batches import plan_microbatches
+from megatron_grpo.data.packing import Rectangles
 
 FORMER = "19e7a4f:megatron_grpo/data/padded_batches.py"
 """The last commit whose planning takes quadratic time."""
@@ -77,11 +77,15 @@ def _former() -> Callable[..., Plan] | None:
     return plan
 
 
+def _planned(lengths: list[int], *, data_parallel: int, microbatch_tokens: int, pad_to_multiple: int) -> Plan:
+    return Rectangles(microbatch_tokens, pad_to_multiple).plan(lengths, data_parallel)
+
+
 def _measure(options: argparse.Namespace, sequences: int, former: Callable[..., Plan] | None) -> dict[str, Any]:
     rng = random.Random(options.seed)
     drawn = (round(rng.lognormvariate(math.log(options.median), options.sigma)) for _ in range(sequences))
     lengths = [min(max(length, 1), options.longest) for length in drawn]
-    seconds, plan = _fastest(plan_microbatches, options, lengths)
+    seconds, plan = _fastest(_planned, options, lengths)
     figures = {
         "sequences": sequences,
         "microbatches": sum(len(rank) for rank in plan),

@@ -37,6 +37,7 @@ from megatron_grpo.config.schema import (
 )
 from megatron_grpo.controller.startup import make_transport
 from megatron_grpo.refit_plan import RefitSummary, refit_summary
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
@@ -178,13 +179,15 @@ def _refits(folder: Path, options: argparse.Namespace) -> dict[str, Measured]:
         decay_steps=1,
     )
     generation = VllmGeneration(
-        str(folder),
-        GenerationConfig(
-            parallel=engines,
-            engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.1, max_num_seqs=8),
+        VllmSettings(
+            model_path=str(folder),
+            config=GenerationConfig(
+                parallel=engines,
+                engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.1, max_num_seqs=8),
+            ),
+            precision="float32",
+            max_total_sequence_length=64,
         ),
-        precision="float32",
-        max_total_sequence_length=64,
         actor_options=lambda engine: {"num_cpus": 0},
         startup_timeout_s=START_S,
     )

@@ -154,7 +154,7 @@ class StepGuard:
 
     run_dir: Path
     fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
-    """Brings the tokens and texts of groups to the driver (`StepTokens.fetch`)."""
+    """Brings the tokens and texts of groups to the driver (`WorkerGroup.fetch`)."""
     groups: Sequence[SampledGroup]
     """Rollouts, a group for each prompt."""
     step: int

@@ -45,8 +45,7 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import not_replaced
+from megatron_grpo.sampler.pool import RolloutPool, not_replaced
 from megatron_grpo.trainer.group import RankGroup
 from megatron_grpo.weights.refit.transport import WeightTransport
 from megatron_grpo.weights.source import is_prepared, model_folder

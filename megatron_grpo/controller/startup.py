@@ -15,10 +15,11 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.environments.interface import environment_settings
 from megatron_grpo.environments.pool import EnvironmentPool, build_environments
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.endpoint import endpoint_settings
 from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import Restore, WorkerGroup, not_replaced
+from megatron_grpo.sampler.pool import Restore, RolloutPool, not_replaced
+from megatron_grpo.sampler.worker_group import WorkerGroup
 from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
@@ -82,16 +83,16 @@ def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: Exit
 
 
 def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
-    generation = VllmGeneration(
-        str(folder),
-        config.generation,
+    settings = VllmSettings(
+        model_path=str(folder),
+        config=config.generation,
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        actor_options=cluster.engine_options,
-        startup_timeout_s=config.cluster.startup_timeout_s,
         routed=RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
     )
+    options, timeout_s = cluster.engine_options, config.cluster.startup_timeout_s
+    generation = VllmGeneration(settings, actor_options=options, startup_timeout_s=timeout_s)
     stack.callback(generation.shutdown)
     generation.start()
     return generation

@@ -6,6 +6,7 @@ import ast
 import builtins
 import json
 import math
+import symtable
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -99,10 +100,10 @@ def plan(texts: tuple[str, ...]) -> Plan:
     """
     try:
         trees = [ast.parse(text) for text in texts]
+        bound = {name for text in texts for name in _bound(text)}
+        free = {name for text in texts for name in _free(text)} - bound - {"__name__", "__file__"}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"is no Python: {error}") from None
-    bound = {name for tree in trees for name in _bound(tree.body)}
-    free = {name for tree in trees for name in _free(tree)} - bound - {"__name__", "__file__"}
     own = {name: _MODULES[name] for name in free & _MODULES.keys() if _only_attributes(trees, name)}
     names = free - own.keys() - vars(builtins).keys()
     if len(names) > 1:
@@ -125,66 +126,27 @@ def plan(texts: tuple[str, ...]) -> Plan:
     )
 
 
-def _scopes(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
-    """Every node with the names that are local to the functions around it."""
-    pending: list[tuple[ast.AST, frozenset[str]]] = [(tree, frozenset())]
-    while pending:
-        node, local = pending.pop()
-        yield node, local
-        inside = local
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            arguments = node.args
-            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-            inside |= {one.arg for one in every if one is not None}
-            if not isinstance(node, ast.Lambda):
-                inside |= set(_bound(node.body)) - {
-                    n for one in ast.walk(node) if isinstance(one, ast.Global) for n in one.names
-                }
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            inside |= {name for one in node.generators for name in _stored(one.target)}
-        elif isinstance(node, ast.ClassDef):
-            inside |= set(_bound(node.body))
-        pending += [(child, inside) for child in ast.iter_child_nodes(node)]
+def _free(text: str) -> set[str]:
+    """Names that Python source reads and that no function or class in it makes local."""
+    free: set[str] = set()
+    tables = [symtable.symtable(text, "tests", "exec")]
+    for table in tables:
+        tables += table.get_children()
+        for one in table.get_symbols():
+            # `is_global` is wrong about what a function that has the name "top" binds.
+            bound = one.is_assigned() or one.is_parameter() or one.is_imported()
+            outer = one.is_declared_global() or (one.is_global() and not bound)
+            if one.is_referenced() and (table is tables[0] or outer):
+                free.add(one.get_name())
+    return free
 
 
-def _free(tree: ast.AST) -> set[str]:
-    """Names that a tree reads and that no function in it makes local."""
-    return {
-        node.id
-        for node, local in _scopes(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in local
-    }
-
-
-def _stored(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-
-
-def _bound(body: Sequence[ast.stmt], assigned_only: bool = False) -> Iterator[str]:
-    """Names that statements bind in their own scope: by assignments, or also by imports and definitions."""
-    for statement in body:
-        for node in _own_nodes(statement):
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                yield node.id
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                yield node.name
-            elif assigned_only:
-                continue
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield node.name
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                yield from (one.asname or one.name.partition(".")[0] for one in node.names)
-
-
-def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all below it that are in the same scope."""
-    yield node
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-        return
-    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _own_nodes(child)
+def _bound(text: str, assigned_only: bool = False) -> set[str]:
+    """Names that Python source binds at its top: by assignments, or also by imports and definitions."""
+    names = symtable.symtable(text, "tests", "exec").get_symbols()
+    if assigned_only:
+        return {one.get_name() for one in names if one.is_assigned() and not one.is_namespace()}
+    return {one.get_name() for one in names if one.is_assigned() or one.is_imported()}
 
 
 def _called(tree: ast.AST) -> set[str]:
@@ -206,17 +168,18 @@ def _shared(trees: Sequence[ast.Module]) -> bool:
     for tree in trees:
         seen: set[str] = set()
         for statement in tree.body:
-            stored = set(_bound([statement]))
+            text = ast.unparse(statement)
+            stored = _bound(text)
             simple = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Assert)
             targets = (
                 {statement.target.id}
                 if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name)
                 else set()
             )
-            if (_free(statement) | targets) - seen - (set() if simple else stored) & assigned:
+            if (_free(text) | targets) - seen - (set() if simple else stored) & assigned:
                 return True
             seen |= stored
-        assigned |= set(_bound(tree.body, assigned_only=True))
+        assigned |= _bound(ast.unparse(tree), assigned_only=True)
     return False
 
 
@@ -235,12 +198,12 @@ class _Identity(ast.NodeTransformer):
 
 
 def _test(tree: ast.Module, names: set[str]) -> PythonTest:
-    top = {name for one in tree.body if not isinstance(one, _DEFINITIONS) for name in _free(one)}
+    top = {name for one in tree.body if not isinstance(one, _DEFINITIONS) for name in _free(ast.unparse(one))}
     collected = tuple(one.name for one in tree.body if _is_collected(one) and one.name not in top)  # type: ignore[attr-defined]
     only_defines = all(
         isinstance(one, ast.Import | ast.ImportFrom | _DEFINITIONS)
         or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
-        or (isinstance(one, ast.Assign | ast.AnnAssign) and not _free(one) & names)
+        or (isinstance(one, ast.Assign | ast.AnnAssign) and not _free(ast.unparse(one)) & names)
         for one in tree.body
     )
     text = ast.unparse(ast.fix_missing_locations(_Identity().visit(tree)))

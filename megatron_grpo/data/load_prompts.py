@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -84,8 +84,6 @@ class PromptData:
     eos_token_id: int | None
     notes: list[str]
     """Remarks about the files for the user."""
-    columns: dict[str, set[str]] = field(default_factory=dict)
-    """Names of the columns of each task's rows; empty while streaming, because not all rows are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     reader = _Reader(config, _load_tokenizer(model) if tokenizer is None else tokenizer)
     loader = reader.stream() if config.data.streaming else reader.loader()
     val_prompts = list(chain.from_iterable(reader.validation()))
-    return PromptData(loader, val_prompts, reader.tokenizer.eos_token_id, reader.notes, reader.columns)
+    return PromptData(loader, val_prompts, reader.tokenizer.eos_token_id, reader.notes)
 
 
 def _load_tokenizer(model: Path) -> Any:
@@ -138,12 +136,11 @@ def _load_tokenizer(model: Path) -> Any:
 
 
 class _Reader:
-    """Reads the sets of a run with one tokenizer, and collects notes for the user and the columns of each task."""
+    """Reads the sets of a run with one tokenizer, and collects notes for the user."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.notes: list[str] = []
-        self.columns: dict[str, set[str]] = {}
         self._environments = {name: env.type for name, env in config.env.items()}
 
     def loader(self) -> PromptLoader:
@@ -212,8 +209,6 @@ class _Reader:
         if looked.problems:
             raise ConfigError(looked.problems)
         self.notes += [f"{remark.subject} {remark.text}" for remark in looked.remarks]
-        for task, names in looked.columns.items():
-            self.columns.setdefault(task, set()).update(names)
         if not looked.rows:
             raise ConfigError([Problem(subject, "has no rows")])
         assert looked.source is not None, "a source without problems was read"

@@ -76,7 +76,31 @@ class Prompts(Protocol):
     def __getitem__(self, idx: int, /) -> DatumSpec: ...
 
 
-class PromptLoader:
+class Batches(Protocol):
+    """A loader of training prompts: `PromptLoader`, `StreamLoader`, or the steps of a recording."""
+
+    epoch: int = 0
+    """Epochs completed."""
+    left_out: int = 0
+    """Rows of the current epoch (after its end: of the last one) left out so far, for example as too long."""
+    prompts_per_batch: int
+
+    def __iter__(self) -> Iterator[list[DatumSpec]]: ...
+
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
+        """Whole batches of the rows before the position that are to be loaded again; a stream has none."""
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was yielded; JSON-serialisable."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; ConfigError: it is the state of other data."""
+        ...
+
+
+class PromptLoader(Batches):
     """Batches of prompts, epoch after epoch. Prompts flagged as too long (loss_multiplier 0) are left out and counted.
 
     Each `iter()` yields the rest of the current epoch and then moves on to the next one::
@@ -102,10 +126,6 @@ class PromptLoader:
             order: numbers of the prompts that an epoch visits; the loader sets its `epoch`.
         """
         self.prompts_per_batch = prompts_per_batch
-        self.epoch = 0
-        """Epochs completed."""
-        self.left_out = 0
-        """Rows of the current epoch (after its end: of the last one) left out so far because they are too long."""
         self._dataset = dataset
         self._rows = len(order)
         self._batches = 0
@@ -131,15 +151,18 @@ class PromptLoader:
         if self._batches == 0:
             self.left_out = 0
         batch = self._first_waiting(len(self._waiting))
-        for datum in _prompts(rows):
-            if datum["loss_multiplier"] == 0:
-                self.left_out += 1
-                continue
-            batch.append(datum)
-            if len(batch) == self.prompts_per_batch:
-                self._batches += 1
-                yield batch
-                batch = []
+        try:
+            for datum in rows:
+                if datum["loss_multiplier"] == 0:
+                    self.left_out += 1
+                    continue
+                batch.append(datum)
+                if len(batch) == self.prompts_per_batch:
+                    self._batches += 1
+                    yield batch
+                    batch = []
+        except ValueError as error:  # a row makes no prompt, which shows only when its processor runs
+            raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
         if self._batches == 0:
             raise RunError(
                 f"not one batch of {self.prompts_per_batch} prompts: the data has {self._rows} rows, of which "
@@ -149,7 +172,6 @@ class PromptLoader:
         self._batches = 0
 
     def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Whole batches of the rows before the position that are to be loaded again."""
         while len(self._waiting) >= self.prompts_per_batch:
             yield self._first_waiting(self.prompts_per_batch)
 
@@ -158,7 +180,6 @@ class PromptLoader:
         return [self._dataset[row] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded; JSON-serialisable."""
         return {
             "epoch": self.epoch,
             "left_out": self.left_out,
@@ -169,11 +190,6 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`.
-
-        Raises:
-            ConfigError: the state is that of a dataset with another number of rows.
-        """
         if state["rows"] != self._rows:
             text = f"has {self._rows} rows, and had {state['rows']} when the checkpoint was written"
             raise ConfigError([Problem("data.train_path", text)])
@@ -183,18 +199,6 @@ class PromptLoader:
         self._waiting = list(state.get("waiting", []))  # earlier versions have none
         self._order.epoch = self.epoch
         self._loader.load_state_dict(state["loader"])
-
-
-def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
-    """The prompts of an iterator over a dataset.
-
-    Raises:
-        RunError: a row makes no prompt, which shows only when its processor runs.
-    """
-    try:
-        yield from rows
-    except ValueError as error:
-        raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
 
 
 def with_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
@@ -218,7 +222,7 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     return stream
 
 
-class StreamLoader:
+class StreamLoader(Batches):
     """Batches of prompts like PromptLoader's, from a stream of rows.
 
     Rows are shuffled within a buffer: each time one is drawn from it, the next of the stream takes its place. The
@@ -247,10 +251,6 @@ class StreamLoader:
             prompts_per_batch: prompts of each batch; prompts at the end of an epoch that do not fill one are dropped.
             seed: decides which row is drawn from the buffer.
         """
-        self.epoch = 0
-        """Epochs completed."""
-        self.left_out = 0
-        """Rows of the current epoch (after its end: of the last one) left out so far."""
         self._rows, self._config, self._data = rows, config, data
         self._check = RowCheck(config, data, environments)
         self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
@@ -282,20 +282,10 @@ class StreamLoader:
         self.epoch += 1
         self._drawn = 0
 
-    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Nothing: a stream has no rows by number that could be loaded again."""
-        return iter(())
-
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded; JSON-serialisable."""
         return {"epoch": self.epoch, "left_out": self.left_out, "drawn": self._drawn, "stream": self._config.path}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`.
-
-        Raises:
-            ConfigError: the state is that of another set, or of one that was not streamed.
-        """
         if state.get("stream") != self._config.path:
             raise ConfigError([Problem("data.streaming=True", "the checkpoint was written by a run with other data")])
         self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
@@ -334,22 +324,6 @@ class StreamLoader:
             self.left_out += 1
             return None
         return prompt
-
-
-class Batches(Protocol):
-    """A loader of training prompts: `PromptLoader`, `StreamLoader`, or the steps of a recording."""
-
-    epoch: int
-    left_out: int
-    prompts_per_batch: int
-
-    def __iter__(self) -> Iterator[list[DatumSpec]]: ...
-
-    def waiting_batches(self) -> Iterator[list[DatumSpec]]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def prompt_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
@@ -33,20 +33,6 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
 
 
-_SAME = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "structured",
-)
-"""Settings that have the name and the value of a key of the configuration."""
-
-
 def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) -> SamplingSettings:
     """The sampling settings of a configuration.
 
@@ -55,12 +41,9 @@ def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) ->
         eos_token_id: token that ends a response, as generation.stop_token_ids do; None: the tokenizer has none.
     """
     stops = {*generation.stop_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
-    return SamplingSettings(
-        **{name: getattr(generation, name) for name in _SAME},
-        bad_words=tuple(generation.bad_words),
-        stop_token_ids=tuple(sorted(stops)),
-        stop_strings=tuple(generation.stop_strings),
-    )
+    given = {one.name: getattr(generation, one.name) for one in fields(SamplingSettings)}
+    lists = {"bad_words": tuple(generation.bad_words), "stop_strings": tuple(generation.stop_strings)}
+    return SamplingSettings(**{**given, **lists, "stop_token_ids": tuple(sorted(stops))})
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that pickles ten times slower

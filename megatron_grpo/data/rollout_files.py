@@ -308,11 +308,9 @@ def examine_file(file: Path) -> RecordedFile:
         metadata = pq.read_metadata(file)
     except pa.ArrowInvalid as error:
         raise ValueError(f"is damaged or was not written to its end: {str(error).splitlines()[0]}") from None
-    largest = []
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        columns = [group.column(index) for index in range(group.num_columns)]
-        largest += [one.statistics for one in columns if one.path_in_schema == _TOKEN_IDS]
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    largest = [one.statistics for one in columns if one.path_in_schema == _TOKEN_IDS]
     known = bool(largest) and all(one is not None and one.has_min_max for one in largest)
     record = StepRecord.from_metadata(metadata.metadata)
     return RecordedFile(record, metadata.num_rows, max(one.max for one in largest) if known else None)

@@ -54,13 +54,6 @@ class SetReport:
     remarks: list[Problem] = field(default_factory=list)
     """Remarks for the user, which list the bad rows that are skipped."""
 
-    def note(self, row: Row, task: str) -> None:
-        """Add task and columns of a row."""
-        self.tasks.add(task)
-        columns = self.columns.setdefault(task, set())
-        if not columns >= row.keys():
-            columns.update(map(str, row))
-
 
 def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     """A set of rows and its summary; read once in a process for as long as the file does not change.
@@ -109,10 +102,8 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
         text = f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
         report.remarks.append(Problem(config.path, text))
     if report.doubtful:
-        text = (
-            f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): the "
-        )
-        report.remarks.append(Problem(config.path, text + f"first is {report.doubt}"))
+        text = f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): "
+        report.remarks.append(Problem(config.path, f"{text}the first is {report.doubt}"))
     return report
 
 
@@ -128,7 +119,9 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
                 bad.append(Problem(source.place(number), formed))
             continue
         usable.append(number)
-        report.note(formed, check.task(formed))
+        columns = report.columns.setdefault(check.task(formed), set())
+        if not columns >= formed.keys():
+            columns.update(map(str, formed))
         doubts = check.doubts(formed)
         if doubts:
             report.doubt = report.doubt or f"{source.place(number)}, whose tests {doubts[0]}"
@@ -136,7 +129,7 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
         prompt = check.prompt(formed)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
-    report.rows = len(usable)
+    report.rows, report.tasks = len(usable), set(report.columns)
     distinct = len(np.unique(np.array(digests, dtype=np.uint64)))
     report.alike, report.duplicates = distinct <= 1, report.rows - distinct
     report.usable = np.array(usable, dtype=np.int64)
@@ -211,25 +204,16 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if isinstance(prompt, list) and not spec.apply_chat_template:
         return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
     if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
-        wrong = _content_of_no_text(prompt)
-        reason = "is neither a text nor a list of {role, content} messages" if wrong is None else wrong
-        return f"column {spec.prompt_key!r} {reason}"
+        for number, turn in enumerate(prompt if _are_turns(prompt) else [], start=1):
+            if not isinstance(turn["content"], str):
+                text = f"has a message (number {number}) whose content is {_kind(turn['content'])}; it must be text"
+                return f"column {spec.prompt_key!r} {text}"
+        return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
     if spec.answer_key is None:
         return None
     unusable = unusable_answer(kind, row[spec.answer_key])
     given = shown(json.dumps(row[spec.answer_key], default=str))
     return f"column {spec.answer_key!r} (data.answer_key) {unusable}: {given}" if unusable else None
-
-
-def _content_of_no_text(prompt: Any) -> str | None:
-    """The complaint about a list of messages of which one has a content that is no text; None: it is no such list."""
-    turns = prompt if isinstance(prompt, list) else []
-    if not turns or not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
-        return None
-    for number, turn in enumerate(turns):
-        if not isinstance(turn["content"], str):
-            return f"has a message (number {number + 1}) whose content is {_kind(turn['content'])}; it must be text"
-    return None
 
 
 def _kind(content: Any) -> str:
@@ -247,11 +231,13 @@ def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
 
 def is_conversation(value: Any) -> bool:
     """Whether a value is a list of {role, content} messages, and not empty."""
+    return _are_turns(value) and all(isinstance(turn[key], str) for turn in value for key in ("role", "content"))
+
+
+def _are_turns(value: Any) -> bool:
+    """Whether a value is a list, not empty, of objects with a role and a content of any kind."""
     turns = value if isinstance(value, list) else []
-    return bool(turns) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
+    return bool(turns) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns)
 
 
 def unusable_answer(kind: str, answer: Any) -> str | None:

@@ -11,8 +11,13 @@ from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import PREPARED_PROMPTS, processor_problems, task_spec
 from megatron_grpo.environments.interface import import_folders, make_importable
 from megatron_grpo.environments.registry import environment_class, fitted_options
-from megatron_grpo.environments.reward_call import RewardFunction, check_parameters, load_reward_function
-from megatron_grpo.environments.reward_functions import RESULT, load_agent_function
+from megatron_grpo.environments.reward_functions import (
+    RESULT,
+    RewardFunction,
+    check_parameters,
+    load_agent_function,
+    load_reward_function,
+)
 from megatron_grpo.environments.reward_model import model_problem
 from megatron_grpo.weights.source import made_before_the_run
 

@@ -14,11 +14,12 @@ from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, Environ
 from megatron_grpo.config.errors import RunError, shown
 from megatron_grpo.config.paths import imported
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
-from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function
 from megatron_grpo.environments.reward_functions import (
     AgentEnvironment,
+    RewardFunction,
     RewardFunctionEnvironment,
     load_agent_function,
+    load_reward_function,
 )
 
 SETTINGS = "settings"

@@ -3,29 +3,232 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
 import logging
+import signal
+import threading
+import traceback
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
+from types import FrameType
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
 from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.reward_call import (
-    PASSED,
-    Outcome,
-    RewardCall,
-    RewardError,
-    RewardFunction,
-    load_callable,
-)
 
 logger = logging.getLogger(__name__)
+
+
+class TimeLimitPassed(BaseException):
+    """Raised inside code that takes too long; a BaseException, so that `except Exception` there does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TimeLimitPassed if the body exceeds a limit. Main thread only, where Python delivers signals.
+
+    The signal is SIGUSR2, because reward functions may use SIGALRM themselves (math-verify does). A call that never
+    returns to the interpreter is not interrupted; the deadline of the process ends it.
+
+    Args:
+        seconds: the limit; None: no limit.
+    """
+    if seconds is None:
+        yield
+        return
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGUSR2, _raise_in_body)
+    timer = threading.Timer(seconds, lambda: signal.pthread_kill(main, signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # from here on the timer sends no signal
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
+
+
+def _raise_in_body(signum: int, frame: FrameType | None) -> None:
+    raise TimeLimitPassed
+
+
+RewardFunction = Callable[..., Any]
+"""Function of prompts=, completions= and each column of the data=, which returns one reward per completion (None: no
+reward), or a coroutine of these."""
+
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+"""Arguments other than data columns; each is passed to functions that have such a parameter."""
+
+
+class RewardError(RunError):
+    """A reward function raised, took too long, or returned something other than a list of rewards."""
+
+    timed_out = False
+    """Whether the function took too long."""
+
+
+Outcome = list[float | None] | RewardError
+"""The rewards of a function, or its failure."""
+
+
+class RewardCall:
+    """A reward function (or callable object) and its parameters."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self._function = function
+        self._path = f"{getattr(function, '__module__', '?')}.{name}"
+        self._accepts = _accepted(function)
+        self._requires = {one.name for one in _required(function)} - {*PASSED}
+
+    def attempt(
+        self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
+    ) -> Outcome | Coroutine[Any, Any, Outcome]:
+        """Call the function for `count` completions: its rewards or its failure; a coroutine of these if it is async.
+
+        Main thread only.
+        """
+        try:
+            with time_limit(timeout_s):
+                given = self._function(**self._taken(arguments, count))
+            return self._awaited(given, count, timeout_s) if inspect.isawaitable(given) else self._rewards(given, count)
+        except TimeLimitPassed:
+            return self._timed_out(timeout_s)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it becomes the failure
+            return self._failure(error)
+
+    async def _awaited(self, given: Awaitable[Any], count: int, timeout_s: float | None) -> Outcome:
+        """Await an async function, which is cancelled when it takes too long; returns its rewards or its failure."""
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                rewards = await given
+            return self._rewards(rewards, count)
+        except Exception as error:  # noqa: BLE001 - as in `attempt`
+            late = limit.expired() and not isinstance(error, RewardError)
+            return self._timed_out(timeout_s) if late else self._failure(error)
+
+    def _taken(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """Select the arguments that the function takes; a column that none of the rows has is a list of None."""
+        taken = {name: value for name, value in arguments.items() if self._accepts is None or name in self._accepts}
+        return {name: [None] * count for name in self._requires} | taken
+
+    def _rewards(self, given: Any, count: int) -> list[float | None]:
+        if not isinstance(given, Iterable):
+            raise RewardError(f"{self._path} gave {type(given).__name__}, and no list of rewards")
+        rewards = list(given)
+        if len(rewards) != count:
+            raise RewardError(f"{self._path} gave {len(rewards)} rewards for {count} completions")
+        try:
+            return [None if reward is None else float(reward) for reward in rewards]
+        except (TypeError, ValueError) as error:
+            text = f"{self._path} gave something that is neither a number nor None: {error}"
+            raise RewardError(text) from error
+
+    def _timed_out(self, timeout_s: float | None) -> RewardError:
+        failure = RewardError(f"{self._path} gave no rewards within reward_timeout_s={timeout_s:g} s")
+        failure.timed_out = True
+        return failure
+
+    def _failure(self, error: Exception) -> RewardError:
+        if isinstance(error, RewardError):
+            return error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        failure = RewardError(f"{self._path} raised {type(error).__name__}: {error} ({where})")
+        failure.__cause__ = error
+        return failure
+
+
+def load_reward_function(path: str) -> RewardFunction:
+    """Import the function or object at a path (an instance, if it is a class); RunError: it cannot be used, and why."""
+    function = load_callable("reward function", path, instance=True)
+    check_parameters(path, function)
+    return function
+
+
+def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
+    """Import the function or object at a path (package.module.name, or an attribute of an object there).
+
+    With `instance`, a class is instantiated. RunError: the import fails, or the object is not callable.
+    """
+    module, _, name = path.rpartition(".")
+    outer, _, holder = module.rpartition(".")
+    try:
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if not outer or error.name != module:
+                raise
+            found = getattr(getattr(importlib.import_module(outer), holder), name)
+        function: Any = found() if instance and inspect.isclass(found) else found
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise RunError(f"{kind} {path} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise RunError(f"{kind} {path} is {type(function).__name__}, which cannot be called")
+    return function
+
+
+def check_parameters(path: str, function: RewardFunction, columns: Collection[str] | None = None) -> None:
+    """Check that a function accepts prompts, completions and the columns of the data as keyword arguments.
+
+    Args:
+        path: the function's import path, for messages.
+        function: the function.
+        columns: names of all columns of the rows that the function will score; None: unknown.
+
+    Raises:
+        RunError: the function does not accept them.
+    """
+    text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
+    own = _required(function, of_wrapped=False)  # a wrapper may turn keywords into positions
+    unnamed = [one.name for one in own if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if unnamed:
+        raise RunError(f"{text}; it takes {', '.join(unnamed)} by position only: leave the / out of its parameters")
+    accepts = _accepted(function)
+    if accepts is not None and not accepts & {"prompts", "completions", "completion_ids"}:
+        raise RunError(f"{text}; it takes {', '.join(sorted(accepts)) or 'nothing'}")
+    lacking = [one.name for one in _required(function) if one.name not in (*PASSED, *(columns or ()))]
+    if columns is not None and lacking:
+        there = ", ".join(sorted(columns)) or "none"
+        raise RunError(
+            f"reward function {path} takes {', '.join(lacking)}, and the data has no such column; it has {there}"
+        )
+
+
+def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[inspect.Parameter]:
+    """Parameters of a function, or of the function that it wraps; **kwargs for a builtin without a signature."""
+    try:
+        return list(inspect.signature(function, follow_wrapped=of_wrapped).parameters.values())
+    except (TypeError, ValueError):
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _accepted(function: RewardFunction) -> frozenset[str] | None:
+    """Keyword names that a function accepts; None: any name."""
+    parameters = _parameters(function)
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(one.name for one in parameters if one.kind in by_name)
+
+
+def _required(function: RewardFunction, of_wrapped: bool = True) -> list[inspect.Parameter]:
+    """Parameters without a default."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = _parameters(function, of_wrapped)
+    return [one for one in parameters if one.kind not in variadic and one.default is inspect.Parameter.empty]
+
 
 _NOT_COLUMNS = ("prompt", "completion", REFERENCE, *PASSED)
 """Names that are not passed on as columns: prompts and completions hold the first two, the others are reserved."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_args
 
+from megatron_grpo.config import paths
 from megatron_grpo.config.checks.passthrough import library_problems
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
@@ -18,7 +19,7 @@ from megatron_grpo.platform.device import current_platform
 class VllmSettings:
     """All settings of one engine; plain values, so that they can be sent to the actor."""
 
-    index: int
+    index: int = 0
     model_path: str
     """Folder of the model in Hugging Face format."""
     config: GenerationConfig
@@ -30,7 +31,7 @@ class VllmSettings:
     """Form of the experts that are recorded for responses; None: none are recorded."""
     in_flight: AsyncGRPOConfig | None = None
     """Settings for weight changes while responses are generated; None: weights never change meanwhile."""
-    token: str | None = field(default=None, repr=False)
+    token: str | None = field(default_factory=paths.token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
     @property

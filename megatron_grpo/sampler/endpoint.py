@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ class Endpoint:
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
             app.router.add_get(f"{base}/models", self._models)
-            app.router.add_post(f"{base}/chat/completions", self._chat)
-            app.router.add_post(f"{base}/completions", self._completions)
+            app.router.add_post(f"{base}/chat/completions", partial(self._answered, known=_OF_CHAT))
+            app.router.add_post(f"{base}/completions", partial(self._answered, known=_OF_COMPLETIONS))
         app.cleanup_ctx.append(self._closing_idle)
         self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
@@ -142,12 +143,6 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        return await self._answered(request, _OF_CHAT)
-
-    async def _completions(self, request: web.Request) -> web.Response:
-        return await self._answered(request, _OF_COMPLETIONS)
 
     async def _answered(self, request: web.Request, known: set[str]) -> web.Response:
         name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""

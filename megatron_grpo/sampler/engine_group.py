@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -13,9 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
-from megatron_grpo.config.paths import token
-from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
-from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.engine import VllmEngine
 from megatron_grpo.sampler.engines import ENGINE_NAME
@@ -36,37 +34,16 @@ class VllmGeneration:
     """
 
     def __init__(
-        self,
-        model_path: str,
-        config: GenerationConfig,
-        *,
-        precision: str,
-        max_total_sequence_length: int,
-        actor_options: Callable[[int], dict[str, Any]],
-        startup_timeout_s: float,
-        routed: RoutedForm | None = None,
-        in_flight: AsyncGRPOConfig | None = None,
+        self, settings: VllmSettings, *, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
     ) -> None:
-        """Arguments without a description are fields of the engines' `VllmSettings`.
-
+        """
         Args:
+            settings: settings of the engines, of which each gets its own index.
             actor_options: Ray options (resources, placement) of the engine with this index.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`.
         """
-        self.routed, self.config = routed, config
-        self._settings = [
-            VllmSettings(
-                index=index,
-                model_path=model_path,
-                config=config,
-                precision=precision,
-                max_total_sequence_length=max_total_sequence_length,
-                routed=routed,
-                in_flight=in_flight,
-                token=token(),
-            )
-            for index in range(config.parallel.data)
-        ]
+        self.routed, self.config = settings.routed, settings.config
+        self._settings = [replace(settings, index=index) for index in range(self.config.parallel.data)]
         self._actor_options = actor_options
         self._startup_timeout_s = startup_timeout_s
         self._started_at = 0.0
@@ -76,7 +53,7 @@ class VllmGeneration:
         self._starting: list[ray.ObjectRef] = []
         self.startup_s: list[dict[str, float]] = []
         """Seconds that each engine took to start, by part, as `VllmEngine.start` returns them."""
-        self.restarts = [0] * config.parallel.data
+        self.restarts = [0] * self.config.parallel.data
         """Number of replacements of each engine."""
 
     def start(self) -> None:

@@ -49,8 +49,8 @@ class _Call:
 class EnvironmentClient:
     """Client of an environment. Queued calls are sent as soon as a process is free, several at once.
 
-    When a process dies or misses the deadline, it is replaced, and its calls are repeated sample by sample, so that
-    only the sample that caused the failure fails.
+    When a process dies or misses the deadline, it is replaced, and its calls are repeated once, sample by sample, each
+    by itself, so that only the sample that caused the failure fails.
     """
 
     def __init__(self, handle: EnvironmentHandle) -> None:
@@ -89,16 +89,32 @@ class EnvironmentClient:
         Raises:
             SamplingError: a process died and could not be replaced.
         """
-        scored: list[Scored] = await self._ask("score", requests)
+        try:
+            scored: list[Scored] = await self._ask("score", requests)
+        except RolloutFailure:
+            scored = await asyncio.gather(*map(self._score_alone, requests))
         return scored
 
+    async def _score_alone(self, request: EnvironmentRequest) -> Scored:
+        try:
+            scored: list[Scored] = await self._ask("score", [request], alone=True)
+        except RolloutFailure as failure:
+            return str(failure)
+        return scored[0]
+
     async def _ask_or_fail(self, method: str, *arguments: Any, alone: bool = False) -> Any:
-        value, failure = await self._ask(method, *arguments, alone=alone)
+        try:
+            value, failure = await self._ask(method, *arguments, alone=alone)
+        except RolloutFailure:
+            if alone:
+                raise
+            value, failure = await self._ask(method, *arguments, alone=True)
         if failure is not None:
             raise RolloutFailure(failure)
         return value
 
     async def _ask(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+        """Return the answer to a call; RolloutFailure: its process was lost, perhaps over another call beside it."""
         if self._broken is not None:
             raise self._broken
         call = _Call(method, arguments, asyncio.get_running_loop().create_future(), alone)
@@ -130,7 +146,8 @@ class EnvironmentClient:
                 reason = await self._run(process, calls) if calls else None
                 if reason is not None:
                     self._kill(process)
-                    self._again(calls, reason)
+                    for call in calls:
+                        call.settle(RolloutFailure(reason))
                     process = await self._describe(self._handle.spawn())
         except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
@@ -160,28 +177,6 @@ class EnvironmentClient:
         for call, answer in zip(calls, answers, strict=True):
             call.settle(answer)
         return None
-
-    def _again(self, calls: list[_Call], reason: str) -> None:
-        """Repeat the calls of a lost process, each sample by itself; calls that already were by themselves fail."""
-        for call in calls:
-            if call.answer.done():
-                continue
-            if call.alone:
-                call.settle([reason] if call.method == "score" else (None, reason))
-            elif call.method == "score":
-                self._keep(self._score_singly(call))
-            else:
-                call.alone = True
-                self._queue.append(call)
-                self._work.set()
-
-    async def _score_singly(self, call: _Call) -> None:
-        (requests,) = call.arguments
-        try:
-            scored = await asyncio.gather(*(self._ask("score", [one], alone=True) for one in requests))
-            call.settle([one for alone in scored for one in alone])
-        except SamplingError as error:
-            call.settle(error)
 
     async def _describe(self, actor: Any) -> dict[str, Any]:
         """Wait until a process is up; returns its description, with its actor."""

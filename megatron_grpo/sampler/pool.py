@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from ray.exceptions import RayError
 
 from megatron_grpo.cluster.futures import overdue
 from megatron_grpo.cluster.overdue import report_hanging
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import RolloutsConfig
 from megatron_grpo.data.processors import DatumSpec
@@ -24,14 +26,84 @@ from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.sampler.plan import RolloutPlan, require_few_failures
 from megatron_grpo.sampler.rollout import ATTEMPTS
 from megatron_grpo.sampler.shards import groups_of
-from megatron_grpo.sampler.step_tokens import StepTokens
-from megatron_grpo.sampler.worker_group import WORKER_NAME, LostEngines, Restore, WorkerGroup, not_replaced
+from megatron_grpo.sampler.worker_group import WORKER_NAME, WorkerGroup
 
 COUNTS_S = 20.0
 """Deadline for fetching the counts of all engines, in seconds."""
 
 GRACE_S = 20.0
 """Seconds by which the driver's deadlines exceed those of workers, whose messages say more but come later."""
+
+
+Restore = Callable[[Mapping[int, str]], None]
+"""Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
+
+
+def not_replaced(lost: Mapping[int, str]) -> None:
+    """A `Restore` that replaces no engine: raises SamplingError with the reasons."""
+    raise SamplingError("; ".join(dict.fromkeys(lost.values())))
+
+
+class LostEngines:
+    """Replaces the engines that rollout workers report as lost."""
+
+    def __init__(self, engines: Sequence[Any], restore: Restore) -> None:
+        """
+        Args:
+            engines: actors in the order of their numbers; `restore` puts replacements into this sequence.
+            restore: replaces engines.
+        """
+        self._engines, self._restore = engines, restore
+        self._known = list(engines)
+        self._restarts = [0] * len(engines)
+        self._users: list[tuple[Any, Sequence[int]]] = []
+        self._reports: dict[Any, Any] = {}
+
+    def watch(self, worker: Any, numbers: Sequence[int]) -> None:
+        """Listen to the reports of a rollout worker, which uses the engines with these numbers."""
+        self._users.append((worker, numbers))
+        self._reports[worker.lost_engines.remote()] = worker
+
+    def hand_on(self) -> None:
+        """Tell workers about engines that were replaced since the last call, for example by a refit."""
+        for number, actor in enumerate(self._engines):
+            if actor is not self._known[number]:
+                self._known[number] = actor
+                self._restarts[number] += 1
+                self._tell(number, "replace_engine", actor)
+
+    def some(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], bool]:
+        """Wait until one of the calls is over, or a worker reports lost engines, which are then replaced if possible.
+
+        Args:
+            calls: calls of any workers.
+            timeout_s: most seconds to wait.
+
+        Returns:
+            The call that is over, if any, and whether a worker has reported lost engines.
+        """
+        self.hand_on()
+        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
+        if not ready or ready[0] not in self._reports:
+            return ready, False
+        worker, lost = self._reports.pop(ready[0]), {}
+        with suppress(RayError):  # if the worker died, its other calls raise the error
+            losses = ray.get(ready[0])
+            self._reports[worker.lost_engines.remote()] = worker
+            lost = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
+        if lost:
+            try:
+                self._restore(lost)
+            except SamplingError as error:
+                for number in lost:
+                    self._tell(number, "give_up_engine", str(error))
+            self.hand_on()
+        return [], True
+
+    def _tell(self, number: int, method: str, *args: Any) -> None:
+        for worker, numbers in self._users:
+            if number in numbers:
+                getattr(worker, method).remote(number, *args)
 
 
 class Complete(NamedTuple):
@@ -53,12 +125,13 @@ class UnderWay:
     """Unique number of the batch."""
     sampled: dict[int, Any]
     """By worker, a reference that is ready when all its responses are sampled."""
-    calls: dict[int, Any]
-    """By worker that is not done, a Ray generator of references to numbers of complete prompts."""
+    calls: dict[Any, int]
+    """Ray generators of references to numbers of complete prompts, with the worker of each; those of done workers are
+    removed."""
 
     def is_done(self) -> bool:
         """Whether all prompts are sampled and scored, or have failed."""
-        ends = [call.completed() for call in self.calls.values()]
+        ends = [call.completed() for call in self.calls]
         return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends) if ends else True
 
 
@@ -94,8 +167,8 @@ class RolloutPool:
         self._batches = count()
         self._timeout_s = workers.generation_timeout_s
         self._scoring_s = ATTEMPTS * config.timeout_s + GRACE_S
-        self.tokens = StepTokens(workers)
-        """Calls that work on the tokens of complete groups."""
+        self.tokens = workers
+        """The workers, for their calls on the tokens of complete groups."""
 
     def start(self) -> None:
         """Begin to start the environments and the workers."""
@@ -156,7 +229,7 @@ class RolloutPool:
         parts = {n: part for n, part in enumerate(self._workers.shared_out(list(prompts.items()))) if part}
         workers = self._workers.actors
         calls = {
-            number: workers[number].collect.options(num_returns="streaming").remote(batch, plan, part)
+            workers[number].collect.options(num_returns="streaming").remote(batch, plan, part): number
             for number, part in parts.items()
         }
         return UnderWay(batch, {number: workers[number].generated.remote(batch) for number in parts}, calls)
@@ -164,14 +237,19 @@ class RolloutPool:
     def finish(self, under_way: UnderWay, timer: StepTimer) -> list[SampledGroup]:
         """Wait for all prompts of a batch; returns and raises the same as `collect`."""
         with timer.phase("generation"):
-            limit = self._timeout_s + GRACE_S
-            self._lost.wait(under_way.sampled, limit, "generation")
+            limit, since = self._timeout_s + GRACE_S, time.monotonic()
+            pending = {call: worker for worker, call in under_way.sampled.items()}
+            while pending:
+                over, replaced = self._wait(pending, since, limit, "generation")
+                since = time.monotonic() if replaced else since
+                for call in over:
+                    del pending[call]
             self._workers.gather(under_way.sampled, limit, "generation")
         with timer.phase("environment"):
             complete = self.arrived([under_way])
             since = time.monotonic()
             while under_way.calls:
-                self._wait([under_way], since, self._scoring_s, "scoring")
+                self._wait(under_way.calls, since, self._scoring_s, "scoring")
                 complete += self.arrived([under_way])
             return self.take(sorted(complete))
 
@@ -183,12 +261,12 @@ class RolloutPool:
         """
         found = []
         for one in batches:
-            for worker, call in list(one.calls.items()):
+            for call, worker in list(one.calls.items()):
                 while ray.wait([call], timeout=0)[0]:
                     try:
                         reference = next(call)
                     except StopIteration:
-                        del one.calls[worker]
+                        del one.calls[call]
                         break
                     (numbers,) = self._workers.gather({worker: reference}, self._timeout_s, "generation")
                     found += [Complete(one.batch, number, worker) for number in numbers]
@@ -232,14 +310,17 @@ class RolloutPool:
         Raises:
             SamplingError: no group arrived within the deadline.
         """
-        self._wait(batches, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
+        calls = {call: worker for one in batches for call, worker in one.calls.items()}
+        self._wait(calls, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
 
-    def _wait(self, batches: Sequence[UnderWay], since: float, deadline_s: float, what: str) -> None:
-        calls = [call for one in batches for call in one.calls.values()]
-        over, replaced = self._lost.some(calls, since + deadline_s - time.monotonic())
+    def _wait(self, calls: Mapping[Any, int], since: float, deadline_s: float, what: str) -> tuple[list[Any], bool]:
+        """Wait as `LostEngines.some` for calls, given with their workers; SamplingError, which names these, if late."""
+        with phase(what):
+            over, replaced = self._lost.some(list(calls), since + deadline_s - time.monotonic())
         if not over and not replaced:
-            late = sorted({worker for one in batches for worker in one.calls})
-            raise SamplingError(str(overdue(what, [WORKER_NAME(worker) for worker in late], deadline_s)))
+            late = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]
+            raise SamplingError(str(overdue(what, late, deadline_s)))
+        return over, replaced
 
     def take_engine_counts(self) -> list[EngineCounts]:
         """Take each engine's counts since the last call; zeros for a failed engine, which its next request reports."""

@@ -111,23 +111,20 @@ class GroupRollout:
     async def _one(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample; if it fails, try again with equal seeds."""
         reason = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                # Place before releasing the failed engine's load: otherwise a stuck engine would look idle.
-                failed_on, (engine,) = engine, self._engines.place([1])
-                failed_on.load -= 1
-            try:
-                sampled = await self._attempt(sample, engine)
-                engine.load -= 1
-                return sampled
-            except TimeoutError:
-                reason = f"{engine.name} did not finish it within rollouts.timeout_s={self._plan.timeout_s:g} s"
-            except RolloutFailure as failure:
-                reason = str(failure)
-            except BaseException:
-                engine.load -= 1
-                raise
-        engine.load -= 1
+        try:
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    # Place before releasing the failed engine's load: otherwise a stuck engine would look idle.
+                    failed_on, (engine,) = engine, self._engines.place([1])
+                    failed_on.load -= 1
+                try:
+                    return await self._attempt(sample, engine)
+                except TimeoutError:
+                    reason = f"{engine.name} did not finish it within rollouts.timeout_s={self._plan.timeout_s:g} s"
+                except RolloutFailure as failure:
+                    reason = str(failure)
+        finally:
+            engine.load -= 1
         failed = self._trajectory(sample, [self._prompt_ids], [], "stop")
         _fail(failed, reason)
         return failed, None

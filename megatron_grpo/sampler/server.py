@@ -1,4 +1,4 @@
-"""An engine that is an external vLLM server: an actor with the methods of `VllmEngine`, and its HTTP client."""
+"""An engine that is an external vLLM server: an actor with the methods of `VllmEngine`."""
 
 from __future__ import annotations
 
@@ -39,66 +39,6 @@ class ServerGoneError(RuntimeError):
     """The connection to the server could not be made, or ended before the answer."""
 
 
-class ServerClient:
-    """HTTP client of one server. It must be created inside an event loop.
-
-    Args:
-        url: address of the server, "http://HOST:PORT".
-        bearer: token that the server requires; None: none.
-    """
-
-    def __init__(self, url: str, bearer: str | None) -> None:
-        self.url = url
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # no limit of connections: vLLM's scheduler queues requests
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
-        )
-
-    async def post(self, path: str, body: Any = None, **query: str) -> Any:
-        """Send a POST and return the answer, parsed from JSON.
-
-        Raises:
-            ServerGoneError: the connection could not be made, or ended before the answer.
-            RuntimeError: the server answered with an error, which is in the message.
-        """
-        return await self.ask("POST", path, json={} if body is None else body, params=query)
-
-    async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of refit.worker.RefitWorker on every worker of the server; returns all answers."""
-        answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
-        return list(answer["results"])
-
-    async def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers; RuntimeError with the reason if it does not in time."""
-        end, reason = time.monotonic() + timeout_s, "it says nothing"
-        while time.monotonic() < end:
-            try:
-                async with asyncio.timeout(max(end - time.monotonic(), 0.0)):
-                    await self.ask("GET", "/health")
-                return
-            except RuntimeError as error:
-                reason = str(error)
-            except TimeoutError:
-                break
-            await asyncio.sleep(min(PROBE_S, max(end - time.monotonic(), 0.0)))
-        raise RuntimeError(f"no vLLM server answers within generation.server.timeout_s={timeout_s:g} s: {reason}")
-
-    async def ask(self, method: str, path: str, **given: Any) -> Any:
-        """Send a request of any HTTP method, with aiohttp's options `given`; returns and raises like `post`."""
-        try:
-            async with self._session.request(method, self.url + path, **given) as answer:
-                if answer.status == 401:
-                    raise RuntimeError(f"{self.url} wants another token than that of MEGATRON_GRPO_TOKEN, or any")
-                if answer.status >= 400:
-                    said = await answer.text()
-                    said = said if len(said) <= 500 else f"{said[:500]}…"
-                    raise RuntimeError(f"{self.url}{path} answers {answer.status}: {said}")
-                return await answer.json() if answer.content_type == "application/json" else None
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise ServerGoneError(f"{self.url}: {error}") from error
-
-
 class OtherWeightsError(Exception):
     """A response was sampled by weights that do not belong to this run."""
 
@@ -110,8 +50,8 @@ class ServerEngine:
     whether this run's weights sampled it; a restarted server is detected, given the current version, and asked again.
     """
 
-    _client: ServerClient
-    """Set by `start`."""
+    _session: aiohttp.ClientSession
+    """Set by `start`, inside the event loop."""
 
     def __init__(self, settings: VllmSettings) -> None:
         begin_process_log(f"generation engine {settings.index}")
@@ -141,8 +81,13 @@ class ServerEngine:
 
         began = time.monotonic()
         self._tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
-        self._client = ServerClient(self._url, self._settings.token)
-        await self._client.wait_until_up(self._timeout_s)
+        bearer = self._settings.token
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # no limit of connections: vLLM's scheduler queues requests
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
+        )
+        await self._wait_until_up()
         await self._require_fitting()
         return {"server": time.monotonic() - began}, own_processes()
 
@@ -181,7 +126,7 @@ class ServerEngine:
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
         self._source = (mode, rendezvous, first_receiver)
-        await self._client.wait_until_up(self._timeout_s)
+        await self._wait_until_up()
         await self._on_workers("connect_refit", *self._source)
 
     @phase("receive weights")
@@ -214,7 +159,7 @@ class ServerEngine:
             if self._settings.keeps_cache:  # separates prompts cached under different weights
                 body["cache_salt"] = f"{self._prefix}{self._version}"
             try:
-                answer = await self._client.post("/inference/v1/generate", body)
+                answer = await self._post("/inference/v1/generate", body)
                 return self._read(answer)
             except (ServerGoneError, OtherWeightsError) as error:
                 logger.warning("%s: %s: %s", name, type(error).__name__, error)
@@ -254,7 +199,7 @@ class ServerEngine:
             try:
                 served = await self._served()
             except ServerGoneError:
-                await self._client.wait_until_up(self._timeout_s)
+                await self._wait_until_up()
                 served = await self._served()
             if version is None or served == f"{self._prefix}{version}":
                 return
@@ -271,39 +216,43 @@ class ServerEngine:
 
     async def _served(self) -> str:
         """Name of the weight version that the server serves."""
-        served: str = (await self._client.ask("GET", "/weight_info"))["weight_version"]
+        served: str = (await self._ask("GET", "/weight_info"))["weight_version"]
         if ":" in served and not served.startswith(self._prefix) and self._version is not None:
             raise RuntimeError(f"{self._url} was given weights by another run; a server serves one at a time")
         return served
 
     async def _receive(self, version: int) -> None:
         """Pause the server, let its workers receive a version, and set the name of its weights to that version."""
-        await self._client.post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
+        await self._post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
         started_anew = self._version is not None and not (await self._served()).startswith(self._prefix)
         if started_anew and self._source is not None and self._source[0] == "files":
             await self._on_workers("connect_refit", *self._source)
         await self._on_workers("receive_refit", version)
-        await self._client.post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
+        await self._post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
 
     async def _commit(self, version: int) -> None:
         """Let the server serve the version that it received; RuntimeError if the server was restarted since."""
         if await self._served() != f"{self._prefix}{version}":
             raise RuntimeError(f"{self._url} was started anew since it received version {version}")
-        if not self._settings.keeps_cache and not (await self._client.post("/reset_prefix_cache"))["success"]:
+        if not self._settings.keeps_cache and not (await self._post("/reset_prefix_cache"))["success"]:
             raise RuntimeError(f"{self._url} could not empty its prefix cache, which is of other weights")
-        await self._client.post("/resume")
+        await self._post("/resume")
 
     async def _on_workers(self, method: str, *arguments: Any) -> None:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
-        problems = await self._client.on_workers(method, *arguments)
+        problems = await self._answers_of_workers(method, *arguments)
         if any(problems):
             raise RuntimeError("; ".join(f"{self._url}: {problem}" for problem in problems if problem))
+
+    async def _answers_of_workers(self, method: str, *arguments: Any) -> list[Any]:
+        answer = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
+        return list(answer["results"])
 
     async def _require_fitting(self) -> None:
         """Raise RuntimeError unless the server can be refitted and serves the run's model in the run's layout."""
         url = self._url
         try:
-            worker, *_ = await self._client.on_workers("describe")
+            worker, *_ = await self._answers_of_workers("describe")
         except RuntimeError as error:
             raise RuntimeError(
                 f"{url} cannot be refitted: {error}; start it with python -m megatron_grpo.serve"
@@ -329,6 +278,44 @@ class ServerEngine:
                 f"{url} takes sequences of {worker['longest']} tokens; start it with --max-model-len="
                 f"{self._settings.max_total_sequence_length} (policy.max_total_sequence_length)"
             )
+
+    async def _post(self, path: str, body: Any = None, **query: str) -> Any:
+        """Send a POST; returns and raises like `_ask`."""
+        return await self._ask("POST", path, json={} if body is None else body, params=query)
+
+    async def _wait_until_up(self) -> None:
+        """Wait until the server answers; RuntimeError with the reason if it does not in time."""
+        limit, reason = f"generation.server.timeout_s={self._timeout_s:g} s", "it says nothing"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    try:
+                        await self._ask("GET", "/health")
+                        return
+                    except RuntimeError as error:
+                        reason = str(error)
+                    await asyncio.sleep(PROBE_S)
+        except TimeoutError:
+            raise RuntimeError(f"no vLLM server answers within {limit}: {reason}") from None
+
+    async def _ask(self, method: str, path: str, **given: Any) -> Any:
+        """Send a request, with aiohttp's options `given`, and return the answer, parsed from JSON.
+
+        Raises:
+            ServerGoneError: the connection could not be made, or ended before the answer.
+            RuntimeError: the server answered with an error, which is in the message.
+        """
+        try:
+            async with self._session.request(method, self._url + path, **given) as answer:
+                if answer.status == 401:
+                    raise RuntimeError(f"{self._url} wants another token than that of MEGATRON_GRPO_TOKEN, or any")
+                if answer.status >= 400:
+                    said = await answer.text()
+                    said = said if len(said) <= 500 else f"{said[:500]}…"
+                    raise RuntimeError(f"{self._url}{path} answers {answer.status}: {said}")
+                return await answer.json() if answer.content_type == "application/json" else None
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise ServerGoneError(f"{self._url}: {error}") from error
 
     def _outcome(self, task: asyncio.Task[GenerationOutput | str]) -> GenerationOutput | str:
         if task.cancelled():

@@ -16,11 +16,9 @@ from megatron_grpo.sampler.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.sampler.engines import EngineClient, EngineLoss, Engines
 from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutPlan
+from megatron_grpo.sampler.requests import in_bunches
 from megatron_grpo.sampler.rollout import GroupRollout
 from megatron_grpo.sampler.shards import Collected, collected
-
-PACE_S = 0.02
-"""Groups that complete within this many seconds of each other are reported together, to save messages."""
 
 
 class RolloutWorker:
@@ -70,33 +68,36 @@ class RolloutWorker:
         Raises:
             SamplingError: an engine failed, or a process of an environment could not be replaced.
         """
-        arrived: list[int] = []
-        some, generated = asyncio.Event(), self._generated[batch]
+        generated, left = self._generated[batch], len(prompts)
+        deadline = asyncio.create_task(self._engines.lose_late(self._generation_timeout_s))
 
-        async def follow() -> None:
-            try:
-                async for number, trajectories in self._groups(plan, prompts, generated):
-                    self._complete[batch, number] = trajectories
-                    arrived.append(number)
-                    some.set()
-            finally:
+        async def through(group: GroupRollout, engine: EngineClient) -> list[Trajectory]:
+            nonlocal left
+            await group.sample(engine)
+            left -= 1
+            if not left:
+                deadline.cancel()
                 generated.set()
-                some.set()
+            return await group.score()
 
-        following = asyncio.create_task(follow())
-        with phase("rollouts"):
-            try:
-                while not following.done() or arrived:
-                    await some.wait()
-                    if not following.done():
-                        await asyncio.sleep(PACE_S)
-                    some.clear()
-                    numbers, arrived = arrived, []
-                    if numbers:
-                        yield numbers
-                await following
-            finally:
-                following.cancel()
+        waiting: dict[asyncio.Task[list[Trajectory]], int] = {}
+        try:
+            engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
+            for (number, datum), engine in zip(prompts, engines, strict=True):
+                environment = self._environments[datum["task_name"]]
+                agents = self._endpoint if environment.agent else None
+                group = GroupRollout(number, datum, plan, self._engines, environment, agents)
+                waiting[asyncio.create_task(through(group, engine))] = number
+            with phase("rollouts"):
+                async for done in in_bunches(waiting):
+                    for number, task in done.items():
+                        self._complete[batch, number] = task.result()
+                    yield list(done)
+        finally:
+            deadline.cancel()
+            generated.set()
+            for task in waiting:
+                task.cancel()
 
     async def hand_over(self, complete: list[tuple[int, int]]) -> Collected:
         """Return complete groups, given by numbers of batch and prompt, and forget them.
@@ -107,41 +108,6 @@ class RolloutWorker:
         for client in self._environments.values():
             client.remarks.clear()
         return collected([self._complete.pop(key) for key in complete], remarks)
-
-    async def _groups(
-        self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]], generated: asyncio.Event
-    ) -> AsyncIterator[tuple[int, list[Trajectory]]]:
-        """Yield groups as they become complete, with their prompts' numbers; sets `generated` when all are sampled.
-
-        Raises:
-            SamplingError: an engine failed, or a process of an environment could not be replaced.
-        """
-        deadline = asyncio.create_task(self._engines.lose_late(self._generation_timeout_s))
-        left = len(prompts)
-
-        async def through(number: int, group: GroupRollout, engine: EngineClient) -> tuple[int, list[Trajectory]]:
-            nonlocal left
-            await group.sample(engine)
-            left -= 1
-            if not left:
-                deadline.cancel()
-                generated.set()
-            return number, await group.score()
-
-        tasks: list[asyncio.Task[tuple[int, list[Trajectory]]]] = []
-        try:
-            engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
-            for (number, datum), engine in zip(prompts, engines, strict=True):
-                environment = self._environments[datum["task_name"]]
-                agents = self._endpoint if environment.agent else None
-                group = GroupRollout(number, datum, plan, self._engines, environment, agents)
-                tasks.append(asyncio.create_task(through(number, group, engine)))
-            for complete in asyncio.as_completed(tasks):
-                yield await complete
-        finally:
-            deadline.cancel()
-            for task in tasks:
-                task.cancel()
 
     async def generated(self, batch: int) -> None:
         """Wait until the sampling of a batch is complete or has failed."""

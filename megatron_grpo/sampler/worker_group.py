@@ -1,24 +1,42 @@
-"""The rollout workers as Ray actors: their engines, their shares of the prompts, and waiting for their answers."""
+"""The rollout workers as Ray actors: their start, their shares of prompts, and their work on the tokens of a step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
-from megatron_grpo.cluster.futures import gather, overdue
-from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.futures import explain, gather
 from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.data.rollout_files import StepFacts, StepRecord, rollouts_file
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.data.step_batch import StepBatch
+from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.sampler.endpoint import EndpointSettings
 from megatron_grpo.sampler.environment_client import STARTUP_S
+from megatron_grpo.sampler.shards import (
+    Compute,
+    build_shards,
+    bundled,
+    collected,
+    compute,
+    dump,
+    evenly_chosen,
+    fetched,
+    groups_of,
+    load,
+    places_of,
+    shard_fields,
+)
 from megatron_grpo.sampler.worker import RolloutWorker
 
 ENGINES_PER_WORKER = 8
@@ -28,7 +46,10 @@ Item = TypeVar("Item")
 
 
 class WorkerGroup:
-    """Rollout workers in Ray actors. `start()` returns at once; then call `wait_ready()`."""
+    """Rollout workers in Ray actors. `start()` returns at once; then call `wait_ready()`.
+
+    Workers also build shards, compute over tokens and write files; the driver holds only references to tokens.
+    """
 
     def __init__(
         self,
@@ -93,10 +114,6 @@ class WorkerGroup:
         bounds = [round(len(items) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
         return [list(items[begin:end]) for begin, end in pairwise(bounds)]
 
-    def next(self) -> int:
-        """Number of the worker that does the driver's next piece of work (round robin)."""
-        return next(self._turn) % len(self.actors)
-
     def shutdown(self) -> None:
         """End the workers; idempotent."""
         for worker in self.actors:
@@ -120,96 +137,121 @@ class WorkerGroup:
                 raise type(cause.cause)(str(cause.cause)) from None
             raise SamplingError(str(error)) from error
 
+    def build_shards(
+        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
+    ) -> dict[str, list[Any]]:
+        """Make a worker put the tokens of a step into the object store, one array per shard and field.
 
-Restore = Callable[[Mapping[int, str]], None]
-"""Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
-
-
-def not_replaced(lost: Mapping[int, str]) -> None:
-    """A `Restore` that replaces no engine: raises SamplingError with the reasons."""
-    raise SamplingError("; ".join(dict.fromkeys(lost.values())))
-
-
-class LostEngines:
-    """Replaces the engines that rollout workers report as lost."""
-
-    def __init__(self, engines: Sequence[Any], restore: Restore) -> None:
-        """
-        Args:
-            engines: actors in the order of their numbers; `restore` puts replacements into this sequence.
-            restore: replaces engines.
-        """
-        self._engines, self._restore = engines, restore
-        self._known = list(engines)
-        self._restarts = [0] * len(engines)
-        self._users: list[tuple[Any, Sequence[int]]] = []
-        self._reports: dict[Any, Any] = {}
-
-    def watch(self, worker: Any, numbers: Sequence[int]) -> None:
-        """Listen to the reports of a rollout worker, which uses the engines with these numbers."""
-        self._users.append((worker, numbers))
-        self._reports[worker.lost_engines.remote()] = worker
-
-    def hand_on(self) -> None:
-        """Tell workers about engines that were replaced since the last call, for example by a refit."""
-        for number, actor in enumerate(self._engines):
-            if actor is not self._known[number]:
-                self._known[number] = actor
-                self._restarts[number] += 1
-                self._tell(number, "replace_engine", actor)
-
-    def wait(self, calls: Mapping[int, Any], deadline_s: float, what: str) -> None:
-        """Wait until calls of the workers are over, and replace the engines that are lost meanwhile.
+        Returns at once. Fetching an array waits until it is stored, and raises if its worker failed.
 
         Args:
-            calls: one call of each worker, by the worker's number.
-            deadline_s: deadline in seconds, restarted whenever engines are replaced.
-            what: the phase, for messages ("generation").
-
-        Raises:
-            SamplingError: the deadline passed; the message names the overdue workers.
-        """
-        end = time.monotonic() + deadline_s
-        pending = {call: WORKER_NAME(number) for number, call in calls.items()}
-        with phase(what):
-            while pending:
-                over, replaced = self.some(list(pending), end - time.monotonic())
-                if replaced:
-                    end = time.monotonic() + deadline_s
-                elif not over:
-                    raise SamplingError(str(overdue(what, list(pending.values()), deadline_s)))
-                for call in over:
-                    del pending[call]
-
-    def some(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], bool]:
-        """Wait until one of the calls is over, or a worker reports lost engines, which are then replaced if possible.
-
-        Args:
-            calls: calls of any workers.
-            timeout_s: most seconds to wait.
+            groups: rollouts of the step, a group for each prompt.
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences, ascending; sequences are
+                numbered group by group.
 
         Returns:
-            The call that is over, if any, and whether a worker has reported lost engines.
+            By name of the field, per shard a reference to an array [tokens of the shard]: token_ids (int32), sampled
+            (bool: the token was sampled, not given), generation_logprobs (float32, 0 where not sampled); with recorded
+            routing also routed_experts, [tokens of the shard, experts recorded per token].
         """
-        self.hand_on()
-        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
-        if not ready or ready[0] not in self._reports:
-            return ready, False
-        worker, lost = self._reports.pop(ready[0]), {}
-        with suppress(RayError):  # if the worker died, its other calls raise the error
-            losses = ray.get(ready[0])
-            self._reports[worker.lost_engines.remote()] = worker
-            lost = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
-        if lost:
-            try:
-                self._restore(lost)
-            except SamplingError as error:
-                for number in lost:
-                    self._tell(number, "give_up_engine", str(error))
-            self.hand_on()
-        return [], True
+        fields = shard_fields(self.routed)
+        shards = places_of(sequences, [len(group.outcomes) for group in groups])
+        workers = len(self.actors)
+        dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
+        built: dict[str, list[Any]] = {name: [None] * len(shards) for name in fields}
+        for worker, mine in zip(self.actors, dealt, strict=False):
+            needed = sorted({group for shard in mine for group, _ in shards[shard]})
+            number = {group: position for position, group in enumerate(needed)}
+            # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
+            local = [
+                np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
+                for shard in mine
+            ]
+            call = worker.on_thread.options(num_returns=len(fields) * len(mine))
+            bundles = bundled([groups[group] for group in needed])
+            references = iter(call.remote("build shards", build_shards, bundles, local, self.routed))
+            for shard in mine:
+                for name in fields:
+                    built[name][shard] = next(references)
+        return built
 
-    def _tell(self, number: int, method: str, *args: Any) -> None:
-        for worker, numbers in self._users:
-            if number in numbers:
-                getattr(worker, method).remote(number, *args)
+    def compute(
+        self,
+        fn: Compute,
+        batch: StepBatch,
+        fields: Sequence[str],
+        *args: Any,
+    ) -> Any:
+        """Run `compute` of shards.py in a worker, add the entries that it returns to the batch, and return its summary.
+
+        `fn` must be importable in the worker.
+
+        Raises:
+            RunError: the function raised, or the worker failed.
+        """
+        call = self._begin("compute", compute, fn, batch, list(fields), args)
+        ((added, summary),) = self.gather(call, self.generation_timeout_s, "computation over a step's tokens")
+        batch.fields |= added
+        return summary
+
+    def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
+        """Fetch the trajectories of a few groups into the driver.
+
+        Raises:
+            RunError: a trajectory was lost with its worker, or did not arrive in time.
+        """
+        try:
+            return fetched(bundled(groups), self.generation_timeout_s)
+        except RayError as error:
+            raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
+
+    def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
+        """Put trajectories into the object store; returns their groups in the form of `RolloutPool.collect`."""
+        return groups_of(replace(collected(groups, []), outcomes=[[one.outcome for one in group] for group in groups]))
+
+    def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
+        """Read a step's rollouts from the file of an earlier run: facts of their sampling, and one group per prompt.
+
+        Raises:
+            RunError: the file cannot be read in time.
+        """
+        call = self._begin("read rollouts", load, file)
+        ((facts, collected),) = self.gather(call, self.generation_timeout_s, "reading of rollouts")
+        return facts, groups_of(collected)
+
+    def dump(
+        self,
+        step: int,
+        groups: Sequence[SampledGroup],
+        batch: StepBatch | None,
+        run_dir: Path,
+        record: StepRecord,
+        *,
+        sample: int | None = None,
+    ) -> Any:
+        """Make a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver continues.
+
+        Args:
+            step: number of the training step, for the file's name.
+            groups: rollouts of the step; the column `group` of the file is a group's position here.
+            batch: the step's batch, whose advantages and log-probabilities are written where they are known; None: the
+                run does not train.
+            run_dir: the run's folder.
+            record: facts of the step for the file.
+            sample: write only this many rollouts, evenly spread over the step; None: all.
+
+        Returns:
+            The argument of `wait_dump`.
+        """
+        chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
+        file = rollouts_file(run_dir, step)
+        return self._begin("write rollouts", dump, bundled(groups), chosen, batch, file, record)
+
+    def wait_dump(self, dump: Any) -> None:
+        """Wait until the file of a `dump` is written; RunError if that fails."""
+        self.gather(dump, self.generation_timeout_s, "writing of rollouts")
+
+    def _begin(self, what: str, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+        """Begin `RolloutWorker.on_thread` in the next worker (round robin); returns the call by the worker's number."""
+        worker = next(self._turn) % len(self.actors)
+        return {worker: self.actors[worker].on_thread.remote(what, function, *arguments)}

@@ -15,6 +15,7 @@ from megatron_grpo.config.schema import GenerationConfig, ParallelConfig, RefitC
 from megatron_grpo.controller.startup import make_transport
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Span
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from tests.integration.server_process import ServerProcess, serving
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
@@ -98,10 +99,12 @@ def server(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 def _generation(server: ServerProcess, model: Path) -> VllmGeneration:
     config = GenerationConfig(server=ServerConfig(urls=[server.url], timeout_s=120.0), timeout_s=120.0)
     return VllmGeneration(
-        str(model),
-        config,
-        precision="float32",
-        max_total_sequence_length=MAX_LENGTH,
+        VllmSettings(
+            model_path=str(model),
+            config=config,
+            precision="float32",
+            max_total_sequence_length=MAX_LENGTH,
+        ),
         actor_options=lambda engine: {"num_cpus": 0},
         startup_timeout_s=START_S,
     )

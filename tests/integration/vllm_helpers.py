@@ -26,6 +26,7 @@ from transformers import (
 from megatron_grpo.config.schema import AsyncGRPOConfig, EngineConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.engine import VllmEngine
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.engines import EngineClient, Engines
@@ -150,12 +151,14 @@ def engines(
         engine_restarts=engine_restarts,
     )
     generation = VllmGeneration(
-        str(path),
-        config,
-        precision=precision,
-        max_total_sequence_length=max_length,
-        routed=routed,
-        in_flight=in_flight,
+        VllmSettings(
+            model_path=str(path),
+            config=config,
+            precision=precision,
+            max_total_sequence_length=max_length,
+            routed=routed,
+            in_flight=in_flight,
+        ),
         actor_options=lambda engine: FIRST_GPU if colocated else gpus(tensor * pipeline),
         startup_timeout_s=START_S,
     )

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_grpo.data.batch import TokenBatch
-from megatron_grpo.data.padded_batches import plan_microbatches
+from megatron_grpo.data.packing import Rectangles
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
@@ -46,7 +46,7 @@ def gradients_on_rank(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) ->
     engine, found = make_engine(layout, model, distributed=False), {}
     for name, (order, microbatch_tokens) in cuts.items():
         batch = learning_batch().select(order)
-        plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=microbatch_tokens)
+        plan = Rectangles(microbatch_tokens, 1).plan(batch.lengths, layout.data)
         share = plan[parallel_state.get_data_parallel_rank()]
         loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), step_counts(batch)
         metrics = engine.compute_gradients(fetched(engine, batch, loss_fn), share, loss_fn, counts)

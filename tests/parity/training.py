@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.data.padded_batches import plan_microbatches
+from megatron_grpo.data.packing import Rectangles
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.rank import PolicyRank, ValueRank
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
@@ -51,7 +51,7 @@ def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunct
 
 def rank_share(batch: TokenBatch, layout: Layout) -> tuple[TokenBatch, list[list[int]], list[int]]:
     """This replica's sequences, its microbatches, and which sequences of the batch they are, as the driver plans it."""
-    plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=30, pad_to_multiple=2)
+    plan = Rectangles(30, 2).plan(batch.lengths, layout.data)
     mine = plan[parallel_state.get_data_parallel_rank()]
     order = [index for microbatch in mine for index in microbatch]
     return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in mine], order

@@ -18,8 +18,7 @@ from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest, TrainerState
 from megatron_grpo.environments.checks import check_reward_functions
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.reward_call import load_reward_function
-from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
 
 
 def length_reward(completions: list[str], **kwargs: Any) -> list[float]:

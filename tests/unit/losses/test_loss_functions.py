@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.data.batch import TokenFields
-from megatron_grpo.data.padded_batches import plan_microbatches
+from megatron_grpo.data.packing import Rectangles
 from megatron_grpo.losses.divergence import sampling_correction
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
@@ -85,12 +85,7 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut_up(
     whole, whole_metrics = loss_fn(curr, tokens, counts)
     (whole_gradient,) = torch.autograd.grad(whole, curr)
     lengths = [int(row.nonzero().max()) + 1 for row in tokens.loss_mask]
-    plan = plan_microbatches(
-        [lengths[row] for row in order],
-        data_parallel=data_parallel,
-        microbatch_tokens=microbatch_tokens,
-        pad_to_multiple=multiple,
-    )
+    plan = Rectangles(microbatch_tokens, multiple).plan([lengths[row] for row in order], data_parallel)
 
     def part(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         width = math.ceil(max(lengths[row] for row in rows) / multiple) * multiple

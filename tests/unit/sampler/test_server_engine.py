@@ -112,7 +112,7 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
                     await engine.start()
                 return await what(engine, server, runner)
             finally:
-                await engine._client._session.close()
+                await engine._session.close()
                 await runner.cleanup()
 
         return asyncio.run(test())

@@ -8,15 +8,18 @@ import pytest
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 
 
 def not_started(config: GenerationConfig) -> VllmGeneration:
     return VllmGeneration(
-        "model",
-        config,
-        precision="float32",
-        max_total_sequence_length=8,
+        VllmSettings(
+            model_path="model",
+            config=config,
+            precision="float32",
+            max_total_sequence_length=8,
+        ),
         actor_options=lambda _: {},
         startup_timeout_s=1.0,
     )
