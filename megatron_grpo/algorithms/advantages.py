@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.step_batch import StepBatch
@@ -98,32 +97,6 @@ def _parts(config: Config, outcomes: Sequence[Outcome]) -> tuple[Tensor, Tensor]
     return parts, torch.tensor(list(weights.values()))
 
 
-def on_tokens(
-    rollouts: RolloutPool,
-    batch: StepBatch,
-    entries: Sequence[str],
-    fn: Callable[..., Any],
-    *arguments: Any,
-    in_driver: bool = False,
-) -> Any:
-    """Call fn(lengths, arrays, *arguments) in a rollout worker, and add the entries that it returns to the batch.
-
-    Args:
-        rollouts: the pool, one of whose workers makes the call.
-        batch: the step's batch, whose shards hold the entries.
-        entries: names of the entries that fn reads; its `arrays` hold them by name, flat, in the order of the step.
-        fn: returns new entries by name, each [sum(lengths)], and a summary, which this function returns.
-        arguments: passed on to fn.
-        in_driver: make the call in this process instead, which may have a GPU that the workers have not.
-    """
-    if not in_driver:
-        return rollouts.tokens.compute(fn, batch, entries, *arguments)
-    what = f"the step's {', '.join(entries)}"
-    added, summary = compute(fn, batch, entries, arguments, lambda references: stored(references, what))
-    batch.fields |= added
-    return summary
-
-
 Arrays = dict[str, NDArray[Any]]
 """Flat per-token entries by name, sequences end to end in the order of the step."""
 
@@ -137,13 +110,18 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     Returns:
         [sequences], bool: whether the advantages of all sampled tokens are finite.
     """
-    arguments, entries = (config, scores.rewards, batch.response_tokens), needed_entries(config)
+    arguments: tuple[Any, ...] = (config, scores.rewards, batch.response_tokens)
+    entries = ("sampled", *(("prev_logprobs", "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()))
     finite: NDArray[np.bool_]
     if config.value_model is not None:
-        here, entries = config.ppo.calculate_advantages_on_gpu, (*entries, "values")
-        finite = on_tokens(rollouts, batch, entries, ppo_token_advantages, *arguments, batch.in_loss, in_driver=here)
+        arguments, entries = (*arguments, batch.in_loss), (*entries, "values")
+        if config.ppo.calculate_advantages_on_gpu:
+            added, finite = compute(ppo_token_advantages, batch, entries, arguments)
+            batch.fields |= added
+        else:
+            finite = rollouts.tokens.compute(ppo_token_advantages, batch, entries, *arguments)
     elif config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
-        finite = on_tokens(rollouts, batch, entries, token_advantages, *arguments)
+        finite = rollouts.tokens.compute(token_advantages, batch, entries, *arguments)
     else:
         if scores.parts is not None and scores.weights is not None:
             relative = gdpo_advantages(scores.parts, scores.weights)
@@ -152,11 +130,6 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
         batch.advantages = clipped(relative.flatten(), config.loop).float().numpy()
         finite = np.isfinite(batch.advantages)
     return finite
-
-
-def needed_entries(config: Config) -> tuple[str, ...]:
-    """Names of the stored entries from which advantages of tokens are computed; PPO also needs values."""
-    return ("sampled", *(("prev_logprobs", "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()))
 
 
 def token_advantages(

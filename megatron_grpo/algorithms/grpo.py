@@ -20,8 +20,6 @@ from megatron_grpo.algorithms.stages import (
     training_batch,
 )
 from megatron_grpo.algorithms.validation import validate
-from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.lifetime import Startup
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.advantages import scale_rewards
 from megatron_grpo.observability.timing import StepTimer
@@ -34,18 +32,10 @@ __all__ = [
     "grpo_step",
     "grpo_train",
     "refit_policy_generation",
-    "run",
     "scale_rewards",
     "setup",
     "validate",
 ]
-
-
-def run(config: Config, startup: Startup | None = None) -> None:
-    """Run GRPO from start (or resume) to end; all processes it started end with it, also after a failure."""
-    with setup(config, startup) as grpo_run:
-        grpo_train(grpo_run)
-        grpo_run.logger.finish()
 
 
 def grpo_train(run: GRPORun) -> None:

@@ -20,20 +20,10 @@ from megatron_grpo.algorithms.stages import (
     training_batch,
 )
 from megatron_grpo.algorithms.validation import validate
-from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.lifetime import Startup
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 
-__all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "run", "setup", "validate"]
-
-
-def run(config: Config, startup: Startup | None = None) -> None:
-    """Run PPO from start (or resume) to end; all processes it started end with it, also after a failure."""
-    with setup(config, startup) as ppo_run:
-        assert isinstance(ppo_run, PPORun)
-        ppo_train(ppo_run)
-        ppo_run.logger.finish()
+__all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "setup", "validate"]
 
 
 def ppo_train(run: PPORun) -> None:

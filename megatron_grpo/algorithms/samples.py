@@ -71,14 +71,6 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
     """
     if isinstance(run.loader, RecordedSteps):
         return _recorded(run, run.loader, timer)
-    samples = _sampled(run, batches, timer)
-    if samples is not None:
-        samples.engines = engine_figures(run.rollouts.take_engine_counts())
-    return samples
-
-
-def _sampled(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample the groups of the next step, without the figures of the engines."""
     samples, loop = StepSamples(carried=len(run.waiting)), run.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
@@ -88,7 +80,7 @@ def _sampled(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTi
         samples.sampled += outcomes
         if not loop.use_dynamic_sampling:
             samples.groups, samples.metrics = groups, _metrics_of_async(run, outcomes, timer)
-            return samples
+            break
         known |= {id(group): score(run.config, group.outcomes) for group in groups}
         kept = torch.cat([known[id(group)].kept for group in groups])
         selected = dynamic_sampling(
@@ -108,7 +100,7 @@ def _sampled(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTi
                 "dynamic_sampling_groups_sliced": float(surplus),
                 **_metrics_of_async(run, samples.outcomes, timer),
             }
-            return samples
+            break
         if gen_batches >= loop.dynamic_sampling_max_gen_batches:
             section = run.config.algorithm
             raise SamplingError(
@@ -117,7 +109,10 @@ def _sampled(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTi
                 f"every prompt get the same reward; choose easier or harder prompts, more "
                 f"{section}.num_generations_per_prompt, or a higher limit"
             )
-    return None
+    else:
+        return None
+    samples.engines = engine_figures(run.rollouts.take_engine_counts())
+    return samples
 
 
 def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> StepSamples | None:

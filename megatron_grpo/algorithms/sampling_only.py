@@ -8,19 +8,14 @@ from megatron_grpo.algorithms.advantages import score
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.setup import setup_sampling
 from megatron_grpo.algorithms.stages import learning_metrics, sampling_metrics, without_tokens
-from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.lifetime import Startup
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer, processed
 
 
-def run(config: Config, startup: Startup | None = None) -> None:
-    """Run sampling and scoring from start to end; all processes it started end with it, also after a failure."""
-    with setup_sampling(config, startup) as sampling_run:
-        train_steps(sampling_run, sampling_step)
-        sampling_run.logger.finish()
+def sample_steps(run: SamplingRun) -> None:
+    """Sample and score until a limit is reached."""
+    train_steps(run, sampling_step)
 
 
 def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:

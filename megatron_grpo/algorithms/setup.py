@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.algorithms.context import (
     GRPORun,
@@ -17,7 +18,6 @@ from megatron_grpo.algorithms.context import (
     Placement,
     PPORun,
     SamplingRun,
-    SomeRun,
     default_grpo_save_state,
 )
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, run_facts
@@ -25,7 +25,7 @@ from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
-from megatron_grpo.controller.lifetime import Startup, StartupParts, started
+from megatron_grpo.controller.lifetime import Startup, started
 from megatron_grpo.controller.startup import (
     Models,
     make_transport,
@@ -46,90 +46,77 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool, not_replaced
-from megatron_grpo.trainer.group import RankGroup
 from megatron_grpo.weights.refit.transport import WeightTransport
 from megatron_grpo.weights.source import is_prepared, model_folder
 
 
 @contextmanager
-def setup(config: Config, startup: Startup | None = None) -> Iterator[GRPORun]:
+def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """Start a run, or continue the one in config.run_dir; leaving the context ends every process.
 
     Args:
         config: the run's configuration, checked.
         startup: the start-up from `lifetime.started`, which also ends Ray; None: this function starts and ends Ray.
 
+    Yields:
+        A GRPORun, for algorithm=ppo a PPORun. With debug.train=false a SamplingRun without models, whose engines have
+        the weights of the model folder.
+
     Raises:
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
         RunError: a process did not start; the message says which.
     """
-    with _brought_up(_bring_up, config, startup) as run:
-        yield run
-
-
-def setup_sampling(config: Config, startup: Startup | None = None) -> AbstractContextManager[SamplingRun]:
-    """Start a run without training, whose engines have the weights of the model folder; leaving the context ends it."""
-    return _brought_up(_bring_up_sampling, config, startup)
-
-
-@contextmanager
-def _brought_up(
-    bring_up: Callable[[Config, Startup, ExitStack], SomeRun], config: Config, startup: Startup | None
-) -> Iterator[SomeRun]:
-    """Start a run; record it in its folder as started only after every step that can fail on a mistake."""
     with ExitStack() as stack:
         startup = startup or stack.enter_context(started(config))
-        run = bring_up(config, startup, stack)
+        run = _bring_up(config, startup, stack)
         startup.write_summary = run.logger.write_summary
+        # Only now the folder records the run as started: every step that can fail on a mistake is done.
         record_start(startup.run_dir, config)
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         stack.callback(gc.unfreeze)
-        run.logger.started(startup_s=time.time() - startup.began, parts=startup.parts.seconds, changes=startup.changes)
+        run.logger.started(startup_s=time.time() - startup.began, parts=startup.parts, changes=startup.changes)
         yield run
 
 
-def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> GRPORun:
+def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
     """Start all processes, load the checkpoint to start from, and publish the first weights to the engines."""
-    parts, folder = startup.parts, _model(config, startup.parts)
-    models = start_models(config, folder, startup.cluster, stack)
+    folder = _model(config, startup)
+    models: Models | None = None
     transport: WeightTransport | None = None
-    if models.generation is not None:
-        transport = make_transport(models.policy, models.generation, config.refit, startup.run_dir)
-        stack.callback(transport.close)
-    restore = not_replaced if transport is None else transport.restore
-    rewards = startup.user_objects.rewards
-    rollouts = start_rollouts(config, folder, models.generation, stack, rewards=rewards, restore=restore)
+    restore = not_replaced
+    if config.debug.train:
+        models = start_models(config, folder, startup.cluster, stack)
+        generation = models.generation
+        if generation is not None:
+            transport = make_transport(models.policy, generation, config.refit, startup.run_dir)
+            stack.callback(transport.close)
+            restore = transport.restore
+    else:
+        engines = generation = start_engines(config, folder, startup.cluster, stack)
+        restore = partial(restore_from_folder, engines)
+    rollouts = start_rollouts(config, folder, generation, stack, rewards=startup.user_objects.rewards, restore=restore)
     data = _prompts(config, folder, startup)
-    _wait_ready(parts, rollouts, policy=models.policy, value=models.value, engine=models.generation)
+    _wait_ready(startup, rollouts, models, generation)
+    progress, placement = _Progress(), Placement()
     if transport is not None:
-        with parts.part("refit"):
+        with startup.part("refit"):
             transport.connect()
-    progress = _resume(_checkpoint(startup), config, models, data.loader)
-    placement = Placement()
-    if models.generation is not None and config.generation.colocated:
-        placement = Placement(models.generation, models.policy, [models.value] if models.value is not None else [])
+    if models is not None:
+        progress = _resume(_checkpoint(startup), config, models, data.loader)
+        if generation is not None and config.generation.colocated:
+            placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
     if transport is not None:
-        with parts.part("refit"), placement.refit(StepTimer()):
+        with startup.part("refit"), placement.refit(StepTimer()):
             transport.publish(progress.state["total_steps"])
     sampling = _sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
+    if models is None:
+        return sampling
     loss_fn = ClippedPGLossFn(config.loss_fn)
     run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
     if models.value is None:
         return run
     return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
-
-
-def _bring_up_sampling(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
-    """Start engines with the weights of the model folder, and the rollout workers and environments."""
-    folder = _model(config, startup.parts)
-    generation = start_engines(config, folder, startup.cluster, stack)
-    restore = partial(restore_from_folder, generation)
-    rollouts = start_rollouts(config, folder, generation, stack, rewards=startup.user_objects.rewards, restore=restore)
-    data = _prompts(config, folder, startup)
-    _wait_ready(startup.parts, rollouts, engine=generation)
-    progress = _Progress()
-    return _sampling_run(config, startup, folder, rollouts, Placement(), data, progress, stack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +129,10 @@ class _Progress:
     """Groups that dynamic sampling keeps for the next step."""
 
 
-def _model(config: Config, parts: StartupParts) -> Path:
+def _model(config: Config, startup: Startup) -> Path:
     """Folder of the policy's model, which is made first if the recipe prepares it."""
     if is_prepared(config):
-        with parts.part("prepare"):
+        with startup.part("prepare"):
             assert config.prepare.name is not None
             prepare(config.prepare.name, config.prepare.folder)
     return model_folder(config.policy.model.path)
@@ -153,21 +140,25 @@ def _model(config: Config, parts: StartupParts) -> Path:
 
 def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
     """The prompts of the run, or a recording that replaces them."""
-    with startup.parts.part("prompts"):
+    with startup.part("prompts"):
         if config.debug.rollouts_from is None:
             return load_prompt_data(config, folder, startup.user_objects.tokenizer)
         recorded = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
         return PromptData(loader=recorded, val_prompts=[], eos_token_id=None, notes=[])
 
 
-def _wait_ready(parts: StartupParts, rollouts: RolloutPool, **started: RankGroup | VllmGeneration | None) -> None:
-    with parts.part("waiting"):
-        for one in (*started.values(), rollouts):
-            if one is not None:
-                one.wait_ready()
-    for kind, group in started.items():
-        if group is not None:
-            parts.add_slowest(kind, group.startup_s)
+def _wait_ready(
+    startup: Startup, rollouts: RolloutPool, models: Models | None, generation: VllmGeneration | None
+) -> None:
+    """Wait until all processes are up; the parts of the start-up then have the slowest process of each kind."""
+    trained = {"policy": models.policy, "value": models.value} if models else {}
+    kinds = {kind: group for kind, group in {**trained, "engine": generation}.items() if group is not None}
+    with startup.part("waiting"):
+        for one in (*kinds.values(), rollouts):
+            one.wait_ready()
+    for kind, group in kinds.items():
+        for name in dict.fromkeys(name for report in group.startup_s for name in report):
+            startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in group.startup_s)
 
 
 def _checkpoint(startup: Startup) -> Path | None:

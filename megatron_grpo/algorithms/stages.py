@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import Scores, on_tokens
+from megatron_grpo.algorithms.advantages import Scores
 from megatron_grpo.algorithms.context import GRPORun, Placement
 from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.algorithms.records import StepGuard
@@ -132,7 +132,7 @@ def add_logprobs(
         return {}
     with timer.phase("logprobs"):
         needed = ("sampled", "prev_logprobs", "generation_logprobs")
-        beyond, metrics = on_tokens(rollouts, batch, needed, _judge_sequences, batch.in_loss, threshold)
+        beyond, metrics = rollouts.tokens.compute(_judge_sequences, batch, needed, batch.in_loss, threshold)
     batch.in_loss = batch.in_loss & ~beyond
     return dict(metrics)
 
@@ -140,7 +140,7 @@ def add_logprobs(
 def _judge_sequences(
     lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_], threshold: float
 ) -> tuple[dict[str, NDArray[np.float32]], tuple[NDArray[np.bool_], dict[str, float]]]:
-    """Find responses beyond the threshold: no entries for `on_tokens` to store; [sequences], bool, and metrics.
+    """Find responses beyond the threshold: no entries to store; [sequences], bool, and metrics.
 
     `threshold`: the largest mean of exp(|prev - generation|) of a response that stays in the loss.
     """

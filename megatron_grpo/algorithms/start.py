@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +10,10 @@ from megatron_grpo.cluster.machines import prepare_ray_environment
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.user_objects import UserObjects
 
-ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.algorithms.ppo"}
-"""Module of each algorithm, with a function `run`; imported late, because torch and Ray take seconds to import."""
+ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo:grpo_train", "ppo": "megatron_grpo.algorithms.ppo:ppo_train"}
+"""Training function of each algorithm; imported late, because torch and Ray take seconds to import."""
+SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only:sample_steps"
+SETUP = "megatron_grpo.algorithms.setup:setup"
 
 
 def start(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:
@@ -34,10 +36,12 @@ def start(config: Config, user_objects: UserObjects | None = None, began: float 
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata warns about its own code
     from megatron_grpo.controller.lifetime import started  # after the checks: Ray takes long to import
 
-    module = ALGORITHMS[config.algorithm] if config.debug.train else "megatron_grpo.algorithms.sampling_only"
+    trained = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
     with ThreadPoolExecutor(1, "import") as importer:
-        algorithm = importer.submit(importlib.import_module, module)
+        imported = importer.submit(lambda: (pkgutil.resolve_name(trained), pkgutil.resolve_name(SETUP)))
         with started(config, user_objects, began) as startup:
-            with startup.parts.part("imports"):
-                run = algorithm.result().run
-            run(config, startup)
+            with startup.part("imports"):
+                train, setup = imported.result()
+            with setup(config, startup) as run:
+                train(run)
+                run.logger.finish()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -104,16 +104,14 @@ def sigterm_interrupts() -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt("SIGTERM")
 
-    previous: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with keep_sigterm_handler():
+        signal.signal(signal.SIGTERM, interrupt)
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
-    """Restore this process's SIGTERM handler after the body, because `ray.init` installs its own."""
+    """Restore this process's SIGTERM handler after the body, as `ray.init` needs, which installs its own."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.controller.directory import POLICY_FOLDER, sync, write_in_one_piece
+from megatron_grpo.controller.directory import POLICY_FOLDER
+from megatron_grpo.observability.run_files import sync, write_text, written_whole
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
@@ -52,7 +53,8 @@ def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
     """Atomically write a JSON object, one entry a line; the first line is the digest of the rest."""
     entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{entries}\n}}\n".encode()
-    write_in_one_piece(path, f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
+    line = f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'
+    written_whole(path, lambda temporary: temporary.write_bytes(line.encode() + body))
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
     if (folder / MANIFEST_FILE).exists():
         write_with_checksum(folder / STATE_FILE, state)
     else:
-        write_in_one_piece(folder / STATE_FILE, json.dumps(dict(state)).encode())
+        write_text(folder / STATE_FILE, json.dumps(dict(state)))
 
 
 def verify(folder: Path, stop: Event | None = None) -> str | None:

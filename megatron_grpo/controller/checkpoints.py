@@ -26,10 +26,10 @@ from megatron_grpo.controller.checkpoint_files import (
     complete,
     read_state,
     replace_state,
-    sync,
     verify,
 )
 from megatron_grpo.controller.directory import CONFIG_FILE, VALUE_FOLDER, read_config_file
+from megatron_grpo.observability.run_files import sync
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.group import RankGroup

@@ -15,6 +15,7 @@ import yaml
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import Config
+from megatron_grpo.observability.run_files import write_text
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
@@ -87,7 +88,7 @@ def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
 
 def record_start(folder: Path, config: Config) -> None:
     """Write the configuration into the folder of its run, and point `latest` beside the folder at it."""
-    write_in_one_piece(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False).encode())
+    write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):
         return
@@ -95,24 +96,6 @@ def record_start(folder: Path, config: Config) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.name)
     temporary.rename(link)
-
-
-def write_in_one_piece(path: Path, content: bytes) -> None:
-    """Write or replace a file; it is on disk when this returns, and readers see the old content or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    sync(temporary)
-    temporary.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_config_file(file: Path) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -49,33 +49,6 @@ _DOING = {
 """Lines that tell the part of a start-up that begins."""
 
 
-class StartupParts:
-    """Seconds of each part of a start-up, by name. Parts overlap, so their sum exceeds the whole."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Print a line, then time the body, and add it to the seconds of this name."""
-        if name not in self.seconds:
-            print(_DOING[name], flush=True)
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-    def add_slowest(self, kind: str, reports: Iterable[Mapping[str, float]]) -> None:
-        """Record the seconds of the slowest process for each part that processes of one kind report.
-
-        A part "model" of the kind "policy" is called "policy_model". `reports`: for each process, seconds by part.
-        """
-        for report in reports:
-            for name, seconds in report.items():
-                self.seconds[f"{kind}_{name}"] = max(seconds, self.seconds.get(f"{kind}_{name}", 0.0))
-
-
 @contextmanager
 def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> Iterator[Future[T]]:
     """Run `work` in a thread and yield its future. An error within the first seconds is raised before the body begins.
@@ -104,12 +77,24 @@ class Startup:
     changes: list[str]
     """Differences from the configuration of the previous start in this folder, a line each."""
     cluster: RayCluster
-    parts: StartupParts
     user_objects: UserObjects
     write_summary: Callable[..., Any]
     """Writes summary.json if the run fails. The run's logger replaces it, since it also knows the timings."""
     began: float
     """Time in seconds since the epoch at which the start-up began."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the start-up, by name. Parts overlap, so their sum exceeds the whole."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Print a line, then time the body, and add it to the seconds of this name."""
+        if name not in self.parts:
+            print(_DOING[name], flush=True)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
 
 
 @contextmanager
@@ -126,9 +111,9 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
         ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
         RunError: Ray did not start, or the folder is in use; the message says which.
     """
-    user_objects, parts = user_objects or UserObjects(), StartupParts()
+    user_objects = user_objects or UserObjects()
     began = psutil.Process().create_time() if began is None else began
-    parts.seconds["command_line"] = time.time() - began
+    parts = {"command_line": time.time() - began}
     with ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         if config.generates:
@@ -142,12 +127,12 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
         cluster = RayCluster(config.cluster)
         samples, report = config.samples_per_step, config.logger.report
         summary = partial(write_summary, run_dir, samples_per_step=samples)
-        startup = Startup(run_dir, checkpointer, search, changes, cluster, parts, user_objects, summary, began)
+        startup = Startup(run_dir, checkpointer, search, changes, cluster, user_objects, summary, began, parts)
         stack.enter_context(end_recorded(startup, report=report))
         if one_machine:
             stack.enter_context(guarded(if_killed=killed_run_command(run_dir, samples, report=report)))
         stack.callback(cluster.shutdown)
-        with parts.part("ray"):
+        with startup.part("ray"):
             cluster.start()
         yield startup
 

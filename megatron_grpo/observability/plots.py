@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_lines
+from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_lines, written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +26,7 @@ def plot_run(run_dir: str | Path) -> Path:
     Returns:
         Path of the PNG, curves.png in the run's folder.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a plot is drawn only when a run ends
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here: a plot is drawn only when a run ends
 
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
@@ -41,9 +39,7 @@ def plot_run(run_dir: str | Path) -> Path:
     _style(reward, "Reward of the training samples")
     _style(accuracy, "Accuracy")
     _style(time, "Seconds of each step, by phase")
-    temporary = folder / f".{PLOT_FILE}.tmp"
-    FigureCanvasAgg(figure).print_png(str(temporary))
-    os.replace(temporary, folder / PLOT_FILE)
+    written_whole(folder / PLOT_FILE, lambda temporary: figure.savefig(temporary, format="png"))
     return folder / PLOT_FILE
 
 

@@ -13,7 +13,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.futures import pickled, stored
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.rollout_files import Learnt, StepFacts, StepRecord, Written, read_recorded, write_rollouts
 from megatron_grpo.data.routed import RoutedForm
@@ -148,7 +148,6 @@ def compute(
     batch: StepBatch,
     fields: Sequence[str],
     arguments: Sequence[Any],
-    get: Callable[[list[Any]], list[Any]] = ray.get,
 ) -> tuple[dict[str, list[Any]], Any]:
     """Run a function over the tokens of a whole step, in this process.
 
@@ -157,12 +156,12 @@ def compute(
         batch: the step's batch, whose shards hold the entries.
         fields: names of the entries that the function reads.
         arguments: further arguments of the function.
-        get: function that fetches the values of Ray references.
 
     Returns:
         The new entries by name, for each shard a reference to its array (`StepBatch.fields`), and the summary.
     """
-    arrays = {name: gather_shards(get(batch.fields[name]), batch.shards, batch.lengths) for name in fields}
+    shards = {name: stored(batch.fields[name], f"the step's {name}") for name in fields}
+    arrays = {name: gather_shards(shards[name], batch.shards, batch.lengths) for name in fields}
     results, summary = fn(batch.lengths, arrays, *arguments)
     split = {name: split_by_shard(array, batch.shards, batch.lengths) for name, array in results.items()}
     return {name: [ray.put(part) for part in parts] for name, parts in split.items()}, summary

@@ -8,9 +8,10 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +27,6 @@ from megatron_grpo.config.help import COMMANDS
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.directory import claimed_run_directory, record_start
-from megatron_grpo.controller.lifetime import StartupParts
 from megatron_grpo.preflight.load import load_config
 from tests.support.checkpoints import MODELS, save
 
@@ -37,18 +37,25 @@ def put_loop_in_place(
     """Replaces the training loop by one that only records its configuration, or fails."""
     started: list[Config] = []
 
-    def run(config: Config, _: object) -> None:
+    def setup(config: Config, _: object) -> AbstractContextManager[Any]:
         started.append(config)
+        return nullcontext(SimpleNamespace(logger=SimpleNamespace(finish=lambda: None)))
+
+    def grpo_train(_: object) -> None:
         also()
         if error is not None:
             raise error
 
-    loop = ModuleType("megatron_grpo.algorithms.grpo")
-    loop.run = run  # type: ignore[attr-defined]  # a module made by hand
-    monkeypatch.setitem(sys.modules, "megatron_grpo.algorithms.grpo", loop)
-    lifetime = ModuleType("megatron_grpo.controller.lifetime")
-    lifetime.started = lambda *_: nullcontext(SimpleNamespace(parts=StartupParts()))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron_grpo.controller.lifetime", lifetime)
+    startup = SimpleNamespace(part=lambda _: nullcontext())
+    made_up = {
+        "algorithms.grpo": {"grpo_train": grpo_train},
+        "algorithms.setup": {"setup": setup},
+        "controller.lifetime": {"started": lambda *_: nullcontext(startup)},
+    }
+    for name, functions in made_up.items():
+        module = ModuleType(f"megatron_grpo.{name}")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return started
 
 

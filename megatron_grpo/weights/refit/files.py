@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -29,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.observability.run_files import written_whole
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
@@ -105,18 +105,6 @@ def digest(tensor: Tensor) -> str:
     return hasher.hexdigest()
 
 
-def written_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file under a temporary name, which is renamed when all of it is on the disk."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(partial)
-        _to_disk(partial)
-        partial.replace(path)
-        _to_disk(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def remove_unread(folder: Path, manifest: Manifest) -> None:
     """Delete the files that hold no tensor of this version; no process may be reading an earlier version."""
     kept = {folder / one.file for one in manifest.tensors.values()}
@@ -130,14 +118,6 @@ def remove_unread(folder: Path, manifest: Manifest) -> None:
 
 def _text_digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(slots=True)

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import add_advantages, on_tokens, score
+from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.advantages import ppo_token_advantages as token_advantages
 from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.divergence import kl_estimate
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
+from megatron_grpo.sampler.shards import compute
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, split
 from tests.support.ppo_batch import VALUES, advantages_of, make_config, make_trajectories
 from tests.support.trajectories import failed_trajectory, make_trajectory
@@ -147,7 +148,11 @@ def test_the_driver_computes_what_a_worker_does() -> None:
         rewards = score(config, [one.outcome for one in make_trajectories()]).rewards
         arguments = (config, rewards, batch.response_tokens, batch.in_loss)
         entries = ("sampled", "values")
-        finite = on_tokens(rollouts, batch, entries, token_advantages, *arguments, in_driver=in_driver)
+        if in_driver:
+            references, finite = compute(token_advantages, batch, entries, arguments)
+            batch.fields |= references
+        else:
+            finite = rollouts.tokens.compute(token_advantages, batch, entries, *arguments)
         assert rollouts.computed == [] if in_driver else ["token_advantages"]
         found = {name: [row.tolist() for row in by_sequence(batch, name)] for name in ("advantages", "returns")}
         added.append((finite.tolist(), found))

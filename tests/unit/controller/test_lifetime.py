@@ -16,7 +16,7 @@ import pytest
 
 from megatron_grpo.cluster.guardian import keep_sigterm_handler, sigterm_interrupts
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.controller.lifetime import StartupParts, end_recorded
+from megatron_grpo.controller.lifetime import Startup, end_recorded
 from megatron_grpo.observability.summary import RunEnd, write_summary
 
 ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "throughput": {}}
@@ -170,11 +170,12 @@ def test_sigterm_interrupts_whatever_a_library_made_of_it() -> None:
 
 
 def test_each_part_of_a_start_is_told_as_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = StartupParts()
-    with parts.part("ray"):
+    made_up: Any = None
+    startup = Startup(Path(), *[made_up] * 6, began=0.0)
+    with startup.part("ray"):
         assert capsys.readouterr().out == "starting Ray\n"
-    with parts.part("refit"), parts.part("waiting"):
+    with startup.part("refit"), startup.part("waiting"):
         pass
-    with parts.part("refit"):
+    with startup.part("refit"):
         pass
     assert capsys.readouterr().out == "sending the weights to the engines\nwaiting for models and engines\n"
