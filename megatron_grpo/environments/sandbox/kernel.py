@@ -20,6 +20,8 @@ MNT_DETACH = 2
 _AT_RECURSIVE = 0x8000
 _SYS_MOUNT_SETATTR = 442  # the same on all architectures
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPABILITY_VERSION = 0x20080522
+_PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
@@ -82,6 +84,19 @@ def set_dumpable(dumpable: bool) -> None:
 def gain_no_rights() -> None:
     """Prevent programs that are executed from now on from gaining rights, for example by set-user-id files."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities() -> None:
+    """Give up all rights of root, also those that a program executed by root would get back.
+
+    They would lift the kernel's bounds on sockets in messages and on pipes.
+    """
+    number = 0
+    while os.geteuid() == 0 and _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) >= 0:
+        _prctl(_PR_CAPBSET_DROP, number)
+        number += 1
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    _checked(_LIBC.capset(header, none), "capset")
 
 
 def _prctl(option: int, value: int) -> None:

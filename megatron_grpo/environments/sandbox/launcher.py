@@ -190,6 +190,7 @@ def _become(spec: dict[str, Any]) -> NoReturn:
         os.setsid()
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         _limit(spec)
+        kernel.drop_capabilities()
         kernel.set_dumpable(True)
         kernel.gain_no_rights()
         if spec["filter"]:

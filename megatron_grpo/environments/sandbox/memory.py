@@ -127,9 +127,12 @@ def memory(pids: list[int], limit: int) -> int:
     if total <= limit:
         return total
     quick = {pid: held < limit // 32 for pid, (_, held) in sizes.items()}
-    return kernel + sum(
-        _proportional(pid, resident) if quick[pid] else resident for pid, (resident, _) in sizes.items()
-    )
+
+    def proportional() -> int:
+        return sum(_proportional(pid) if quick[pid] else resident for pid, (resident, _) in sizes.items())
+
+    # When a process ends meanwhile, its pages count once for it and then for those that shared them.
+    return kernel + min(proportional(), proportional())
 
 
 def _sizes(pid: int) -> tuple[int, int]:
@@ -159,9 +162,9 @@ def _buffers(pids: list[int]) -> int:
     return sum(size for link in found for kind, size in _BUFFER_BYTES.items() if link.startswith(kind))
 
 
-def _proportional(pid: int, resident: int) -> int:
-    """Bytes of a process's pages, the shared ones divided among processes; `resident` where the kernel cannot say."""
+def _proportional(pid: int) -> int:
+    """Bytes of a process's pages, the shared ones divided among processes; all of them where the kernel cannot say."""
     for line in read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
-    return resident
+    return _sizes(pid)[0]  # none, if it has ended
