@@ -91,10 +91,9 @@ def drop_capabilities() -> None:
 
     They would lift the kernel's bounds on sockets in messages and on pipes.
     """
-    number = 0
-    while os.geteuid() == 0 and _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) >= 0:
-        _prctl(_PR_CAPBSET_DROP, number)
-        number += 1
+    for number in range(64 if os.geteuid() == 0 else 0):
+        if _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) == 1:
+            _prctl(_PR_CAPBSET_DROP, number)
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     _checked(_LIBC.capset(header, none), "capset")
 
