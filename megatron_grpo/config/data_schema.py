@@ -288,9 +288,9 @@ class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 
     required: Level = "filtered"
-    """Weakest accepted isolation; a machine that allows less is refused. limits: of time, memory and output, but the
-    network and all files of this user are open; namespaces: also no network, no other process, no files but the
-    system's; filtered: also a filter of system calls (libseccomp), without which kernel memory has no limit."""
+    """Weakest accepted isolation; a machine that allows less is refused. limits: of time, memory and output, but all files
+    of this user are open, and without libseccomp the network; namespaces: also no network, no other process, no files
+    but the system's; filtered: certainly also a filter of system calls (libseccomp)."""
 
     wall_time_s: Seconds = 10.0
     """Longest time of a program; then it is killed."""
@@ -299,7 +299,7 @@ class SandboxConfig(Section):
     """Processor time of each process of a program, in whole seconds."""
 
     memory_mb: Positive = 512
-    """Memory of all processes of a program together, in MiB."""
+    """Memory of all processes of a program together, in MiB, without the files of its own folder."""
 
     folder_mb: Positive = 64
     """Size of a program's own folder, in MiB; the folder is in memory and is deleted when the program ends."""

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable
 from typing import Any
+
+from tests.support.forked import in_fork
 
 NOBODY = 65534
 
 
 def as_ordinary_user(function: Callable[[], Any]) -> Any:
     """What a function returns in a forked process without privileges. It must not import anything new there."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(function(), pipe)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        result = pipe.read()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, "the function raised"
-    return pickle.loads(result)
+    return in_fork(function, _become_ordinary)
+
+
+def _become_ordinary() -> None:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)

@@ -1,4 +1,4 @@
-"""System calls that Python's standard library lacks, and a program's processes and memory from /proc.
+"""System calls that Python's standard library lacks, and the descendants of a process from /proc.
 
 This module and all others that `launcher.py` imports import little, because a new process loads them per program.
 """
@@ -20,6 +20,8 @@ MNT_DETACH = 2
 _AT_RECURSIVE = 0x8000
 _SYS_MOUNT_SETATTR = 442  # the same on all architectures
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPABILITY_VERSION = 0x20080522
+_PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
@@ -84,6 +86,18 @@ def gain_no_rights() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def drop_capabilities() -> None:
+    """Give up all rights of root, also those that a program executed by root would get back.
+
+    They would lift the kernel's bounds on sockets in messages and on pipes.
+    """
+    for number in range(64 if os.geteuid() == 0 else 0):
+        if _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) == 1:
+            _prctl(_PR_CAPBSET_DROP, number)
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    _checked(_LIBC.capset(header, none), "capset")
+
+
 def _prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
     _checked(_LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
@@ -92,13 +106,17 @@ def _prctl(option: int, value: int) -> None:
 LIBRARY = "libseccomp.so.2"
 
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
-_NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
+_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_INT = 0xFFFFFFFF  # the kernel ignores the upper half of an argument of type int, so a comparison must ignore it too
+_F_SETPIPE_SZ = 1031
+_MAP_SHARED_ANONYMOUS = 0x21
 _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 7, 8, 32, 33
 _AF_UNIX = 1  # importing socket for it would take longer than all other imports here
 
 _REFUSED = (
     # Memory that the limits of a process do not count.
     *("memfd_create", "memfd_secret", "shmget", "shmat", "msgget", "semget", "mq_open"),
+    *("vmsplice", "inotify_init", "inotify_init1"),
     # Access to other processes.
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "process_madvise"),
     # Namespaces and mounts, through which a process gains access to rarely tested parts of the kernel.
@@ -129,18 +147,36 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
     ("socket", errno.EPERM, (_Comparison(0, _NOT_EQUAL, _AF_UNIX, 0),)),
     # No limit of a process counts what its sockets hold, and their usual size times the open files is little.
     *(
-        ("setsockopt", errno.EPERM, (_Comparison(2, _EQUAL, option, 0),))
+        ("setsockopt", errno.EPERM, (_Comparison(2, _MASKED_EQUAL, _INT, option),))
         for option in (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
     ),
+    ("fcntl", errno.EPERM, (_Comparison(1, _MASKED_EQUAL, _INT, _F_SETPIPE_SZ),)),
     ("clone", errno.EPERM, (_Comparison(0, _MASKED_EQUAL, CLONE_NEWUSER, CLONE_NEWUSER),)),
     # A filter cannot see the flags of clone3, which are in memory; on ENOSYS, C libraries fall back to clone.
     ("clone3", errno.ENOSYS, ()),
 )
 """System calls that the filter refuses: name, error, and conditions on the arguments."""
 
+_UNCOUNTED = (
+    # Its pages stay when a process unmaps most of them, and then count for no process.
+    ("mmap", errno.EPERM, (_Comparison(3, _MASKED_EQUAL, _MAP_SHARED_ANONYMOUS, _MAP_SHARED_ANONYMOUS),)),
+)
+"""System calls that the filter also refuses where no memory cgroup counts the program's memory."""
 
-def filter_system_calls() -> None:
+
+def has_filter() -> bool:
+    """Whether libseccomp is installed."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def filter_system_calls(*, counted: bool) -> None:
     """Install a permanent filter for system calls of this process and its descendants; needs `gain_no_rights` first.
+
+    `counted`: whether a memory cgroup counts the program's memory.
 
     Raises:
         OSError: libseccomp is not installed, or the kernel does not accept the filter.
@@ -148,7 +184,7 @@ def filter_system_calls() -> None:
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
-    for name, error, conditions in _RULES:
+    for name, error, conditions in _RULES if counted else (*_RULES, *_UNCOUNTED):
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
             continue  # this architecture, or this release of the library, has no such call
@@ -173,47 +209,16 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def memory(pids: list[int], limit: int) -> int:
-    """Total memory of processes and of their page tables, in bytes.
-
-    Up to the limit it is the sum of resident sizes, which are quick to read but count shared pages several times. A sum
-    above the limit is recomputed from proportional sizes, which divide shared pages among their processes.
-    """
-    sizes = {pid: _sizes(pid) for pid in pids}
-    total = sum(resident + tables for resident, tables in sizes.values())
-    if total <= limit:
-        return total
-    return sum(_proportional(pid, resident) + tables for pid, (resident, tables) in sizes.items())
-
-
 def _children(pid: int) -> list[int]:
     """Child processes of all threads of a process."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []
-    return [int(child) for one in threads for child in _read(f"/proc/{pid}/task/{one}/children").split()]
+    return [int(child) for one in threads for child in read(f"/proc/{pid}/task/{one}/children").split()]
 
 
-def _sizes(pid: int) -> tuple[int, int]:
-    """Bytes of a process's resident pages, and of its page tables."""
-    found = dict.fromkeys((b"VmRSS", b"VmPTE"), 0)
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        name, _, value = line.partition(b":")
-        if name in found:
-            found[name] = int(value.split()[0]) * 1024
-    return found[b"VmRSS"], found[b"VmPTE"]
-
-
-def _proportional(pid: int, resident: int) -> int:
-    """Bytes of a process's pages, the shared ones divided among processes; `resident` where the kernel cannot say."""
-    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1]) * 1024
-    return resident
-
-
-def _read(path: str) -> bytes:
+def read(path: str) -> bytes:
     """Read a file of /proc; empty when its process has ended or may not be inspected."""
     try:
         with open(path, "rb") as file:

@@ -14,7 +14,7 @@ from importlib import import_module
 
 from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.kernel import descendants
-from megatron_grpo.environments.sandbox.root import FOLDER, command, enter_root, write
+from megatron_grpo.environments.sandbox.root import FOLDER, enter_root, write
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ NOBODY = 65534
 """User and group id of programs that root runs."""
 PROGRAM = 1000
 """User and group id that a program of an ordinary user sees as its own."""
+_FILES_UNCOUNTED = 64
+"""Open files of a process whose memory no cgroup counts: sockets in messages are as many at most, and open in none."""
 _ROLES = tuple(f"megatron_grpo.environments.sandbox.{name}" for name in ("test_process", "program_process"))
 """Modules whose `serve` runs tests and the program that they test."""
 NOT_FOUND = 127
@@ -78,12 +80,7 @@ def _spec(fd: int) -> dict[str, Any]:
 def _report(spec: dict[str, Any], status_fd: int, only_refused: bool = False) -> None:
     """Run the program of a description and write its status; with `only_refused` none if it ran."""
     try:
-        if spec["level"] == "limits":
-            exit_code = _limited(spec)
-        elif spec["bubblewrap"] is not None:
-            exit_code = _by_bubblewrap(spec)
-        else:
-            exit_code = _apart(spec, status_fd)
+        exit_code = _limited(spec) if spec["level"] == "limits" else _apart(spec, status_fd)
     except OSError as error:
         os.write(status_fd, f"refused {error}\n".encode())
     else:
@@ -98,41 +95,9 @@ def _limited(spec: dict[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         kernel.die_with_parent(signal.SIGKILL)  # otherwise the program could kill this process and continue
+        _join_group(spec)
         _become(spec)
     return _end_of_all(child)
-
-
-def _by_bubblewrap(spec: dict[str, Any]) -> int:
-    """Run the program under bubblewrap, which makes the namespaces."""
-    kernel.adopt_orphans()
-    ready_read, ready_write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        spec_fd = os.memfd_create("spec", 0)
-        os.write(spec_fd, marshal.dumps(spec))
-        os.lseek(spec_fd, 0, os.SEEK_SET)
-        for fd in (ready_write, *spec.get("channel", ())):
-            os.set_inheritable(fd, True)
-        argv = command(spec, sys.executable, spec_fd, ready_write, PROGRAM)
-        try:
-            os.execv(argv[0], argv)
-        finally:
-            os._exit(NOT_FOUND)
-    os.close(ready_write)
-    exit_code = _end_of_all(child)
-    if exit_code < 128 and not os.read(ready_read, 1):
-        raise OSError("bubblewrap did not start it")
-    return exit_code
-
-
-def inside(spec_fd: int, ready_fd: int) -> None:
-    """Execute the program described in spec_fd, inside bubblewrap's namespaces, after writing to ready_fd."""
-    spec = _spec(spec_fd)
-    for name, text in spec["files"].items():
-        write(os.path.join(FOLDER, name), text)
-    os.write(ready_fd, b"r")
-    os.close(ready_fd)
-    _become(spec)
 
 
 def _end_of_all(child: int) -> int:
@@ -197,8 +162,9 @@ def _map_user(inside: int, user: int, group: int) -> None:
 def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
     """Run process 1 of the namespaces: make the file system, start the program and wait for it."""
     kernel.die_with_parent(signal.SIGKILL)
+    _join_group(spec)
     user = PROGRAM if mapped else NOBODY
-    enter_root(spec["readable"], spec["folder_bytes"], user)
+    enter_root(spec["readable"], spec["folder_bytes"], user, with_zero=_is_counted(spec))
     if not mapped:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -224,16 +190,29 @@ def _become(spec: dict[str, Any]) -> NoReturn:
         os.setsid()
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         _limit(spec)
+        kernel.drop_capabilities()
         kernel.set_dumpable(True)
         kernel.gain_no_rights()
-        if spec["level"] == "filtered":
-            kernel.filter_system_calls()
+        if spec["filter"]:
+            kernel.filter_system_calls(counted=_is_counted(spec))
         if spec["role"] is not None:
             import_module(spec["role"]).serve(spec)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except (OSError, ValueError) as error:
         print(f"cannot run {spec['argv'][0]}: {error}", file=sys.stderr, flush=True)
     os._exit(NOT_FOUND)
+
+
+def _is_counted(spec: dict[str, Any]) -> bool:
+    """Whether the program has a memory cgroup, in which the kernel counts memory of every kind."""
+    return spec["joining"] is not None
+
+
+def _join_group(spec: dict[str, Any]) -> None:
+    """Move this process into the program's memory cgroup, if it has one."""
+    if _is_counted(spec):
+        os.write(spec["joining"], b"0")
+        os.close(spec["joining"])
 
 
 def _limit(spec: dict[str, Any]) -> None:
@@ -243,7 +222,8 @@ def _limit(spec: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_DATA: (memory, memory),
         resource.RLIMIT_FSIZE: (spec["folder_bytes"],) * 2,
-        resource.RLIMIT_NOFILE: (256, 256),
+        resource.RLIMIT_NOFILE: (256, 256) if _is_counted(spec) else (_FILES_UNCOUNTED,) * 2,
+        resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
         resource.RLIMIT_NPROC: (spec["processes"] + 1,) * 2,  # the program and process 1

@@ -1,4 +1,8 @@
-"""The file system that a program in the sandbox sees: the system's folders, read-only, and one folder of its own."""
+"""The file system that a program in the sandbox sees: the system's folders, read-only, and one folder of its own.
+
+It is made here because bubblewrap limits no number of files, and because neither bubblewrap nor nsjail gives a program
+of root another user in a user namespace of its own when the interpreter is in root's home, where uv and pyenv put it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from megatron_grpo.environments.sandbox import kernel
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
 
 FOLDER = "/program"
@@ -17,7 +20,7 @@ FOLDER = "/program"
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")
 LINKS = {
     "/dev/stdin": "/proc/self/fd/0",
     "/dev/stdout": "/proc/self/fd/1",
@@ -30,7 +33,7 @@ _FILES = 10_000
 """Largest number of files in the program's folder."""
 
 
-def enter_root(readable: Sequence[str], folder_bytes: int, user: int) -> None:
+def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_zero: bool) -> None:
     """Make the sandbox's file system the root of this process (in a new mount namespace); enter the program's folder.
 
     OSError: the kernel does not allow a mount; the message names it.
@@ -39,6 +42,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int) -> None:
         readable: further folders that the program sees, read-only, under their own paths.
         folder_bytes: size of the program's folder, which is in memory.
         user: id of the user and group that own the folder.
+        with_zero: whether there is a /dev/zero; a shared mapping of it is memory that only a memory cgroup counts.
     """
     mounts, links = _view(readable)
     os.umask(0o022)
@@ -49,7 +53,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int) -> None:
     os.chdir("/")
     for path in mounts:
         _show(path)
-    for name in DEVICES:
+    for name in (*DEVICES, "zero") if with_zero else DEVICES:
         write(f"/dev/{name}", "")
         kernel.mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.MS_BIND)
     _make_proc()
@@ -111,60 +115,3 @@ def write(path: str, text: str) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-
-
-_PACKAGES = "/sandbox"
-"""Folder in the sandbox with the sandbox's own modules, which its first process imports."""
-
-_MODULES = "megatron_grpo/environments/sandbox"
-
-
-def start_of(function: str, python: str, packages: str, *descriptors: int) -> list[str]:
-    """Command that calls a function of `launcher` with file descriptors, in bare Python.
-
-    `packages`: the folder that contains the package megatron_grpo.
-    """
-    code = (
-        "import sys; sys.path.append(sys.argv.pop(1)); "
-        f"from megatron_grpo.environments.sandbox.launcher import {function}; {function}(*map(int, sys.argv[1:]))"
-    )
-    return [python, "-I", "-S", "-c", code, packages, *map(str, descriptors)]
-
-
-def command(spec: dict[str, Any], python: str, spec_fd: int, ready_fd: int, user: int) -> list[str]:
-    """Command that starts bubblewrap, which makes the file system and runs `launcher.inside` in it.
-
-    Args:
-        spec: description of the program, the one that `launcher.main` reads.
-        python: interpreter in a folder that the program may read.
-        spec_fd: first argument of `launcher.inside`.
-        ready_fd: second argument of `launcher.inside`.
-        user: user and group of the program in its namespace.
-    """
-    mounts, links = _view(spec["readable"])
-    return [
-        spec["bubblewrap"],
-        *("--die-with-parent", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
-        *("--unshare-cgroup-try", "--uid", str(user), "--gid", str(user)),
-        # This option takes a second user namespace; the filter of system calls makes it unnecessary.
-        *(("--disable-userns",) if spec["level"] == "namespaces" else ()),
-        *(option for path in mounts for option in ("--ro-bind", path, path)),
-        *("--ro-bind", os.path.dirname(os.path.abspath(__file__)), f"{_PACKAGES}/{_MODULES}"),
-        *(option for name in DEVICES for option in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
-        *(option for path, target in links.items() for option in ("--symlink", target, path)),
-        *("--proc", "/proc"),
-        *("--ro-bind-data", str(_text(f"program:x:{user}:{user}::{FOLDER}:/bin/sh\n")), "/etc/passwd"),
-        *("--ro-bind-data", str(_text(f"program:x:{user}:\n")), "/etc/group"),
-        *("--perms", "0700", "--size", str(spec["folder_bytes"]), "--tmpfs", FOLDER),
-        *("--remount-ro", "/", "--chdir", FOLDER, "--"),
-        *start_of("inside", python, _PACKAGES, spec_fd, ready_fd),
-    ]
-
-
-def _text(text: str) -> int:
-    """Return a file descriptor from which child processes read a text of one line."""
-    reading, writing = os.pipe()
-    os.write(writing, text.encode())
-    os.close(writing)
-    os.set_inheritable(reading, True)
-    return reading

@@ -6,7 +6,6 @@ import fcntl
 import marshal
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +20,24 @@ from typing import Any, Literal
 import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, memory
-from megatron_grpo.environments.sandbox.root import FOLDER, start_of
+from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, has_filter
+from megatron_grpo.environments.sandbox.memory import MemoryGroup, memory, parent_of_groups
+from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02
 """Seconds between two checks of a program's limits."""
 
+MEMORY_WATCH_S = 0.005
+"""Seconds between two checks where no cgroup limits memory, of which a program takes megabytes in a millisecond."""
+
 ENDING_S = 10.0
 """Seconds that the launcher has to kill a program; after that the launcher itself is killed, and the program too."""
+
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from megatron_grpo.environments.sandbox.launcher import main; main(*map(int, sys.argv[1:]))"
+)
+"""Code that starts the launcher in bare Python; arguments: the folder with this package, and file descriptors."""
 
 _ROLE = "megatron_grpo.environments.sandbox.{}_process"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -67,24 +76,17 @@ class SandboxUnavailableError(RunError):
 class Sandbox:
     """Runs programs at one level of isolation. Thread-safe: each thread may run a program at the same time."""
 
-    def __init__(
-        self,
-        config: SandboxConfig,
-        level: Level | None = None,
-        python: str | None = None,
-        bubblewrap: str | None = None,
-    ) -> None:
+    def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
         """
         Args:
             config: limits, and the folders that programs may read.
             level: level of isolation; None: the required one.
             python: interpreter of Python programs; None: the current one, without its virtual environment's packages.
-            bubblewrap: path of bubblewrap, which then makes the namespaces; None: the launcher makes them.
         """
         self.level: Level = level or config.required
-        self.bubblewrap = bubblewrap
         self.python = python or os.path.realpath(sys.executable)
         self._config = config
+        self._groups = parent_of_groups()
         prefix = [] if python else [sys.base_prefix]
         self._readable = [*prefix, *(os.path.abspath(folder) for folder in config.readable)]
 
@@ -141,7 +143,7 @@ class Sandbox:
         config = self._config
         return {
             "level": self.level,
-            "bubblewrap": self.bubblewrap,
+            "filter": self.level == "filtered" or has_filter(),
             "folder": folder,
             "environment": {"PATH": _PATH, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
             "readable": self._readable,
@@ -158,40 +160,70 @@ class Sandbox:
     def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> Finished:
         """Run the process of the first description; that of a second one is its partner."""
         started = time.monotonic()
-        spec_fds = [_sealed(marshal.dumps(spec, _MARSHAL)) for spec in specs]
-        stdin_fd = _sealed(stdin.encode(errors="replace"))
-        status_read, status_write = os.pipe()
-        descriptors = (spec_fds[0], status_write, *spec_fds[1:])
+        with self._group() as group:
+            joining = None if group is None else group.joining
+            spec_fds = [_sealed(marshal.dumps({**spec, "joining": joining}, _MARSHAL)) for spec in specs]
+            stdin_fd = _sealed(stdin.encode(errors="replace"))
+            status_read, status_write = os.pipe()
+            descriptors = [spec_fds[0], status_write, *spec_fds[1:]]
+            try:
+                launcher = subprocess.Popen(
+                    [self.python, "-I", "-S", "-c", _START, _PACKAGES, *map(str, descriptors)],
+                    stdin=stdin_fd,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=descriptors if joining is None else [*descriptors, joining],
+                    env={},
+                    start_new_session=True,
+                )
+            finally:
+                for fd in (*descriptors, stdin_fd):
+                    os.close(fd)
+            with launcher, open(status_read, "rb") as status:
+                helpers = len(specs) + 2 * (len(specs) - 1)
+                return _Watch(launcher, self._config, started, helpers, group).until_end(status)
+
+    @contextmanager
+    def _group(self) -> Iterator[MemoryGroup | None]:
+        """A memory group for one program, whose limit includes the program's folder; None where there are none."""
+        if self._groups is None:
+            yield None
+            return
+        group = MemoryGroup(self._groups, (self._config.memory_mb + self._config.folder_mb) * _MIB)
         try:
-            launcher = subprocess.Popen(
-                start_of("main", self.python, _PACKAGES, *descriptors),
-                stdin=stdin_fd,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=descriptors,
-                env={},
-                start_new_session=True,
-            )
+            yield group
         finally:
-            for fd in (*descriptors, stdin_fd):
-                os.close(fd)
-        with launcher, open(status_read, "rb") as status:
-            helpers = (1 if self.bubblewrap is None else 2) * len(specs) + 2 * (len(specs) - 1)
-            return _Watch(launcher, self._config, started, helpers).until_end(status)
+            group.close()
 
 
 class _Watch:
     """Watches one running program."""
 
-    def __init__(self, launcher: subprocess.Popen[bytes], config: SandboxConfig, started: float, helpers: int) -> None:
-        """`started`: monotonic time; `helpers`: most processes below the launcher that do not belong to the program."""
-        self._launcher, self._config, self._started, self._helpers = launcher, config, started, helpers
+    def __init__(
+        self,
+        launcher: subprocess.Popen[bytes],
+        config: SandboxConfig,
+        started: float,
+        helpers: int,
+        group: MemoryGroup | None,
+    ) -> None:
+        """
+        Args:
+            launcher: process that runs the program.
+            config: limits.
+            started: monotonic time.
+            helpers: most processes below the launcher that do not belong to the program.
+            group: memory cgroup of the program; without one its memory is read from /proc.
+        """
+        self._launcher, self._config, self._started = launcher, config, started
+        self._helpers, self._group = helpers, group
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._status = bytearray()
 
     def until_end(self, status: Any) -> Finished:
         """Wait for the end of the program; kill it if it exceeds a limit. `status`: the launcher's status pipe."""
         passed: Ending | None = None
+        interval_s = MEMORY_WATCH_S if self._group is None else WATCH_S
         with selectors.DefaultSelector() as selector:
             pipes: dict[str, Any] = {"stdout": self._launcher.stdout, "stderr": self._launcher.stderr, "status": status}
             for name, pipe in pipes.items():
@@ -201,7 +233,7 @@ class _Watch:
             while selector.get_map():
                 now = time.monotonic()
                 if now >= look:
-                    look = now + WATCH_S
+                    look = now + interval_s
                     reason = self._passed(now, ends)
                     if reason is not None and passed is None:
                         passed, ends = reason, now + ENDING_S
@@ -209,7 +241,7 @@ class _Watch:
                     elif reason == "wall time":
                         self._launcher.kill()
                         break  # remaining processes may keep the pipes open for ever
-                self._read(selector, WATCH_S)
+                self._read(selector, interval_s)
         self._launcher.wait()
         return self._finished(passed)
 
@@ -222,6 +254,8 @@ class _Watch:
         living = descendants(self._launcher.pid)
         if len(living) > self._config.processes + self._helpers + 1:  # one process may be ending
             return "processes"
+        if self._group is not None:
+            return "memory" if self._group.exceeded() else None
         limit = self._config.memory_mb * _MIB
         return "memory" if memory(living, limit) > limit else None
 
@@ -244,6 +278,8 @@ class _Watch:
             said = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
             raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (rest, said)))}")
         code = int(rest) if what == "exited" else 128 + signal.SIGKILL
+        if passed is None and self._group is not None and self._group.exceeded():
+            passed = "memory"  # since the last look
         ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
         seconds = time.monotonic() - self._started
@@ -270,12 +306,11 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     Raises:
         SandboxUnavailableError: `sandbox.required` is not possible here; the message says why, and what would help.
     """
-    reason = ""
-    for sandbox in _possible(config, python):
-        why_not = _why_not(sandbox)
-        if why_not is None:
+    for level in reversed(LEVELS[LEVELS.index(config.required) :]):
+        sandbox = Sandbox(config, level, python)
+        reason = _why_not(sandbox)
+        if reason is None:
             return sandbox
-        reason = why_not if sandbox.bubblewrap is None else f"{reason}; with bubblewrap: {why_not}"
     raise SandboxUnavailableError(
         f"sandbox.required={config.required} is not possible on this machine: {reason}; "
         f"{_advice(config.required, reason)}, or accept less "
@@ -291,17 +326,8 @@ def _advice(required: Level, reason: str) -> str:
         return "install libseccomp (Debian, Ubuntu: libseccomp2)"
     return (
         "allow user namespaces (user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns of sysctl; in a "
-        "container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or install bubblewrap"
+        "container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN)"
     )
-
-
-def _possible(config: SandboxConfig, python: str | None) -> Iterator[Sandbox]:
-    """Sandboxes at the required level or above, strongest first; at each level first without bubblewrap."""
-    bubblewrap = None if os.geteuid() == 0 else shutil.which("bwrap", path=_PATH)
-    for level in reversed(LEVELS[LEVELS.index(config.required) :]):
-        yield Sandbox(config, level, python)
-        if level != "limits" and bubblewrap is not None:
-            yield Sandbox(config, level, python, bubblewrap)
 
 
 def _why_not(sandbox: Sandbox) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.data_schema import SandboxConfig
+from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError, open_sandbox
-from tests.support.sandboxed import CONFIG, STRONGEST, isolated
+from tests.support.ordinary_user import as_ordinary_user
+from tests.support.sandboxed import CONFIG, STRONGEST, filtered, isolated
 
 
 @isolated
@@ -59,3 +62,29 @@ def test_a_machine_without_namespaces_really_refuses() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "limits\n", done.stderr
     assert "SandboxUnavailableError: sandbox.required=filtered is not possible on this machine: " in done.stderr
+
+
+@filtered
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no Python that every user may run")
+def test_a_machine_whose_namespaces_give_no_rights_really_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AppArmor on Ubuntu 24.04 does to an ordinary user: a user namespace can be made, but mounts nothing."""
+    if not os.access(Path(__file__).parents[4], os.X_OK | os.R_OK):
+        pytest.skip("the checkout is readable for its owner only")
+    monkeypatch.setattr(kernel, "_RULES", (("mount", errno.EACCES, ()),))
+
+    def outcome() -> tuple[str, bool, str]:
+        kernel.gain_no_rights()
+        kernel.filter_system_calls(counted=True)
+        allowed = open_sandbox(SandboxConfig(required="limits"), "/usr/bin/python3")
+        ran = allowed.run_python("print(1)").succeeded
+        try:
+            open_sandbox(SandboxConfig(required="namespaces"), "/usr/bin/python3")
+        except SandboxUnavailableError as error:
+            return allowed.level, ran, str(error)
+        return allowed.level, ran, ""
+
+    level, ran, refused = as_ordinary_user(outcome)
+    assert (level, ran) == ("limits", True)
+    assert "sandbox.required=namespaces is not possible on this machine: " in refused
+    assert "Permission denied" in refused
+    assert "kernel.apparmor_restrict_unprivileged_userns" in refused

@@ -1,0 +1,29 @@
+"""Runs a function in a forked process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+
+def in_fork(function: Callable[[], Any], prepare: Callable[[], None]) -> Any:
+    """What a function returns in a forked process after `prepare` ran there."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            prepare()
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(function(), pipe)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        result = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, "the function raised"
+    return pickle.loads(result)
