@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_grpo_kernels.fp8_blocks import BLOCK, LARGEST, SMALLEST_SCALE, blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST, SMALLEST_SCALE, blocks
 
 SETTINGS = {"SMALLEST": SMALLEST_SCALE, "LARGEST": LARGEST, "SIDE": BLOCK, "num_warps": 8}
 """Compile-time constants of the kernel."""

@@ -15,7 +15,6 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.trajectory import Span
-from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -136,6 +135,8 @@ async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: R
 
     `finals`: last outputs of the requests; `form`: form of the experts.
     """
+    from megatron_grpo.platform.device import current_platform  # imports torch, which rollout workers do without
+
     if current_platform().name == "cpu":
         from megatron_grpo.cpu.engine import recorded_experts
 

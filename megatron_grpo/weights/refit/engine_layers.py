@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo_kernels.fp8_blocks import BLOCK, blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, blocks
 
 
 class ModelReload:

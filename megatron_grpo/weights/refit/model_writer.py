@@ -28,7 +28,7 @@ from megatron_grpo.weights.refit.engine_layers import (
 )
 from megatron_grpo.weights.refit.plan import Pieces, box_of
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo_kernels.fp8_blocks import blocks
+from megatron_grpo_kernels.fp8_format import blocks
 
 
 class _Region(NamedTuple):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_grpo_kernels import fp8_blocks
-from megatron_grpo_kernels.fp8_blocks import BLOCK, LARGEST
+from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST
 from tests.support import fp8_oracle
 from tests.support.interpreter import interpreted
 
