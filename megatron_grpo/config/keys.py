@@ -185,7 +185,8 @@ def _written(value: Any) -> str:
 def data_file(name: str) -> dict[str, dict[str, str]]:
     """A YAML file of this package: tables of names, by section."""
     text = resources.files("megatron_grpo.config").joinpath(name).read_text(encoding="utf-8")
-    tables: dict[str, dict[str, str]] = yaml.safe_load(text)
+    # libyaml's loader, where PyYAML has it, is ten times as fast as the one in Python.
+    tables: dict[str, dict[str, str]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tables
 
 

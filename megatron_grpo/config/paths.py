@@ -42,7 +42,7 @@ def unwritable(key: str, given: str) -> Iterator[Problem]:
     subject, folder = f"{key}={shown(given)}", Path(os.path.abspath(given))
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not os.path.isdir(existing):
-        yield Problem(subject, f"{shown(existing)} is no folder; delete it, or choose another")
+        yield Problem(subject, f"{shown(existing)} is no folder, or a link that leads nowhere; choose another")
         return
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_") as probe:

@@ -155,8 +155,8 @@ def test_values_of_a_mapping() -> None:
         ({"rewards": [3]}, r"rewards\[0\] +is int; give a function, its import path"),
         ({"rewards": {"right": right}}, r"rewards +is dict; give a list"),
         ({"callbacks": [print]}, r"callbacks\[0\] +is builtin_function_or_method; give an object of a class that ext"),
-        ({"callbacks": [megatron_grpo.Callback]}, r"callbacks\[0\] +is the class Callback; .* Callback\(\)"),
-        ({"callbacks": megatron_grpo.Callback}, r"callbacks +is the class Callback; give a list of objects"),
+        ({"callbacks": [megatron_grpo.Callback]}, r"callbacks\[0\] +is the class Callback; .* such as MyCallback\(\)"),
+        ({"callbacks": megatron_grpo.Callback}, r"callbacks +is the class Callback; give a list, each an object"),
         ({"tokenizer": "model"}, r"tokenizer +is str; give a tokenizer that is loaded"),
         (
             {"environments": {"addition": UserObjects()}},

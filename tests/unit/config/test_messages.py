@@ -36,7 +36,16 @@ MISSPELT = [
     (["grpo.max_num_steps=three"], "grpo.max_num_steps=three", "must be int > 0"),
     (["grpo.max_num_steps=0"], "grpo.max_num_steps=0", "must be int > 0"),
     (["generation.top_p=1.5"], "generation.top_p=1.5", "must be float > 0 and <= 1"),
-    (["generation.stop_token_ids=[1,x]"], "generation.stop_token_ids.1=x", "is an element of what must be list of int"),
+    (
+        ["generation.stop_token_ids=[-1]"],
+        "generation.stop_token_ids.0=-1",
+        "is an element of what must be list of int >= 0",
+    ),
+    (
+        ["generation.stop_token_ids=[1,x]"],
+        "generation.stop_token_ids.1=x",
+        "is an element of what must be list of int >= 0",
+    ),
     (["data.train_path=[a,b]"], None, "; several sets are data.train_sets.NAME.path="),
     (["env.on_reward_error=none"], "env.on_reward_error=none", "is env.NAME.on_reward_error; NAME is an environment"),
     (["grpo.max_num_steps=true"], "grpo.max_num_steps=True", "must be int > 0"),

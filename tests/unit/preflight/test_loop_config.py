@@ -51,8 +51,8 @@ FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[p
             "name one in env.addition.correct_func, or take val_reward",
         ),
         (FUNCTIONS, "checkpointing.metric_name=val_accuracy", "name one in env.addition.correct_func"),
-        (["generation.temperature=0.003"], "generation.temperature=0.003", "use that, or 0 for greedy"),
-        (["grpo.val_temperature=1e-7"], "grpo.val_temperature=1e-07", "use that, or 0 for greedy"),
+        (["generation.temperature=0.003"], "generation.temperature=0.003", "must be 0 (greedy) or"),
+        (["grpo.val_temperature=1e-7"], "grpo.val_temperature=1e-07", "must be 0 (greedy) or"),
         (
             ["grpo.early_stop.enabled=true", "grpo.early_stop.patience=1", "grpo.val_period=0"],
             "grpo.early_stop.enabled=True",
