@@ -10,12 +10,14 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
 
 from megatron_grpo.config.errors import Problem, did_you_mean, shown
 from megatron_grpo.config.keys import data_file, keys, known_key
 from megatron_grpo.config.loop_schema import LOOPS, named_for
 from megatron_grpo.config.paths import unreadable
+
+DEEPEST = 20
+"""Deepest nesting of a job file."""
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
@@ -29,8 +31,8 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
     if reason is not None:
         advice = "; give a YAML file of fields such as ratio_clip_max" if reason == "no such file" else ""
         raise ValueError(reason + advice)
-    try:  # with OmegaConf's loader, which refuses a field that is given twice
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=get_yaml_loader())
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_JobLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
@@ -38,6 +40,33 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"must be a mapping of fields, not {type(content).__name__}")
     return content
+
+
+class _JobLoader(yaml.SafeLoader):
+    """Plain YAML, without aliases (a few lines of which can expand to gigabytes), deep nesting, or a field twice."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.composer.ComposerError(
+                None, None, "has anchors or aliases (&, *); write it out", event.start_mark
+            )
+        if self._depth > DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"is nested more than {DEEPEST} deep", event.start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"has {twice} twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 SETTING_OF_FIELD, DATA_OF_FIELD = data_file("job_fields.yaml").values()

@@ -171,7 +171,7 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
         ({"ratio_clip_max": date(2026, 1, 2)}, "job.yaml: ratio_clip_max=2026-01-02", "must be float >= 0"),
         ({"ratio_clip_max": "${"}, "job.yaml: ratio_clip_max=${", "must be float >= 0"),
         ("ratio_clip_max: !!set {a}", "job.yaml: ratio_clip_max={'a'}", "must be float >= 0"),
-        ("ratio_clip_max: 2026-13-99", "job.yaml: ratio_clip_max=2026-13-99", "must be float >= 0"),
+        ("ratio_clip_max: 2026-13-99", "job=", "is not valid YAML"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path: Path, content: Any, subject: str, text: str) -> None:
