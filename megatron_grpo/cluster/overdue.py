@@ -1,7 +1,8 @@
 """Reports of overdue calls: the phase of each process for the error message, and the stacks of overdue processes.
 
-faulthandler writes the stacks of running processes. It neither knows the phase of a process nor reaches other machines,
-so heartbeat files do that (heartbeat.py); torch's flight recorder covers only collectives.
+faulthandler writes the stacks of running processes; py-spy, which comes with Ray, writes those of stopped ones. Neither
+knows the phase of a process or reaches other machines, so heartbeat files do that (heartbeat.py); torch's flight
+recorder covers only collectives.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +39,10 @@ SIGNAL_WAIT_S = 0.5
 """Seconds for processes of this machine to write their stacks before the failed run ends them."""
 REQUEST_BEATS = 2.5
 """Beats for processes of other machines, which look for requests at every heartbeat, to write their stacks."""
+
+PY_SPY_S = 10.0
+PY_SPIES = 8
+"""Deadline of py-spy in seconds, and most stopped processes that it reads."""
 
 LOG_END_BYTES = 2**18
 """Bytes at the end of a log in which its last error is looked for."""
@@ -182,12 +191,11 @@ def _state(beat: Heartbeat, machine: str) -> str:
 
 def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus]) -> None:
     """Make processes write their stacks into their logs, and wait long enough for that."""
+    stopped = [one.heartbeat for one in overdue if one.state in (STOPPED, TRACED)]
     wait_s = 0.0
     for one in overdue:
         beat = one.heartbeat
-        if one.state in (STOPPED, TRACED):  # it answers no signal
-            _append(log, beat.name, f"{what} is overdue, and {_VERDICTS[one.state]}")
-        elif one.state == ALIVE:
+        if one.state == ALIVE:
             _append(log, beat.name, f"{what} is overdue; the stacks of the process's threads:")
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, signal.SIGUSR1)
@@ -196,7 +204,27 @@ def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus])
             with requests_file(log.folder / FOLDER, beat.name).open("ab") as file:
                 file.write(b"!")
             wait_s = max(wait_s, REQUEST_BEATS * beat_s())
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        texts = pool.map(_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
+        for beat, text in zip(stopped, texts, strict=False):
+            _append(log, beat.name, f"{what} is overdue and this process is stopped; {text}")
     time.sleep(wait_s)
+
+
+def _stacks_from_outside(pid: int) -> str:
+    """Read the stacks of a stopped process with py-spy; returns the stacks, or the reason why they cannot be read."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return "its stacks cannot be read: there is no py-spy"
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"its stacks cannot be read: py-spy did not end within {PY_SPY_S:g} s"
+    if done.returncode:
+        return f"its stacks cannot be read: py-spy says {done.stderr.strip()}"
+    return f"its stacks, as py-spy reads them:\n{done.stdout.rstrip()}"
 
 
 def _append(log: ProcessLog, name: str, text: str) -> None:

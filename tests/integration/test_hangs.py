@@ -83,7 +83,7 @@ def test_a_stopped_process_ends_the_run_within_its_deadline(run: TrainingRun, na
     assert f"run failed: {summary['reason']}" == message
     assert summary["steps"] == steps(run)
     log = log_file(run.run_dir / LOGS_FOLDER, name).read_text()
-    assert "is overdue, and its process is stopped (SIGSTOP)" in log
+    assert "is overdue and this process is stopped; its stacks" in log
 
 
 def test_a_stopped_engine_ends_the_run_within_its_deadline(run: TrainingRun) -> None:
