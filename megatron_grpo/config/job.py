@@ -14,10 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from megatron_grpo.config.errors import Problem, did_you_mean, shown
 from megatron_grpo.config.keys import data_file, keys, known_key
 from megatron_grpo.config.loop_schema import LOOPS, named_for
+from megatron_grpo.config.overrides import DEEPEST
 from megatron_grpo.config.paths import unreadable
-
-DEEPEST = 20
-"""Deepest nesting of a job file."""
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:

@@ -34,6 +34,8 @@ RECIPES = "exp"
 """The group whose options are whole recipes."""
 VARIANTS = "variant"
 """The group whose options are published variants of an algorithm; Hydra reads it after all others."""
+DEEPEST = 20
+"""Deepest nesting of brackets; Hydra's parser takes seconds for thousands."""
 _FILE = "file://"
 _TEXT = ("text", "text or null")
 """Types of keys whose values are taken literally, whatever characters they contain."""
@@ -160,7 +162,7 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
 
 def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
     """The problem of an argument that is no KEY=VALUE, or None."""
-    name, equals, _ = text.lstrip("+").partition("=")
+    name, equals, value = text.lstrip("+").partition("=")
     if not equals:
         choices = {option: f"+{group}={option}" for group, found in options.items() for option in found}
         close = difflib.get_close_matches(name, choices, n=1)
@@ -170,6 +172,8 @@ def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | Non
         return Problem(text, f"not understood; write {given}")
     if not name.strip():
         return Problem(text, "has no key before the =; write key=value")
+    if known_key(name) is None and depth(value) > DEEPEST:
+        return Problem(f"{name}={shown(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
     return None
 
 
@@ -215,10 +219,13 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
     """The argument as Hydra parses it, or its problem; None: the value is a text to be taken literally."""
     kind = keys()[key].type if key else None
     name = text.lstrip("+").partition("=")[0]
+    too_deep = key is not None and depth(value) > DEEPEST
     try:
-        override = parser.parse_override(text)
-        given = override.value()
+        override = None if too_deep else parser.parse_override(text)
+        given = None if override is None else override.value()
     except (HydraException, ValueError, RecursionError):  # ValueError: a number of thousands of digits
+        override = given = None
+    if override is None:
         if kind in _TEXT:
             half_quoted = any(value.startswith(sign) != value.endswith(sign) or value == sign for sign in "'\"")
             return Problem(text, "has a quote that is not closed") if half_quoted else None
@@ -249,3 +256,12 @@ def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequenc
         return Problem(text, f"would drop what the recipe sets in {name}; set single keys of it instead")
     read.unknown.append(name)
     return None
+
+
+def depth(text: str) -> int:
+    """Depth of nested brackets in a text."""
+    depth = deepest = 0
+    for sign in text:
+        depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(sign, 0)
+        deepest = max(deepest, depth)
+    return deepest
