@@ -15,7 +15,9 @@ from megatron_grpo.config.errors import Problem, did_you_mean, shown
 from megatron_grpo.config.keys import data_file, keys, known_key
 from megatron_grpo.config.loop_schema import LOOPS, named_for
 from megatron_grpo.config.overrides import DEEPEST
-from megatron_grpo.config.paths import unreadable
+
+MOST_BYTES = 2**20
+"""Size limit of a job file, in bytes."""
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
@@ -25,13 +27,19 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
         ValueError: the file cannot be read, or is no YAML mapping of fields; the text does not name the file.
     """
     file = Path(os.path.expanduser(path))
-    reason = unreadable(file)
-    if reason is not None:
-        advice = "; give a YAML file of fields such as ratio_clip_max" if reason == "no such file" else ""
-        raise ValueError(reason + advice)
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_JobLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if not file.is_file():
+            raise ValueError("no such file; give a YAML file of fields such as ratio_clip_max")
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"has {file.stat().st_size / 2**20:.0f} MiB; a job is a few fields in YAML")
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    try:
+        content = yaml.load(text, Loader=_JobLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise ValueError(f"is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}

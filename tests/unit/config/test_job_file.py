@@ -1,15 +1,18 @@
-"""A job's file: fields as YAML has them, and one line about a file that has none."""
+"""A job's file is read within limits: what is not a few plain fields is refused, at once and in one line."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.job import read_job_file
+from megatron_grpo.config.job import MOST_BYTES, read_job_file
 from tests.support.ordinary_user import as_ordinary_user
+
+LAUGHS = "a0: &a0 [ha, ha, ha]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 
 
 def reason(path: Path | str) -> str:
@@ -30,26 +33,34 @@ def test_fields_are_read_as_yaml_has_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("a: " + "[" * 3000, "is not valid YAML"),
-        ("a: 1\na: 2", "found duplicate key a"),
+        ("a: &a [*a]", "anchors or aliases"),
+        (LAUGHS, "anchors or aliases"),
+        ("base: &b {x: 1}\nmore: {<<: *b}", "anchors or aliases"),
+        ("a: " + "[" * 3000, "nested more than 20 deep"),
+        ("a: " + "{b: " * 3000, "nested more than 20 deep"),
+        ("a: 1\na: 2", "has a twice"),
         ("a: " + "9" * 5000, "is not valid YAML"),
         ("[1, 2]", "must be a mapping of fields, not list"),
         ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
         ("a: \x00", "is not valid YAML"),
     ],
 )
-def test_what_is_no_job_is_told(tmp_path: Path, content: str, text: str) -> None:
+def test_what_is_no_job_is_told_at_once(tmp_path: Path, content: str, text: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(content)
+    begin = time.monotonic()
     assert text in reason(file)
+    assert time.monotonic() - begin < 2
 
 
-def test_a_file_that_is_no_text_or_no_file(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_or_too_large(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_bytes(b"\xff\xfe\x00")
-    assert "is not valid YAML: 'utf-8' codec can't decode" in reason(file)
-    assert reason(tmp_path) == "is a folder, not a file"
-    assert "no such file; give a YAML file of fields" in reason(tmp_path / "nothing")
+    assert reason(file) == "is not UTF-8 text"
+    with file.open("wb") as opened:
+        opened.truncate(MOST_BYTES * 50)
+    assert reason(file) == "has 50 MiB; a job is a few fields in YAML"
+    assert "no such file" in reason(tmp_path)
     assert "cannot be read: File name too long" in reason("/tmp/" + "x" * 300)
 
 
@@ -60,7 +71,7 @@ def test_a_file_of_somebody_else() -> None:
         file.write_text("a: 1")
         assert as_ordinary_user(lambda: reason(file)) == "was read"
         file.chmod(0)
-        assert as_ordinary_user(lambda: reason(file)) == "no permission to read it"
+        assert as_ordinary_user(lambda: reason(file)) == "cannot be read: Permission denied"
 
 
 def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def problem_of(*overrides: str) -> tuple[str, str]:
         "007",
         "/a\\b",
         "Think {step} by [step",
+        "(" * 3000,
         "",
     ],
 )
@@ -51,7 +52,7 @@ def test_a_leading_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("key", ["grpo.seed", "policy.optimizer.lr", "nowhere"])
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 500])
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000, "{a:" * 3000, "[" * 3000 + "]" * 3000])
 def test_endless_values_are_refused_at_once(key: str, value: str) -> None:
     begin = time.monotonic()
     read = read_overrides([f"{key}={value}"])
