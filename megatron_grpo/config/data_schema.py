@@ -288,9 +288,9 @@ class SandboxConfig(Section):
     """Isolation and limits of programs that the model wrote."""
 
     required: Level = "filtered"
-    """Weakest accepted isolation; a machine that allows less is refused. limits: of time, memory and output, but all files
-    of this user are open, and without libseccomp the network; namespaces: also no network, no other process, no files
-    but the system's; filtered: certainly also a filter of system calls (libseccomp)."""
+    """Weakest accepted isolation; a machine that allows less is refused. limits: of time, memory and output, but all
+    files of this user are open, and without libseccomp the network; namespaces: also no network, no other process, no
+    files but the system's; filtered: certainly also a filter of system calls (libseccomp)."""
 
     wall_time_s: Seconds = 10.0
     """Longest time of a program; then it is killed."""

@@ -306,11 +306,13 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     Raises:
         SandboxUnavailableError: `sandbox.required` is not possible here; the message says why, and what would help.
     """
+    reason = ""
     for level in reversed(LEVELS[LEVELS.index(config.required) :]):
         sandbox = Sandbox(config, level, python)
-        reason = _why_not(sandbox)
-        if reason is None:
+        why_not = _why_not(sandbox)
+        if why_not is None:
             return sandbox
+        reason = why_not
     raise SandboxUnavailableError(
         f"sandbox.required={config.required} is not possible on this machine: {reason}; "
         f"{_advice(config.required, reason)}, or accept less "
