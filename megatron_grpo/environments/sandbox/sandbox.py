@@ -27,7 +27,7 @@ from megatron_grpo.environments.sandbox.root import FOLDER
 WATCH_S = 0.02
 """Seconds between two checks of a program's limits."""
 
-MEMORY_WATCH_S = 0.005
+MEMORY_WATCH_S = 0.01
 """Seconds between two checks where no cgroup limits memory, of which a program takes megabytes in a millisecond."""
 
 ENDING_S = 10.0
