@@ -27,7 +27,7 @@ from megatron_grpo.environments.sandbox.root import FOLDER
 WATCH_S = 0.02
 """Seconds between two checks of a program's limits."""
 
-MEMORY_WATCH_S = 0.005
+MEMORY_WATCH_S = 0.01
 """Seconds between two checks where no cgroup limits memory, of which a program takes megabytes in a millisecond."""
 
 ENDING_S = 10.0
@@ -306,11 +306,13 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     Raises:
         SandboxUnavailableError: `sandbox.required` is not possible here; the message says why, and what would help.
     """
+    reason = ""
     for level in reversed(LEVELS[LEVELS.index(config.required) :]):
         sandbox = Sandbox(config, level, python)
-        reason = _why_not(sandbox)
-        if reason is None:
+        why_not = _why_not(sandbox)
+        if why_not is None:
             return sandbox
+        reason = why_not
     raise SandboxUnavailableError(
         f"sandbox.required={config.required} is not possible on this machine: {reason}; "
         f"{_advice(config.required, reason)}, or accept less "
