@@ -1,10 +1,11 @@
-"""The guardian ends a killed driver's processes, grandchildren included; of one that cleaned up, those it could not."""
+"""The guardian ends a killed driver's processes and removes its files; of one that cleaned up, what it could not."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -45,6 +46,54 @@ def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     for process in alive:
         process.kill()
     assert set(alive) == (set() if killed else set(sleepers))
+
+
+SHARING = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.ensure_running = resource_tracker.register = lambda *_: None
+print(shared_memory.SharedMemory(create=True, size=16).name, flush=True)
+time.sleep(300)
+"""
+FORGETFUL_DRIVER = f"""
+import subprocess, sys
+from megatron_grpo.cluster.guardian import guarded
+with guarded() as remove_if_killed:
+    remove_if_killed(sys.argv[1])
+    subprocess.Popen([sys.executable, "-c", {SHARING!r}], start_new_session=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "cleaned up"])
+def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "a session of Ray" / "r"
+    folder.mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", FORGETFUL_DRIVER, str(folder.parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        segment = Path("/dev/shm") / driver.stdout.readline().strip()
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert segment.is_file()
+        time.sleep(2 * REFRESH_S)
+        if killed:
+            driver.kill()
+        else:
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+        driver.wait(30)
+    _, alive = psutil.wait_procs(family, timeout=20 if killed else 8)
+    try:
+        assert (folder.exists(), segment.exists(), bool(alive)) == (not killed, not killed, not killed)
+    finally:
+        for process in alive:
+            process.kill()
+        segment.unlink(missing_ok=True)
 
 
 ORPHANING_DRIVER = f"""
