@@ -19,9 +19,7 @@ LEFT_OUT = "suspects_left_out"
 
 def suspicions(figures: Mapping[str, float]) -> list[str]:
     """Names of the figures suspect/NAME of a response that are above 0: signs that its reward is undeserved."""
-    return [
-        name.removeprefix(SUSPECT) for name, figure in figures.items() if name.startswith(SUSPECT) and figure > 0
-    ]
+    return [name.removeprefix(SUSPECT) for name, figure in figures.items() if name.startswith(SUSPECT) and figure > 0]
 
 
 class Span(NamedTuple):

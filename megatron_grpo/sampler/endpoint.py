@@ -21,12 +21,10 @@ from megatron_grpo.config.paths import token
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
-from megatron_grpo.sampler.guard import refusal
+from megatron_grpo.sampler.guard import BODY_BYTES, refusal
 
 MODEL = "policy"
 """Name of the model in requests and answers."""
-BODY_BYTES = 2**26
-"""Largest body of a request, in bytes."""
 REQUEST_S = 30.0
 """Deadline in seconds for the headers of a request since its connection was idle, and again for its body."""
 IDLE_CONNECTIONS = 512

@@ -76,7 +76,9 @@ def _suspicions(config: Config, name: str, environment: EnvironmentConfig) -> It
     for figure in environment.leave_out_suspects:
         text = f"is no figure of type {environment.type}, which has {', '.join(known)}"
         yield environment.type in BUILT_IN and figure not in known, f"{key}={figure}", text
-        text = f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt that high"
+        text = (
+            f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt that high"
+        )
         few = config.loop.num_generations_per_prompt < LEAST_COMPARED
         yield figure == UNUSUALLY_SHORT and few, f"{key}={figure}", text
 

@@ -26,13 +26,26 @@ time.sleep(300)
 """
 
 
+def let_look(driver: int) -> None:
+    """Wait until the guardian of a driver is up, which takes seconds on a busy machine, and has looked around."""
+    deadline = time.monotonic() + 60
+    maps = ""
+    while "psutil" not in maps and time.monotonic() < deadline:
+        time.sleep(0.1)
+        guardians = [
+            one for one in psutil.Process(driver).children() if any("guardian" in part for part in one.cmdline()[1:3])
+        ]
+        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in guardians)
+    time.sleep(2 * REFRESH_S)
+
+
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "cleaned up"])
 def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert driver.stdin is not None
     assert driver.stdout is not None
     assert driver.stdout.readline() == "up\n"
-    time.sleep(2 * REFRESH_S)
+    let_look(driver.pid)
     family = psutil.Process(driver.pid).children(recursive=True)
     sleepers = [process for process in family if "guardian" not in " ".join(process.cmdline())]
     assert len(sleepers) == 2
@@ -80,7 +93,7 @@ def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> N
         segment = Path("/dev/shm") / driver.stdout.readline().strip()
         family = psutil.Process(driver.pid).children(recursive=True)
         assert segment.is_file()
-        time.sleep(2 * REFRESH_S)
+        let_look(driver.pid)
         if killed:
             driver.kill()
         else:
@@ -118,7 +131,7 @@ def test_what_outlives_the_end_of_its_parent_is_ended_even_if_it_is_stopped() ->
     assert driver.stdin is not None
     assert driver.stdout is not None
     assert driver.stdout.readline() == "up\n"
-    time.sleep(2 * REFRESH_S)
+    let_look(driver.pid)
     (orphan,) = [one for one in psutil.Process(driver.pid).children(recursive=True) if one.name() == "sleep"]
     orphan.suspend()
     driver.stdin.write("\n")

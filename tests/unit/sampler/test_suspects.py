@@ -73,7 +73,9 @@ def test_a_suspect_response_teaches_nothing_and_is_no_baseline() -> None:
     assert batch.in_loss.tolist() == [False, True, True, True]
     assert scores.kept.tolist() == [True]
     relative = group_advantages(scores.rewards, leave_one_out=True, normalize=False)
-    assert relative.tolist() == [[0.0, -0.5, 1.0, -0.5]], "the baseline of each is the mean of the two other honest ones"
+    assert relative.tolist() == [[0.0, -0.5, 1.0, -0.5]], (
+        "the baseline of each is the mean of the two other honest ones"
+    )
 
 
 def test_dynamic_sampling_looks_at_the_others_alone() -> None:
