@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, counted
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.chat_template import load_tokenizer
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
 from megatron_grpo.data.processors import DatumSpec, task_of
@@ -110,7 +111,7 @@ def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) 
     Raises:
         ConfigError: the set or a row in it cannot be used, or no row is short enough.
     """
-    reader = _Reader(config, _load_tokenizer(model))
+    reader = _Reader(config, load_tokenizer(model))
     return HeldOutPrompts(reader.held_out(key, one), reader.tokenizer.eos_token_id, reader.notes)
 
 
@@ -125,16 +126,10 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     Raises:
         ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
     """
-    reader = _Reader(config, _load_tokenizer(model) if tokenizer is None else tokenizer)
+    reader = _Reader(config, load_tokenizer(model) if tokenizer is None else tokenizer)
     loader = reader.stream() if config.data.streaming else reader.loader()
     val_prompts = list(chain.from_iterable(reader.validation()))
     return PromptData(loader, val_prompts, reader.tokenizer.eos_token_id, reader.notes, reader.columns)
-
-
-def _load_tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
-
-    return AutoTokenizer.from_pretrained(model)
 
 
 class _Reader:

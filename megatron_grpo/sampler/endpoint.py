@@ -18,6 +18,7 @@ from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.config.paths import token
+from megatron_grpo.data.chat_template import load_tokenizer
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
@@ -76,9 +77,7 @@ class Endpoint:
 
     async def start(self) -> None:
         """Load the tokenizer and listen; SamplingError when the address cannot be used."""
-        from transformers import AutoTokenizer  # here: it takes seconds to import
-
-        self.tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
+        self.tokenizer = load_tokenizer(self._settings.model_path)
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
             app.router.add_get(f"{base}/models", self._models)

@@ -19,6 +19,7 @@ from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.data.chat_template import load_tokenizer
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.arguments import VllmSettings
@@ -137,10 +138,8 @@ class ServerEngine:
         Returns:
             Seconds by part: "server", until it answered and was checked. And this actor's processes.
         """
-        from transformers import AutoTokenizer  # here: it takes seconds to import
-
         began = time.monotonic()
-        self._tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
+        self._tokenizer = load_tokenizer(self._settings.model_path)
         self._client = ServerClient(self._url, self._settings.token)
         await self._client.wait_until_up(self._timeout_s)
         await self._require_fitting()

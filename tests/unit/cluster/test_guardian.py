@@ -65,7 +65,8 @@ SHARING = """
 import sys, time
 from multiprocessing import resource_tracker, shared_memory
 resource_tracker.ensure_running = resource_tracker.register = lambda *_: None
-print(shared_memory.SharedMemory(create=True, size=16).name, flush=True)
+memory = shared_memory.SharedMemory(create=True, size=16)
+print(memory.name, flush=True)
 time.sleep(300)
 """
 FORGETFUL_DRIVER = f"""
