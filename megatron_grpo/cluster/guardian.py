@@ -99,17 +99,24 @@ def guarded(if_killed: Sequence[str] = ()) -> Iterator[Remove]:
 def main(driver: int, if_killed: Sequence[str]) -> None:
     """Watch the driver until it has cleaned up or is gone; then end its remaining processes and remove its files."""
     started: set[psutil.Process] = set()
+    shared: set[Path] = set()
+    known: set[Path] = set()
+    newest: set[Path] = set()
     told = b""
     while not told.endswith(CLEANED_UP + b"\n"):
         if not select.select([sys.stdin], [], [], REFRESH_S)[0]:
             started = _family(driver, started)
+            # A file is looked at twice, because it is mapped a moment after it was made.
+            known, newest = newest, set(Path("/dev/shm").iterdir())
+            if not newest <= known:
+                shared |= (newest - known).intersection(_mapped(started))
         elif piece := os.read(sys.stdin.fileno(), 2**16):
             told += piece
         else:
             break
     lines = told.split(b"\n")[:-1]
     cleaned_up = CLEANED_UP in lines
-    _end(driver, started, spare=cleaned_up)
+    _end(driver, started, shared, spare=cleaned_up)
     if not cleaned_up:
         for folder in lines:
             shutil.rmtree(folder, ignore_errors=True)
@@ -117,25 +124,34 @@ def main(driver: int, if_killed: Sequence[str]) -> None:
             subprocess.run(if_killed, timeout=COMMAND_S, check=False)
 
 
-def _end(driver: int, started: set[psutil.Process], *, spare: bool) -> None:
-    """Kill the processes of the driver that do not end by themselves, and free their shared memory.
+def _mapped(processes: Iterable[psutil.Process]) -> set[Path]:
+    return set().union(*(shared_files(process, killed=True) for process in processes))
 
-    `spare`: the driver lives and may still need its children, which are left alone, as is what they share.
+
+def _end(driver: int, started: set[psutil.Process], shared: set[Path], *, spare: bool) -> None:
+    """Kill the processes of the driver that do not end by themselves, and free the shared memory of all.
+
+    Args:
+        driver: pid of the driver.
+        started: its processes, as far as they are known.
+        shared: files of shared memory of these and earlier ones, as far as they are known.
+        spare: the driver lives and may still need its children, which are left alone, as is what they share.
     """
     deadline = time.monotonic() + GRACE_S
-    segments: set[Path] = set()
     while True:
         left = _family(driver, started)
         spared = _family(driver, set()) if spare else set()
         left -= spared
-        segments = segments.union(*(shared_files(process, killed=True) for process in left))
+        shared = shared | _mapped(left)
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.1)
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    free(segments.difference(*(shared_files(process, killed=True) for process in spared)))
+    if spare and psutil.pid_exists(driver):
+        spared.add(psutil.Process(driver))
+    free(shared - _mapped(spared))
 
 
 def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:

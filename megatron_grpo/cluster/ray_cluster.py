@@ -47,7 +47,7 @@ class RayCluster:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
         Args:
-            remove_if_killed: tells the driver's guardian of the folder of a Ray that is started here; None: no guardian.
+            remove_if_killed: tells the guardian of the folder of a Ray that is started here; None: there is none.
 
         Raises:
             RunError: no cluster answers at the address, the cluster has too few GPUs, or Ray does not start here.

@@ -104,7 +104,8 @@ async def _received(receive: Any) -> Callable[[], Awaitable[Any]]:
         TimeoutError: it is not complete in time.
         ValueError: it is too large.
     """
-    messages, size = [], 0
+    messages: list[Any] = []
+    size = 0
     async with asyncio.timeout(REQUEST_S):
         while not messages or messages[-1].get("more_body"):
             messages.append(await receive())

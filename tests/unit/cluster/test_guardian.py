@@ -110,6 +110,41 @@ def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> N
         segment.unlink(missing_ok=True)
 
 
+LOSING_DRIVER = f"""
+import subprocess, sys
+from megatron_grpo.cluster.guardian import guarded
+with guarded():
+    children = [subprocess.Popen([sys.executable, "-c", {SHARING!r}]) for _ in range(2)]
+    sys.stdin.readline()
+    children[0].kill()
+    children[0].wait()
+print("left", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_a_lost_process_shared_is_freed_and_nothing_else() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOSING_DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        segments = [Path("/dev/shm") / driver.stdout.readline().strip() for _ in range(2)]
+        let_look(driver.pid)
+        family = psutil.Process(driver.pid).children(recursive=True)
+        try:
+            print("go on", file=driver.stdin, flush=True)
+            assert driver.stdout.readline() == "left\n"
+            assert sorted(segment.exists() for segment in segments) == [False, True], "one of them still runs"
+        finally:
+            for process in family:
+                if process.is_running():
+                    process.kill()
+            driver.kill()
+            for segment in segments:
+                segment.unlink(missing_ok=True)
+
+
 ORPHANING_DRIVER = f"""
 import os, signal, subprocess, sys, time
 from megatron_grpo.cluster.guardian import guarded
