@@ -77,7 +77,8 @@ def nearest(name: str, algorithm: str) -> list[str]:
     without = {key: key.partition(".")[2] for key in known}
     words = difflib.get_close_matches(name, set(without.values()), n=1, cutoff=_MISSPELT)
     found = [key for key in known if without[key] in words]
-    return found if len(found) <= _MOST_SUGGESTED else []
+    ending = [key for key in known if key.rpartition(".")[2] in words]
+    return found if len(ending) <= _MOST_SUGGESTED else []  # enabled, name and path are the end of many keys
 
 
 def _names_in(algorithm: str, name: str) -> list[str]:
