@@ -1,4 +1,4 @@
-"""A model's tokenizer without code of its own, and its chat template, a program too, which has a deadline."""
+"""Renders conversations by a tokenizer's chat template, a program that comes with a model, within a deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from jinja2.sandbox import SandboxedEnvironment
@@ -16,23 +15,6 @@ from megatron_grpo.config.errors import RunError
 
 TEMPLATE_S = 10.0
 """Seconds after which rendering one conversation is ended; the templates of released models take milliseconds."""
-
-
-def load_tokenizer(model: Path | str) -> Any:
-    """Load the tokenizer of a model's folder with transformers.
-
-    Raises:
-        RunError: the folder has none, or one that is code of its own, which is never run.
-    """
-    from transformers import AutoTokenizer  # here: seconds to import, spent while other processes start
-
-    try:
-        # Not None, with which transformers asks whoever is at the terminal.
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        text = f"{model} has no tokenizer that transformers can load (code that comes with a model is not run)"
-        raise RunError(f"{text}: {reason}") from error
 
 
 class _Overdue(Exception):  # noqa: N818  # the deadline has passed, in the thread that renders

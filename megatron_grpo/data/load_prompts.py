@@ -14,12 +14,12 @@ from torch.utils.data import ConcatDataset
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, counted
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.chat_template import load_tokenizer
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
 from megatron_grpo.data.processors import DatumSpec, task_of
 from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
+from megatron_grpo.data.tokenizer import load_tokenizer
 
 BATCH_ROWS = 1000
 """Rows that are tokenised together, on all cores."""

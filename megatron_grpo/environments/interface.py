@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
-from megatron_grpo.data.chat_template import load_tokenizer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
+from megatron_grpo.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import Config

@@ -18,9 +18,9 @@ from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.config.paths import token
-from megatron_grpo.data.chat_template import load_tokenizer
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
 from megatron_grpo.sampler.guard import BODY_BYTES, refusal
 

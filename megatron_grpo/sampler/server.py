@@ -19,8 +19,8 @@ from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.generation_schema import RefitMode
-from megatron_grpo.data.chat_template import load_tokenizer
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.requests import EngineStatistics, in_bunches, sampling_arguments
