@@ -290,7 +290,7 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
             "(env.NAME.on_reward_error=none): logs/environment_*.log name function, exception and line; reward_errors "
             "counts them",
         )
-    unscored = [outcome for outcome in report.sampled if outcome.reward is None and outcome.failure is None]
+    unscored = [outcome for outcome in report.sampled if outcome.is_unscored]
     if unscored:
         run.logger.note_once(
             "unscored",

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_grpo.cluster.guardian import keep_sigterm_handler
+from megatron_grpo.cluster.guardian import Remove, keep_sigterm_handler
 from megatron_grpo.cluster.machines import LOCAL_MARKER, malformed, too_few, unreachable
 from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.config.errors import RunError
@@ -43,8 +43,11 @@ class RayCluster:
         self._shared: list[str] = []
         """Ray's names of the policy's GPUs if engines and the value model share them; else empty."""
 
-    def start(self) -> None:
+    def start(self, remove_if_killed: Remove | None = None) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
+
+        Args:
+            remove_if_killed: tells the guardian of the folder of a Ray that is started here; None: there is none.
 
         Raises:
             RunError: no cluster answers at the address, the cluster has too few GPUs, or Ray does not start here.
@@ -55,6 +58,8 @@ class RayCluster:
                 memory = None if self.config.gpus else OBJECT_STORE_BYTES
                 # A short name, because the path of a socket has at most 107 bytes.
                 self._temporary = tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True)
+                if remove_if_killed is not None:
+                    remove_if_killed(self._temporary.name)
                 folder = os.path.join(self._temporary.name, "r")
                 try:
                     ray.init(include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **quiet)

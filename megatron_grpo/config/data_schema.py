@@ -237,6 +237,10 @@ class EnvironmentConfig(Section):
     the prompt, the row's columns and the address of an OpenAI-compatible endpoint, through which it asks the model.
     null: a rollout is one response. Needs generation.endpoint.enabled."""
 
+    leave_out_suspects: list[str] = field(default_factory=list)
+    """Figures that take a response's reward away when they are above 0, so that baselines and loss leave it out, such
+    as touched_harness (docs/environments.md, undeserved rewards); empty: they are reported, and change nothing."""
+
     num_workers: Positive = 1
     """Processes that score in parallel; at least one for each rollout worker. With an agent, the number of rollouts
     that run at the same time."""
@@ -274,6 +278,13 @@ BUILT_IN = {
 
 REWARD_FUNCTIONS = "reward_functions"
 """The environment type that calls the functions in reward_funcs."""
+
+UNUSUALLY_SHORT = "unusually_short"
+"""Figure of suspicion that every environment has, if there are enough samples of a prompt to compare."""
+LEAST_COMPARED = 4
+"""Fewest samples of a prompt whose lengths are compared."""
+SUSPICIONS = {"code": ("touched_harness", "idle_tests", "equal_outputs")}
+"""Further figures of suspicion, by the built-in type that reports them."""
 
 WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
 """Types that compare with the reference answer of a row."""

@@ -61,21 +61,24 @@ def counterpart(name: str, algorithm: str) -> str | None:
 
 
 def nearest(name: str, algorithm: str) -> list[str]:
-    """The keys of a run of an algorithm that a misspelt or shortened name stands for, best first; empty: none."""
+    """The keys of a run of an algorithm that a misspelt name stands for, best first; empty: none.
+
+    A name without a dot is also compared with keys without their section. Parts of a name alone suggest nothing:
+    another framework's `….enabled` or `….name` is seldom one of ours.
+    """
     known = _names_in(algorithm, name)
     misspelt = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
     if misspelt:
         return misspelt
-    section, word = name.rpartition(".")[0], name.rpartition(".")[2]
+    section = name.rpartition(".")[0]
     if section:
-        shortened = [key for key in known if key.startswith(f"{section}.") and key.endswith(f".{word}")]
-        if len(shortened) == 1:
-            return shortened
         beside = [key for key in known if key.partition(".")[0] == name.partition(".")[0]]
         return difflib.get_close_matches(name, beside, n=_MOST_SUGGESTED, cutoff=_ALIKE)
-    words = difflib.get_close_matches(word, {key.rpartition(".")[2] for key in known}, n=1, cutoff=_MISSPELT)
-    found = [key for key in known if key.rpartition(".")[2] in words]
-    return found if len(found) <= _MOST_SUGGESTED else []
+    without = {key: key.partition(".")[2] for key in known}
+    words = difflib.get_close_matches(name, set(without.values()), n=1, cutoff=_MISSPELT)
+    found = [key for key in known if without[key] in words]
+    ending = [key for key in known if key.rpartition(".")[2] in words]
+    return found if len(ending) <= _MOST_SUGGESTED else []  # enabled, name and path are the end of many keys
 
 
 def _names_in(algorithm: str, name: str) -> list[str]:

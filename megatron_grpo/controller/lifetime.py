@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
+from megatron_grpo.cluster.guardian import Remove, guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, RunError
@@ -129,11 +129,14 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
         summary = partial(write_summary, run_dir, samples_per_step=samples)
         startup = Startup(run_dir, checkpointer, search, changes, cluster, user_objects, summary, began, parts)
         stack.enter_context(end_recorded(startup, report=report))
+        remove_if_killed: Remove | None = None
         if one_machine:
-            stack.enter_context(guarded(if_killed=killed_run_command(run_dir, samples, report=report)))
+            remove_if_killed = stack.enter_context(
+                guarded(if_killed=killed_run_command(run_dir, samples, report=report))
+            )
         stack.callback(cluster.shutdown)
         with startup.part("ray"):
-            cluster.start()
+            cluster.start(remove_if_killed)
         yield startup
 
 

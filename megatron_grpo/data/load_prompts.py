@@ -19,6 +19,7 @@ from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visit
 from megatron_grpo.data.processors import DatumSpec, task_of
 from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
+from megatron_grpo.data.tokenizer import load_tokenizer
 
 BATCH_ROWS = 1000
 """Rows that are tokenised together, on all cores."""
@@ -108,7 +109,7 @@ def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) 
     Raises:
         ConfigError: the set or a row in it cannot be used, or no row is short enough.
     """
-    reader = _Reader(config, _load_tokenizer(model))
+    reader = _Reader(config, load_tokenizer(model))
     return HeldOutPrompts(reader.held_out(key, one), reader.tokenizer.eos_token_id, reader.notes)
 
 
@@ -123,16 +124,10 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     Raises:
         ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
     """
-    reader = _Reader(config, _load_tokenizer(model) if tokenizer is None else tokenizer)
+    reader = _Reader(config, load_tokenizer(model) if tokenizer is None else tokenizer)
     loader = reader.stream() if config.data.streaming else reader.loader()
     val_prompts = list(chain.from_iterable(reader.validation()))
     return PromptData(loader, val_prompts, reader.tokenizer.eos_token_id, reader.notes)
-
-
-def _load_tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
-
-    return AutoTokenizer.from_pretrained(model)
 
 
 class _Reader:

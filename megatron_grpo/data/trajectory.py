@@ -11,6 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 StopReason = Literal["stop", "length"]
+SUSPECT = "suspect/"
+"""Beginning of the names of an environment's figures that are signs of an undeserved reward."""
+LEFT_OUT = "suspects_left_out"
+"""Figure of a response: 1 if it lost its reward because it is suspect, else 0."""
+
+
+def suspicions(figures: Mapping[str, float]) -> list[str]:
+    """Names of the figures suspect/NAME of a response that are above 0: signs that its reward is undeserved."""
+    return [name.removeprefix(SUSPECT) for name, figure in figures.items() if name.startswith(SUSPECT) and figure > 0]
 
 
 class Span(NamedTuple):
@@ -47,6 +56,11 @@ class Sample:
     """Reason why the rollout failed, on its second attempt too; None: it did not fail."""
     task_name: str = ""
     """Name of the environment that answered and scored the rollout."""
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether the rollout has no reward although it neither failed nor lost its reward as suspect."""
+        return self.reward is None and self.failure is None and not self.reward_metrics.get(LEFT_OUT)
 
 
 @dataclass(slots=True, kw_only=True)

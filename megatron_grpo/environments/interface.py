@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
+from megatron_grpo.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import Config
@@ -110,10 +111,8 @@ class EnvironmentSettings:
 
     def load_tokenizer(self) -> Any:
         """Load the policy's tokenizer with transformers."""
-        from transformers import AutoTokenizer  # here: seconds to import, and most environments need none
-
         assert self.tokenizer is not None, "an environment with texts for the model needs the run's tokenizer"
-        return AutoTokenizer.from_pretrained(self.tokenizer)
+        return load_tokenizer(self.tokenizer)
 
 
 def environment_settings(config: Config, model: Path) -> EnvironmentSettings:

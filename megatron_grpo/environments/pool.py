@@ -22,6 +22,8 @@ class EnvironmentHandle:
     """Task name of the environment."""
     timeout_s: float
     """Deadline of one call of a process, in seconds."""
+    leave_out_suspects: list[str]
+    """Names of figures of suspicion, by which responses lose their rewards."""
     processes: list[Any]
     """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
     arguments: tuple[Any, ...] = field(repr=False)
@@ -52,7 +54,8 @@ class EnvironmentPool:
         """Begin to start the processes, and divide them among `shares` rollout workers; each gets at least one."""
         count = max(self.config.num_workers, shares)
         arguments = (self.name, self.config, self.settings, self._references())
-        handles = [EnvironmentHandle(self.name, self.config.timeout_s, [], arguments) for _ in range(shares)]
+        settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects)
+        handles = [EnvironmentHandle(*settings, [], arguments) for _ in range(shares)]
         for number in range(count):
             process = handles[0].spawn()
             self._processes.append(process)

@@ -16,6 +16,7 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.data.chat_template import render_chat
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.weights.source import download_config, local_folder, model_folder
 
 if TYPE_CHECKING:
@@ -55,13 +56,15 @@ class RewardModel:
         """Load the model from a folder; `number` names the log of the process."""
         begin_process_log(f"reward model {Path(path).name} worker {number}")
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._tokenizer = load_tokenizer(path)
         dtype = getattr(torch, config.precision)
-        self._model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
+        self._model = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, num_labels=1, trust_remote_code=False
+        )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id

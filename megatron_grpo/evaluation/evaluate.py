@@ -117,11 +117,10 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
         stack.enter_context(sigterm_interrupts())
         one_machine = config.cluster.ray_address is None
         stack.enter_context(driver_log(output, config.logger.level, one_machine=one_machine))
-        if one_machine:
-            stack.enter_context(guarded())
+        remove_if_killed = stack.enter_context(guarded()) if one_machine else None
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
-        cluster.start()
+        cluster.start(remove_if_killed)
         untrained = replace(config, policy=replace(config.policy, moe=MoeConfig()))  # no training replays the routing
         generation = start_engines(untrained, model, cluster, stack)
         rollouts = start_rollouts(config, model, generation, stack)

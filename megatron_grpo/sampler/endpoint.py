@@ -21,13 +21,12 @@ from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.config.paths import token
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
-from megatron_grpo.sampler.guard import refusal
+from megatron_grpo.sampler.guard import BODY_BYTES, refusal
 
 MODEL = "policy"
 """Name of the model in requests and answers."""
-BODY_BYTES = 2**26
-"""Largest body of a request, in bytes."""
 REQUEST_S = 30.0
 """Deadline in seconds for the headers of a request since its connection was idle, and again for its body."""
 IDLE_CONNECTIONS = 512
@@ -79,9 +78,7 @@ class Endpoint:
 
     async def start(self) -> None:
         """Load the tokenizer and listen; SamplingError when the address cannot be used."""
-        from transformers import AutoTokenizer  # here: it takes seconds to import
-
-        self.tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
+        self.tokenizer = load_tokenizer(self._settings.model_path)
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
             app.router.add_get(f"{base}/models", self._models)

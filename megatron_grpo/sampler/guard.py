@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import os
@@ -16,6 +17,10 @@ Scope = MutableMapping[str, Any]
 Application = Callable[[Scope, Any, Any], Awaitable[None]]
 NAMES_VARIABLE = "MEGATRON_GRPO_SERVER_NAMES"
 """Environment variable with further names of a server's machine, separated by spaces."""
+BODY_BYTES = 2**26
+"""Largest body of a request, in bytes."""
+REQUEST_S = 30.0
+"""Deadline in seconds for the body of a request."""
 _OPEN_PATH = "/health"
 """Path that needs no token; it tells only whether the server is up."""
 
@@ -81,7 +86,37 @@ class TokenGuard:
             if refused is not None:
                 await _refuse(kind, *refused, send)
                 return
+        if kind == "http":
+            try:
+                receive = await _received(receive)
+            except (TimeoutError, ValueError) as error:
+                late = isinstance(error, TimeoutError)
+                reason = f"no whole request within {REQUEST_S:g} s" if late else str(error)
+                await _refuse(kind, 408 if late else 413, reason, send)
+                return
         await self._app(scope, receive, send)
+
+
+async def _received(receive: Any) -> Callable[[], Awaitable[Any]]:
+    """Take in the body of a request; returns a `receive` that gives it again.
+
+    Raises:
+        TimeoutError: it is not complete in time.
+        ValueError: it is too large.
+    """
+    messages: list[Any] = []
+    size = 0
+    async with asyncio.timeout(REQUEST_S):
+        while not messages or messages[-1].get("more_body"):
+            messages.append(await receive())
+            size += len(messages[-1].get("body", b""))
+            if size > BODY_BYTES:
+                raise ValueError(f"a request has at most {BODY_BYTES} bytes")
+
+    async def again() -> Any:
+        return messages.pop(0) if messages else await receive()
+
+    return again
 
 
 async def _refuse(kind: str, status: int, reason: str, send: Any) -> None:

@@ -94,7 +94,7 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
             values[name].append(reward)
         for name, figure in outcome.reward_metrics.items():
             reported[name].append(figure)
-    unscored = fmean(outcome.reward is None and outcome.failure is None for outcome in outcomes)
+    unscored = fmean(outcome.is_unscored for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
     figures = {name: fmean(given) for name, given in reported.items()}

@@ -5,45 +5,16 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import re
 import socket
 import threading
 import time
-from collections.abc import Iterable
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import psutil
 
+from megatron_grpo.cluster.guardian import free, shared_files
 from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
 from megatron_grpo.platform.hooks import check_hooks
-
-QUEUE_SEGMENTS = "/dev/shm/psm_"
-"""Beginning of the names that Python gives to the shared-memory segments of vLLM's queues; the rest is random."""
-_SEGMENTS = re.compile(rf"{QUEUE_SEGMENTS}|/dev/shm/.*-cpushm")
-"""Names of shared memory that vLLM does not remove: of its queues, and of its CPU collectives."""
-_SEMAPHORES = "/dev/shm/sem.mp-"
-"""Beginning of the names of semaphores that the end of a process by a signal leaves behind."""
-
-
-def shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
-    """Files of the shared memory that a process has mapped; empty if the process is gone.
-
-    With `killed` semaphores too, which a process that ends by itself removes.
-    """
-    try:
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return set()
-    files = {line.split()[-1] for line in maps.splitlines() if "/dev/shm/" in line and "(deleted)" not in line}
-    return {Path(file) for file in files if _SEGMENTS.match(file) or (killed and file.startswith(_SEMAPHORES))}
-
-
-def free(segments: Iterable[Path]) -> None:
-    """Remove the segments' files; memory is freed when the last process that has mapped it ends."""
-    for segment in segments:
-        segment.unlink(missing_ok=True)
-
 
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
 """Environment variable by which our engine actor gives its name to its processes; other uses of vLLM lack it."""

@@ -18,6 +18,7 @@ from megatron_grpo.sampler.endpoint import Endpoint
 from megatron_grpo.sampler.engines import EngineClient, Engines
 from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan, sample_seed
+from megatron_grpo.sampler.suspects import judge
 
 ATTEMPTS = 2
 """Attempts at a rollout, and at scoring it."""
@@ -82,6 +83,7 @@ class GroupRollout:
                     one.reward, one.correct = scored.reward, scored.correct
                     one.reward_parts, one.reward_errors = scored.parts, scored.errors
                     one.reward_metrics, one.notes = scored.metrics, scored.notes
+            judge([one for one, _ in whole], self._environment.leave_out_suspects)
         return [one for one, _ in self._sampled]
 
     async def _scored(self, samples: list[tuple[Trajectory, Any]]) -> list[Scored]:

@@ -20,6 +20,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.requests import EngineStatistics, in_bunches, sampling_arguments
@@ -77,10 +78,8 @@ class ServerEngine:
         Returns:
             Seconds by part: "server", until it answered and was checked. And this actor's processes.
         """
-        from transformers import AutoTokenizer  # here: it takes seconds to import
-
         began = time.monotonic()
-        self._tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
+        self._tokenizer = load_tokenizer(self._settings.model_path)
         bearer = self._settings.token
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # no limit of connections: vLLM's scheduler queues requests

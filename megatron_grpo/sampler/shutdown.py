@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import ray
 
-from megatron_grpo.cluster.guardian import kill_stopped, lives
-from megatron_grpo.sampler.plugin import free, shared_files
+from megatron_grpo.cluster.guardian import free, kill_stopped, lives, shared_files
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

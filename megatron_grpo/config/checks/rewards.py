@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from megatron_grpo.config.checks.rules import Rule
 from megatron_grpo.config.data_schema import (
     BUILT_IN,
+    LEAST_COMPARED,
     REWARD_FUNCTIONS,
+    SUSPICIONS,
+    UNUSUALLY_SHORT,
     WITH_ANSWER,
     DataConfig,
     EnvironmentConfig,
@@ -18,7 +21,7 @@ from megatron_grpo.config.data_schema import (
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 
-_OF_EVERY_TYPE = ("type", "options", "num_workers", "timeout_s")
+_OF_EVERY_TYPE = ("type", "options", "num_workers", "timeout_s", "leave_out_suspects")
 """Keys that environments of every type have; the others are for type reward_functions."""
 
 
@@ -57,10 +60,25 @@ def environment_rules(config: Config) -> Iterator[Rule]:
             values, defaults = vars(environment), vars(EnvironmentConfig())
             unfit = [key for key in values if key not in _OF_EVERY_TYPE and values[key] != defaults[key]]
             yield unfit, f"env.{name}.{next(iter(unfit), '')}", f"needs env.{name}.type={REWARD_FUNCTIONS}"
+        yield from _suspicions(config, name, environment)
         task = config.data.tasks.get(name)
         unanswered = config.data.answer_key is None and (task is None or task.answer_key is None)
         text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
         yield unanswered and environment.type in WITH_ANSWER, "data.answer_key=None", text
+
+
+def _suspicions(config: Config, name: str, environment: EnvironmentConfig) -> Iterator[Rule]:
+    """Figures that responses are left out by, which an environment must report."""
+    key = f"env.{name}.leave_out_suspects"
+    known = (*SUSPICIONS.get(environment.type, ()), UNUSUALLY_SHORT)
+    for figure in environment.leave_out_suspects:
+        text = f"is no figure of type {environment.type}, which has {', '.join(known)}"
+        yield environment.type in BUILT_IN and figure not in known, f"{key}={figure}", text
+        text = (
+            f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt that high"
+        )
+        few = config.loop.num_generations_per_prompt < LEAST_COMPARED
+        yield figure == UNUSUALLY_SHORT and few, f"{key}={figure}", text
 
 
 def _estimator(config: Config) -> Iterator[Rule]:

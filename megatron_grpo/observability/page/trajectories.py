@@ -13,10 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_grpo.data.rollout_files import count_rollouts, rollout_files, rows_of_file
+from megatron_grpo.data.trajectory import suspicions
 from megatron_grpo.weights.source import local_folder
 
-SUSPECT = "suspect/"
-"""Beginning of the names of an environment's figures that mark a trajectory as suspect."""
 TOKENIZER_FILE = "tokenizer.json"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
@@ -146,7 +145,7 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
     lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
     return {
         **{name: [row[name] for row in rows] for name in _AS_WRITTEN},
-        "suspect": [_suspicions(row) for row in rows],
+        "suspect": [suspicions(row["reward_metrics"]) for row in rows],
         "tokens": [len(row["logprobs"]) for row in rows],
         "advantage": [None if mean is None else round(mean, 5) for mean in advantages],
         "response": [row["response"][:length] for row, length in zip(rows, lengths, strict=True)],
@@ -154,12 +153,6 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
         "prompts": prompts,
         "full": {str(place): _in_full(rows[place], vocabulary) for place in sorted(chosen)},
     }
-
-
-def _suspicions(row: Mapping[str, Any]) -> list[str]:
-    """Names of the environment's figures `suspect/NAME` that are above 0: signs that the reward is undeserved."""
-    figures = row["reward_metrics"].items()
-    return [name.removeprefix(SUSPECT) for name, figure in figures if name.startswith(SUSPECT) and figure > 0]
 
 
 _AS_WRITTEN = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")

@@ -1,10 +1,11 @@
-"""The guardian ends a killed driver's processes, grandchildren included; of one that cleaned up, those it could not."""
+"""The guardian ends a killed driver's processes and removes its files; of one that cleaned up, what it could not."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,13 +26,26 @@ time.sleep(300)
 """
 
 
+def let_look(driver: int) -> None:
+    """Wait until the guardian of a driver is up, which takes seconds on a busy machine, and has looked around."""
+    deadline = time.monotonic() + 60
+    maps = ""
+    while "psutil" not in maps and time.monotonic() < deadline:
+        time.sleep(0.1)
+        guardians = [
+            one for one in psutil.Process(driver).children() if any("guardian" in part for part in one.cmdline()[1:3])
+        ]
+        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in guardians)
+    time.sleep(2 * REFRESH_S)
+
+
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "cleaned up"])
 def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert driver.stdin is not None
     assert driver.stdout is not None
     assert driver.stdout.readline() == "up\n"
-    time.sleep(2 * REFRESH_S)
+    let_look(driver.pid)
     family = psutil.Process(driver.pid).children(recursive=True)
     sleepers = [process for process in family if "guardian" not in " ".join(process.cmdline())]
     assert len(sleepers) == 2
@@ -45,6 +59,90 @@ def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     for process in alive:
         process.kill()
     assert set(alive) == (set() if killed else set(sleepers))
+
+
+SHARING = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.ensure_running = resource_tracker.register = lambda *_: None
+memory = shared_memory.SharedMemory(create=True, size=16)
+print(memory.name, flush=True)
+time.sleep(300)
+"""
+FORGETFUL_DRIVER = f"""
+import subprocess, sys
+from megatron_grpo.cluster.guardian import guarded
+with guarded() as remove_if_killed:
+    remove_if_killed(sys.argv[1])
+    subprocess.Popen([sys.executable, "-c", {SHARING!r}], start_new_session=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "cleaned up"])
+def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "a session of Ray" / "r"
+    folder.mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", FORGETFUL_DRIVER, str(folder.parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        segment = Path("/dev/shm") / driver.stdout.readline().strip()
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert segment.is_file()
+        let_look(driver.pid)
+        if killed:
+            driver.kill()
+        else:
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+        driver.wait(30)
+    _, alive = psutil.wait_procs(family, timeout=20 if killed else 8)
+    try:
+        assert (folder.exists(), segment.exists(), bool(alive)) == (not killed, not killed, not killed)
+    finally:
+        for process in alive:
+            process.kill()
+        segment.unlink(missing_ok=True)
+
+
+LOSING_DRIVER = f"""
+import subprocess, sys
+from megatron_grpo.cluster.guardian import guarded
+with guarded():
+    children = [subprocess.Popen([sys.executable, "-c", {SHARING!r}]) for _ in range(2)]
+    sys.stdin.readline()
+    children[0].kill()
+    children[0].wait()
+print("left", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_a_lost_process_shared_is_freed_and_nothing_else() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOSING_DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        segments = [Path("/dev/shm") / driver.stdout.readline().strip() for _ in range(2)]
+        let_look(driver.pid)
+        family = psutil.Process(driver.pid).children(recursive=True)
+        try:
+            print("go on", file=driver.stdin, flush=True)
+            assert driver.stdout.readline() == "left\n"
+            assert sorted(segment.exists() for segment in segments) == [False, True], "one of them still runs"
+        finally:
+            for process in family:
+                if process.is_running():
+                    process.kill()
+            driver.kill()
+            for segment in segments:
+                segment.unlink(missing_ok=True)
 
 
 ORPHANING_DRIVER = f"""
@@ -69,7 +167,7 @@ def test_what_outlives_the_end_of_its_parent_is_ended_even_if_it_is_stopped() ->
     assert driver.stdin is not None
     assert driver.stdout is not None
     assert driver.stdout.readline() == "up\n"
-    time.sleep(2 * REFRESH_S)
+    let_look(driver.pid)
     (orphan,) = [one for one in psutil.Process(driver.pid).children(recursive=True) if one.name() == "sleep"]
     orphan.suspend()
     driver.stdin.write("\n")

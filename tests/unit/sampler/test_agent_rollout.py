@@ -51,6 +51,7 @@ class Host:
 
 class Environment:
     reads_token_ids = False
+    leave_out_suspects = ()
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -190,7 +190,8 @@ async def sent(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | N
 
 def head(path: str, *headers: str, length: int | str) -> bytes:
     kind = [] if any(one.startswith("Content-Type") for one in headers) else ["Content-Type: application/json"]
-    given = ["Host: 127.0.0.1", *kind, f"Content-Length: {length}", *headers]
+    host = [] if any(one.startswith("Host") for one in headers) else ["Host: 127.0.0.1"]
+    given = [*host, *kind, f"Content-Length: {length}", *headers]
     return "\r\n".join([f"POST {path} HTTP/1.1", *given, "", ""]).encode()
 
 
@@ -218,15 +219,27 @@ MESSAGE = b'{"messages": [{"role": "user", "content": "a"}]'
         (["Content-Type: application/json; charset=nonsense"], MESSAGE + b"}", 200),
         (["Authorization: Bearer \xff"], MESSAGE + b"}", 401),
         (["Origin: https://evil.example"], MESSAGE + b"}", 403),
+        (["Content-Type: text/plain"], MESSAGE + b"}", 415),
+        (["Host: evil.example:8000"], MESSAGE + b"}", 421),
     ],
 )
-def test_malformed_requests_get_400(model: str, headers: list[str], body: bytes, status: int) -> None:
+def test_malformed_and_foreign_requests_are_refused(model: str, headers: list[str], body: bytes, status: int) -> None:
     async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
         path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
         key = [] if any("Authorization" in one for one in headers) else [f"Authorization: Bearer {access.token}"]
         return await sent(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
 
     assert ask(model, agent)[0] == status
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_another_method_gets_405(model: str, method: str) -> None:
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        whole = head(path, f"Authorization: Bearer {access.token}", length=0)
+        return await sent(endpoint.port, whole.replace(b"POST", method.encode(), 1))
+
+    assert ask(model, agent)[0] == 405
 
 
 @pytest.mark.parametrize("length", ["header", "chunks"])

@@ -60,6 +60,7 @@ class Handle:
 
     def __init__(self, *processes: FakeProcess, spares: tuple[FakeProcess, ...] = ()) -> None:
         self.name, self.timeout_s = "task", 0.2
+        self.leave_out_suspects: list[str] = []
         self.processes = list(processes)
         self.spares = list(spares)
         self.spawned: list[FakeProcess] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
 import socket
 import threading
 import time
@@ -21,10 +22,13 @@ KEY = {"Authorization": "Bearer right"}
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answer everything with 200."""
+    """Answer everything with 200 and the body of the request."""
     if scope["type"] == "http":
+        pieces = [await receive()]
+        while pieces[-1].get("more_body"):
+            pieces.append(await receive())
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": b"".join(piece.get("body", b"") for piece in pieces)})
 
 
 @pytest.fixture
@@ -90,6 +94,40 @@ def test_requests_get_the_right_status(port: int, method: str, path: str, header
     assert found == status
     if status != 200:
         assert json.loads(text)["error"]["message"]
+
+
+def test_a_body_arrives_whole(port: int) -> None:
+    text = "x" * 300_000
+    assert answered(port, "POST", "/inference", {**KEY, **JSON}, text) == (200, text)
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
+def test_a_huge_body_gets_413(port: int, length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.sampler.guard.BODY_BYTES", 1000)
+    piece = b"x" * 500 if "Length" in length else b"1f4\r\n" + b"x" * 500 + b"\r\n"
+    assert sent(port, length, *[piece] * 10) == 413
+
+
+def test_a_slow_body_gets_408_and_others_are_served(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.sampler.guard.REQUEST_S", 0.5)
+    assert sent(port, "Content-Length: 1000", *[b" "] * 200, pause_s=0.05) == 408
+    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+
+
+def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0) -> int:
+    """The status of a request that is sent in pieces; reads the answer while it writes."""
+    head = [
+        "POST /inference HTTP/1.1",
+        "Host: localhost",
+        *(f"{name}: {value}" for name, value in {**KEY, **JSON}.items()),
+    ]
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall("\r\n".join([*head, length, "", ""]).encode())
+        for piece in pieces:
+            if select.select([connection], [], [], pause_s)[0]:
+                break
+            connection.sendall(piece)
+        return int(connection.recv(100).split()[1])
 
 
 def test_a_server_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

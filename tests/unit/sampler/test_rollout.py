@@ -98,6 +98,7 @@ class FakeEnvironment:
     jobs: list[list[EnvironmentRequest]] = field(default_factory=list)
     last_tokens: list[int] = field(default_factory=list)
     reads_token_ids: bool = False
+    leave_out_suspects: tuple[str, ...] = ()
 
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any]) -> Any:
         return (prompt, extra_env_info["answer"], ())

@@ -29,6 +29,6 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
-    EnvironmentHandle("math", 1.0, [], ()).spawn()
+    EnvironmentHandle("math", 1.0, [], [], ()).spawn()
     WorkerGroup(2, [], {}, generation_timeout_s=1.0).start()
     assert [one["scheduling_strategy"] for one in options] == ["SPREAD"] * 2

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_grpo.sampler.plugin import shared_files
+from megatron_grpo.cluster.guardian import shared_files
 from megatron_grpo.sampler.shutdown import EngineProcesses, end_processes
 
 FAMILY = """
