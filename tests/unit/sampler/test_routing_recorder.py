@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_grpo.cpu.vllm_worker import RoutingRecorder
 from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.sampler import requests as routed_experts
+from megatron_grpo.platform import device
 from megatron_grpo.sampler.requests import chosen_experts
 
 LAYERS = (0, 2)
@@ -90,7 +90,7 @@ def final(name: str, prompt: int, response: int, routed: Any = None) -> Any:
 
 
 def on_platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(routed_experts, "current_platform", lambda: SimpleNamespace(name=name))
+    monkeypatch.setattr(device, "current_platform", lambda: SimpleNamespace(name=name))
 
 
 def test_stages_of_a_cpu_engine_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
