@@ -102,6 +102,7 @@ def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory
         response=output.text,
         stop_reason=output.stop_reason,
         reward=float(sample == 1),
+        reward_metrics={"suspect/unusually_short": 0.0},
         correct=sample == 1,
         task_name="task",
     )
