@@ -31,12 +31,12 @@ quickstart: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" -n 3 --durations=30 tests/unit
 	$(BIN)/python -m pytest -m "not slow" --durations=30 tests/parity
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --durations=30 tests/integration
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=30 tests/integration
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow -n 2 tests/unit
 	$(BIN)/python -m pytest -m slow tests/parity
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadgroup tests/integration
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile tests/integration
 
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 tests/unit

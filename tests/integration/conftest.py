@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.runs import SHORT, TrainingRun
+
+SHARING = ("test_colocated_run.py", "test_debug_modes.py", "test_evaluate.py", "test_run.py")
+"""Files with tests that compare with the straight run."""
 
 
 @pytest.fixture(scope="session")
@@ -19,11 +22,16 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     return run
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """With `--dist loadgroup` a worker gets the tests of a file, and one worker all that compare with that run."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            shares = "straight_run" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("straight_run" if shares else item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` one worker gets all files that compare with that run, so that it is made once."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "straight_run" if Path(file).name in SHARING else file
+
+    return Together(config, log)

@@ -89,9 +89,13 @@ def collect(rollouts: RolloutPool, prompts: Sequence[DatumSpec], timer: StepTime
 def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory:
     """What the made-up engine and the addition environment make of a sample."""
     ids = np.array(datum["message_log"][0]["token_ids"], dtype=np.int32)
-    seed = sample_seed(SEED, STEP, datum["idx"], sample)
-    request = GenerationRequest(prompt_ids=ids, seed=seed, max_new_tokens=MAX_LENGTH - len(ids))
-    output = made_up_response(request, SETTINGS)
+    outputs = []
+    for one in range(SAMPLES):
+        seed = sample_seed(SEED, STEP, datum["idx"], one)
+        request = GenerationRequest(prompt_ids=ids, seed=seed, max_new_tokens=MAX_LENGTH - len(ids))
+        outputs.append(made_up_response(request, SETTINGS))
+    output = outputs[sample]
+    usual = np.median([len(one.token_ids) for one in outputs])
     return Trajectory(
         prompt_idx=datum["idx"],
         group=group,
@@ -102,7 +106,7 @@ def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory
         response=output.text,
         stop_reason=output.stop_reason,
         reward=float(sample == 1),
-        reward_metrics={"suspect/unusually_short": 0.0},
+        reward_metrics={"suspect/unusually_short": float(sample == 1 and len(output.token_ids) < usual / 4)},
         correct=sample == 1,
         task_name="task",
     )
