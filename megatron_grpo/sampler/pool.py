@@ -236,7 +236,7 @@ class RolloutPool:
 
     def finish(self, under_way: UnderWay, timer: StepTimer) -> list[SampledGroup]:
         """Wait for all prompts of a batch; returns and raises the same as `collect`."""
-        with timer.phase("generation"):
+        with timer.phase("generation"), phase("generation"):
             limit, since = self._timeout_s + GRACE_S, time.monotonic()
             pending = {call: worker for worker, call in under_way.sampled.items()}
             while pending:
@@ -315,8 +315,7 @@ class RolloutPool:
 
     def _wait(self, calls: Mapping[Any, int], since: float, deadline_s: float, what: str) -> tuple[list[Any], bool]:
         """Wait as `LostEngines.some` for calls, given with their workers; SamplingError, which names these, if late."""
-        with phase(what):
-            over, replaced = self._lost.some(list(calls), since + deadline_s - time.monotonic())
+        over, replaced = self._lost.some(list(calls), since + deadline_s - time.monotonic())
         if not over and not replaced:
             late = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]
             raise SamplingError(str(overdue(what, late, deadline_s)))
