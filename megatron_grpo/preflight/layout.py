@@ -113,7 +113,7 @@ def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Itera
 
 @as_problems
 def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Layouts that do not fit the model, the machines or the batches; with shape None, the model is left out."""
+    """Layouts that do not fit model, machines or batches; with shape None, checks that need the model are left out."""
     for section, parallel in _trained(config):
         needs = f"needs {section}.parallel.tensor > 1"
         yield parallel.sequence and parallel.tensor == 1, f"{section}.parallel.sequence=", needs
