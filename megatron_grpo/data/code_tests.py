@@ -230,7 +230,7 @@ def _doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
             sides = [node.left, *node.comparators]
             made = [one for one in sides if _makes(one, names)]
             if made and any(isinstance(one, _ORDERS) for one in node.ops):
-                yield f"compare {ast.unparse(made[0])}, of which the program says with what it is equal"
+                yield f"compare {ast.unparse(made[0])}, whose equality the program defines"
         elif isinstance(node, ast.Call):
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             if called in _EXECUTING and isinstance(node.func, ast.Name) and called not in names:
@@ -238,7 +238,7 @@ def _doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
             elif called == "open" and isinstance(node.func, ast.Name):
                 yield "call open(), though they have no file in common with the program"
             elif called in _COMPARED and any(_makes(one, names) for one in node.args[:2]):
-                yield f"compare {ast.unparse(node.args[0])}, of which the program says with what it is equal"
+                yield f"compare {ast.unparse(node.args[0])}, whose equality the program defines"
 
 
 def _makes(node: ast.expr, names: set[str]) -> bool:

@@ -88,7 +88,7 @@ def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle:
     """The message for layers that cannot be distributed over the pipeline."""
     if given:
         names = " and ".join(f"{name}={number}" for name, number in given.items())
-        return f"with {names} {left} of the {layers} layers are left for {middle} ranks, who need equally many each"
+        return f"with {names} {left} of the {layers} layers are left for {middle} ranks, which need equally many each"
     if counted:
         usable = _listed(_divisors(layers + counted))
         return f"does not divide the model's {layers} layers and what is counted as {counted} more; use {usable}"

@@ -65,7 +65,7 @@ _OF_LAYER_STATE: Allowed = {
         }
     ),
 }
-_ADVICE = "which no checkpoint of a run does: loading it could run code of whoever wrote it; take the file from the run"
+_ADVICE = "which no checkpoint of a run does: loading it could run its author's code; take the file from the run"
 
 
 class _Unpickler(pickle.Unpickler):
