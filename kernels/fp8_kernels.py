@@ -37,7 +37,7 @@ def _quantise(
     scales: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
-    SMALLEST: tl.constexpr,  # noqa: N803  # as Triton's users write what a kernel is compiled for
+    SMALLEST: tl.constexpr,  # noqa: N803  # Triton's convention for compile-time constants
     LARGEST: tl.constexpr,  # noqa: N803
     SIDE: tl.constexpr,  # noqa: N803
 ) -> None:

@@ -7,8 +7,8 @@ import sys
 def _search_user_folders_last() -> None:
     """Move the working folder to the end of the import path, so that a file like random.py in it hides no other module.
 
-    Python searches the folder first in which `python -m` or `python -c` is started, and Ray's workers that of the
-    driver. A script keeps its own order, and PYTHONPATH its place.
+    Python first searches the folder in which `python -m` or `python -c` is started, and Ray's workers that of the
+    driver. The order of a script's path, and the place of PYTHONPATH, are kept.
     """
     starts = (os.path.basename(sys.argv[0]) if sys.argv else "") in ("-m", "-c", "default_worker.py")
     library = os.path.dirname(os.__file__)

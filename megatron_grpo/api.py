@@ -30,7 +30,7 @@ GIVEN = "given"
 
 _REWARDS = "a function, its import path (package.module.name) or the folder of a reward model"
 _CALLBACKS = "an object of a class that extends megatron_grpo.Callback, such as MyCallback()"
-"""Kinds of objects in two arguments of `train`, for messages."""
+"""Kinds of objects in the arguments `rewards` and `callbacks` of `train`, for messages."""
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
@@ -78,7 +78,7 @@ def train(
             (`megatron_grpo.environments.interface.Environment`), or values of env.NAME.type.
         tokenizer: tokenizer of the prompts; None: the model's tokenizer.
         callbacks: one or several callbacks, called at steps, validations, checkpoints and the end of the run.
-        unknown: refused; names of other frameworks' arguments get those of this function.
+        unknown: refused; the message names the counterpart of an argument of TRL's GRPOTrainer.
 
     Returns:
         The folder of the run, with its metrics.
@@ -152,7 +152,7 @@ _ARGUMENTS = {
     "processing_class": "tokenizer",
     "reward_funcs": "rewards",
 }
-"""Arguments of `train` by the names of those of TRL's GRPOTrainer."""
+"""Arguments of `train` by the name of the counterpart in TRL's GRPOTrainer."""
 
 
 def _fix(name: str) -> str:

@@ -323,7 +323,7 @@ def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapsho
 
 
 def _where_to_continue(run: SamplingRun) -> str:
-    """Message that names the checkpoint from which a run with a lost model continues."""
+    """Message that names the checkpoint from which a run that ends now can continue."""
     steps = run.checkpointer.steps()
     if not steps:
         return "there is no checkpoint: the run begins anew when it is started again"

@@ -150,7 +150,7 @@ def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
 def _wait_ready(
     startup: Startup, rollouts: RolloutPool, models: Models | None, generation: VllmGeneration | None
 ) -> None:
-    """Wait until all processes are up; the parts of the start-up then have the slowest process of each kind."""
+    """Wait until all processes are up, and record the seconds of the slowest process of each kind as start-up parts."""
     trained = {"policy": models.policy, "value": models.value} if models else {}
     kinds = {kind: group for kind, group in {**trained, "engine": generation}.items() if group is not None}
     with startup.part("waiting"):

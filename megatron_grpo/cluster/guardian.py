@@ -134,8 +134,8 @@ def _end(driver: int, started: set[psutil.Process], shared: set[Path], *, spare:
     Args:
         driver: pid of the driver.
         started: its processes, as far as they are known.
-        shared: files of shared memory of these and earlier ones, as far as they are known.
-        spare: the driver lives and may still need its children, which are left alone, as is what they share.
+        shared: files of shared memory of these and of earlier processes, as far as they are known.
+        spare: whether the driver lives; its children and their shared memory are then left alone.
     """
     deadline = time.monotonic() + GRACE_S
     while True:

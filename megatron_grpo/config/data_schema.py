@@ -238,8 +238,8 @@ class EnvironmentConfig(Section):
     null: a rollout is one response. Needs generation.endpoint.enabled."""
 
     leave_out_suspects: list[str] = field(default_factory=list)
-    """Figures that take a response's reward away when they are above 0, so that baselines and loss leave it out, such
-    as touched_harness (docs/environments.md, undeserved rewards); empty: they are reported, and change nothing."""
+    """Names of figures, such as touched_harness (docs/environments.md, undeserved rewards). A response with one of them
+    above 0 loses its reward, so that baselines and loss leave it out. Empty: the figures are only reported."""
 
     num_workers: Positive = 1
     """Processes that score in parallel; at least one for each rollout worker. With an agent, the number of rollouts

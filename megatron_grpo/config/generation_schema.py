@@ -212,7 +212,7 @@ class GenerationConfig(Section):
     again. After that, with 0, or with `placement: colocated`, the steps so far are saved and the run ends."""
 
     engine_args: VllmArguments = field(default_factory=dict)
-    """Further arguments of vLLM's engine, for whatever has no key of its own here."""
+    """Further arguments of vLLM's engine that have no key of their own here."""
 
     @property
     def colocated(self) -> bool:

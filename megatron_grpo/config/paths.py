@@ -62,7 +62,7 @@ def imported(module: str, name: str) -> Any:
     """
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything while it is imported
         raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
 
 

@@ -54,7 +54,8 @@ class OptimizerConfig(Section):
     linear. constant_with_warmup and cosine_with_min_lr are transformers' names of constant and cosine."""
 
     decay_power: PositiveFloat = 1.0
-    """With polynomial, the power of the remaining share of the decay that the learning rate falls with; 1 is linear."""
+    """With polynomial, the learning rate falls to min_lr as the remaining share of the decay to this power; 1 is
+    linear."""
 
     decay_cycles: Positive = 1
     """With cosine_with_restarts, the number of cosines, each of which begins at lr again."""
@@ -162,7 +163,7 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: PathText = MISSING
-    """What the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""
+    """Model that the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""
 
 
 @dataclass(kw_only=True)
@@ -242,7 +243,8 @@ class Fp8Config(Section):
     """Number of earlier steps whose largest values the recipe delayed keeps."""
 
     amax_algorithm: Literal["max", "most_recent"] = "max"
-    """Choice of the recipe delayed among the largest values of earlier steps."""
+    """With the recipe delayed, the value that sets a scale: the maximum of earlier steps' largest values, or the most
+    recent one."""
 
     simulate: bool = False
     """Round the operands of the layers' products to E4M3 in torch, at the recipe's scales, and multiply as usual: FP8's
@@ -348,8 +350,8 @@ class PolicyConfig(Section):
     extension fused_weight_gradient_mlp_cuda. null: on if both are available."""
 
     megatron: MegatronFields = field(default_factory=dict)
-    """Further fields of Megatron-Core's TransformerConfig, for whatever has no key of its own here; the value model has
-    them too."""
+    """Further fields of Megatron-Core's TransformerConfig that have no key of their own here; the value model has them
+    too."""
 
     ddp: MegatronFields = field(default_factory=dict)
     """Further fields of Megatron-Core's DistributedDataParallelConfig; the value model has them too."""

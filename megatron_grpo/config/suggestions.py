@@ -45,7 +45,7 @@ def unknown_key(name: str, algorithm: str) -> Problem:
 
 
 def counterpart(name: str, algorithm: str) -> str | None:
-    """What a foreign name is here, as a clause ("TRL's learning_rate is policy.optimizer.lr here"); None: not known.
+    """A clause with the counterpart of a foreign name ("TRL's learning_rate is policy.optimizer.lr here"), or None.
 
     A name with dots may lack its first parts (megatron_cfg.optimizer.lr).
     """

@@ -1,4 +1,4 @@
-"""The folder of a run: its names, held by one driver at a time, with the configuration it was started with."""
+"""The folder of a run: names of its files, the lock that one driver holds, and the configuration of its last start."""
 
 from __future__ import annotations
 

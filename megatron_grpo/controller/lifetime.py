@@ -46,7 +46,7 @@ _DOING = {
     "waiting": "waiting for models and engines",
     "refit": "sending the weights to the engines",
 }
-"""Lines that tell the part of a start-up that begins."""
+"""Lines that announce the parts of a start-up, by name of the part."""
 
 
 @contextmanager

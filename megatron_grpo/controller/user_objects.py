@@ -62,7 +62,7 @@ class Callbacks:
                 answer = getattr(callback, event)(*arguments)
             except RunError:
                 raise
-            except Exception as error:  # whatever a script's callback raises
+            except Exception as error:  # a script's callback may raise anything
                 name = f"{type(callback).__name__}.{event}"
                 raise RunError(f"callback {name} raised {type(error).__name__}: {error}") from error
             if event == "on_step":

@@ -35,7 +35,7 @@ class _Watch:
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Raise `_Overdue` in the body after this time; the body calls no other code that catches it."""
+        """Raise `_Overdue` in the body after this time; no code that the body calls may catch it."""
         me = threading.get_ident()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # not yet started, or left behind by a fork
@@ -109,7 +109,7 @@ def render_chat(
 
     Raises:
         RunError: the template was not done by the deadline.
-        Exception: whatever the template raises about these messages.
+        Exception: the template's own error, of any class, about these messages.
     """
     try:
         with _watch.deadline(seconds):

@@ -1,4 +1,4 @@
-"""The tests of the code environment: their forms in a row, and what Python tests tell without being run."""
+"""The tests of the code environment: the forms of a row's answer, and an analysis of Python tests before they run."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class PythonTest:
     """One text of Python tests."""
 
     text: str
-    """Source, in which `a is b` of two expressions asks whether `__same__(a, b)`."""
+    """Source, in which `a is b` of two expressions is replaced by `__same__(a, b)`."""
     counted: bool
-    """Whether it is a test; else it only imports and defines for others."""
+    """Whether the text is a test; otherwise it only has imports and definitions for other texts."""
     collected: tuple[str, ...]
-    """Test functions and classes that it defines and does not call itself."""
+    """Test functions and classes that the text defines and does not call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Plan:
 
     tests: tuple[PythonTest, ...]
     names: tuple[str, ...]
-    """Names that they take from the program."""
+    """Names that the tests take from the program."""
     own: dict[str, str]
-    """Names that they use without importing them and do not take from the program, with their module[:attribute]."""
+    """Names that the tests neither import nor take from the program, each with its module[:attribute]."""
     shared: bool
-    """Whether all run in one process of the program, because one reads a variable that an earlier one assigned."""
+    """Whether all tests run in one fork of the program, because one reads a variable that an earlier one assigned."""
     uses_unittest: bool
     doubts: tuple[str, ...]
-    """Reasons why a program could pass them undeservedly, or cannot pass them at all, as far as their texts say."""
+    """Reasons, found in the texts, why a program could pass the tests undeservedly, or cannot pass them at all."""
 
     @property
     def counted(self) -> int:
@@ -133,7 +133,7 @@ def _free(text: str) -> set[str]:
     for table in tables:
         tables += table.get_children()
         for one in table.get_symbols():
-            # `is_global` is wrong about what a function that has the name "top" binds.
+            # `is_global` is wrong about the names that a function called "top" binds.
             bound = one.is_assigned() or one.is_parameter() or one.is_imported()
             outer = one.is_declared_global() or (one.is_global() and not bound)
             if one.is_referenced() and (table is tables[0] or outer):
@@ -142,7 +142,7 @@ def _free(text: str) -> set[str]:
 
 
 def _bound(text: str, assigned_only: bool = False) -> set[str]:
-    """Names that Python source binds at its top: by assignments, or also by imports and definitions."""
+    """Names that Python source binds at module level: by assignments alone, or also by imports and definitions."""
     names = symtable.symtable(text, "tests", "exec").get_symbols()
     if assigned_only:
         return {one.get_name() for one in names if one.is_assigned() and not one.is_namespace()}
@@ -220,7 +220,7 @@ def _is_collected(node: ast.stmt) -> bool:
 
 
 def _doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """What a text does that cannot be trusted, or cannot work in another process than the program's."""
+    """Yield reasons why a text's verdict cannot be trusted, or why it cannot work outside the program's process."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
@@ -230,7 +230,7 @@ def _doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
             sides = [node.left, *node.comparators]
             made = [one for one in sides if _makes(one, names)]
             if made and any(isinstance(one, _ORDERS) for one in node.ops):
-                yield f"compare {ast.unparse(made[0])}, of which the program says with what it is equal"
+                yield f"compare {ast.unparse(made[0])}, whose equality the program defines"
         elif isinstance(node, ast.Call):
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             if called in _EXECUTING and isinstance(node.func, ast.Name) and called not in names:
@@ -238,11 +238,11 @@ def _doubts(tree: ast.AST, names: set[str]) -> Iterator[str]:
             elif called == "open" and isinstance(node.func, ast.Name):
                 yield "call open(), though they have no file in common with the program"
             elif called in _COMPARED and any(_makes(one, names) for one in node.args[:2]):
-                yield f"compare {ast.unparse(node.args[0])}, of which the program says with what it is equal"
+                yield f"compare {ast.unparse(node.args[0])}, whose equality the program defines"
 
 
 def _makes(node: ast.expr, names: set[str]) -> bool:
-    """Whether an expression is an instance of a class of the program, by the spelling of its name."""
+    """Whether an expression calls a class of the program, recognised by a name that begins with a capital letter."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

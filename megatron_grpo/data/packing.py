@@ -61,7 +61,7 @@ class Bins:
     microbatch_tokens: int
     """Most tokens of a microbatch, padding included; a sequence that is longer alone gets one of its own."""
     multiple: int
-    """Number of tokens of which every padded sequence has a multiple."""
+    """Number of tokens of which the length of every padded sequence is a multiple."""
     cost: Cost
 
     def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
@@ -206,7 +206,7 @@ class Rectangles:
         return [self.of_replica(lengths, most) for lengths in of_replicas]
 
     def of_replica(self, lengths: Lengths, microbatches: int) -> list[list[int]]:
-        """So many microbatches of one replica, largest first; no more than it has sequences."""
+        """This many microbatches of one replica, largest first; at most as many as it has sequences."""
         order, widths = self._by_length(lengths)
         rectangles = self._rectangles(widths, min(microbatches, len(widths)))
         return [order[start : start + count] for start, count in rectangles]

@@ -44,7 +44,7 @@ class SetReport:
     doubtful: int = 0
     """Rows with Python tests that a program could pass undeservedly, or could not pass at all."""
     doubt: str = ""
-    """The first of them, and why."""
+    """Place of the first row with doubtful tests, and the reason."""
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Names of the columns of each task's rows, after the conversion by data.processor."""
     bad: int = 0
@@ -182,7 +182,7 @@ class RowCheck:
         return row if task in self._own else row[self._spec(task).prompt_key]
 
     def doubts(self, row: Row) -> tuple[str, ...]:
-        """Why the Python tests of a row that `in_form` returned cannot be trusted."""
+        """Reasons why the Python tests of a row that `in_form` returned cannot be trusted; empty: there are none."""
         task = self.task(row)
         if self._environments[task] != "code" or task in self._own:
             return ()

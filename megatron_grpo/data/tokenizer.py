@@ -12,12 +12,12 @@ def load_tokenizer(model: Path | str) -> Any:
     """Load the tokenizer of a model's folder with transformers.
 
     Raises:
-        RunError: the folder has none, or one that is code of its own, which is never run.
+        RunError: the folder has no tokenizer, or one that needs code of its own, which is never run.
     """
     from transformers import AutoTokenizer  # here: seconds to import, spent while other processes start
 
     try:
-        # Not None, with which transformers asks whoever is at the terminal.
+        # With None, transformers would ask at the terminal whether it may run the code.
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -22,25 +22,25 @@ _HARNESS = re.compile(
     r"_getframe|currentframe|f_back|f_globals|f_locals|tb_frame|inspect\.stack|__globals__|__subclasses__|\bgc\b|/proc\b|"
     r"ptrace|\bctypes\b|settrace|setprofile|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|\bos\._exit|\bunittest\b"
 )
-"""What programs use to look into the interpreter that tests them, to change it or to leave it."""
+"""Expressions with which programs inspect, change or leave the interpreter that runs them."""
 _EQUAL_CASES = 3
-"""Cases with different inputs from which equal outputs are a figure."""
+"""Fewest cases with different inputs whose equal outputs are reported as suspect."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What the tests of a row say of a program."""
+    """Result of a row's tests for one program."""
 
     passed: int = 0
     tests: int = 0
     idle: int = 0
     """Tests that passed without a request to the program."""
     equal_outputs: bool = False
-    """Whether different inputs gave equal outputs, always."""
+    """Whether three or more different inputs all gave the same output."""
     touched: bool = False
-    """Whether the program looked into the interpreter that ran it, or tried to."""
+    """Whether the program inspected the interpreter that ran it, or tried to."""
     untrusted: list[str] = field(default_factory=list)
     """Reasons why verdicts of tests cannot be trusted."""
 
@@ -51,15 +51,15 @@ class CodeEnvironment(Environment):
     The answer column holds Python tests, as one text or a list of texts, each of which passes when it does not raise;
     or cases of input and output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of
     any of these is accepted. Outputs are compared line by line without trailing blanks. Python tests run in a process
-    of their own, which asks the program's process for the results of calls; neither tests nor expected outputs enter
-    it.
+    of their own, which asks the program's process for the results of calls; the program's process has neither tests nor
+    expected outputs.
 
     Args:
         settings: settings of the run, among them the sandbox.
         reward: "all": 1 when every test passes, else 0; "share": the share of tests that pass.
         programs_at_once: programs that one environment process runs concurrently.
-        untrusted_tests: what becomes of a test whose verdict the program itself would give, because it compares live
-            objects of the program: "refuse": it fails; "allow": the program's word is taken.
+        untrusted_tests: treatment of a test whose verdict the program itself would decide, because the test compares
+            live objects of the program: "refuse": it fails; "allow": the program's answer counts.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def judged(
         program: its source.
         tests: all of one kind.
         every: whether to continue after a failed test; an endless program uses its whole time limit in each pair.
-        allow: whether tests count whose verdict cannot be trusted.
+        allow: whether tests count even if their verdict cannot be trusted.
     """
     texts = tuple(test for test in tests if isinstance(test, str))
     if texts:
@@ -146,7 +146,7 @@ def judged(
 
 
 def _of_python(sandbox: Sandbox, program: str, tests: Plan, every: bool, allow: bool) -> Verdict:
-    """Read the report of the tests' process (`sandbox.test_process`), of which no line may be wrong."""
+    """Run Python tests and read their process's report (`sandbox.test_process`); one malformed line discards it."""
     finished = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
     verdict, passed = Verdict(tests=tests.counted), set()
     try:

@@ -137,7 +137,7 @@ class JudgeEnvironment(Environment):
                     if reply.status == 200:
                         return _content(await _first_bytes(reply.content))
                     reason = f"HTTP {reply.status} {reply.reason}"
-                    if 300 <= reply.status < 400:  # following it would take the key along
+                    if 300 <= reply.status < 400:  # a redirection would get the API key
                         reason += f", which redirects to {reply.headers.get('Location')}; give that in options.url"
                     if reply.status not in _TRANSIENT:
                         break

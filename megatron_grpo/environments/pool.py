@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EnvironmentHandle:
-    """The processes of one environment that belong to one rollout worker. It is sent to it, and cheap to import."""
+    """The processes of one environment that belong to one rollout worker. It is sent to the worker."""
 
     name: str
     """Task name of the environment."""
     timeout_s: float
     """Deadline of one call of a process, in seconds."""
     leave_out_suspects: list[str]
-    """Names of figures of suspicion, by which responses lose their rewards."""
+    """Names of figures (without suspect/): a response with one of these above 0 loses its reward."""
     processes: list[Any]
     """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
     arguments: tuple[Any, ...] = field(repr=False)

@@ -172,7 +172,7 @@ def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[.
                 raise
             found = getattr(getattr(importlib.import_module(outer), holder), name)
         function: Any = found() if instance and inspect.isclass(found) else found
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything while it is imported
         raise RunError(f"{kind} {path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise RunError(f"{kind} {path} is {type(function).__name__}, which cannot be called")

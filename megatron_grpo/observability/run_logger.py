@@ -305,7 +305,7 @@ class RunLogger:
             self.note(text)
 
     def end_early(self, outcome: Literal["early_stop", "data_used_up"], reason: str) -> None:
-        """Record that training ends well before its last step; `finish` writes the reason into summary.json."""
+        """Record that training ends, not by a failure, before its last step; `finish` writes why into summary.json."""
         self._end = RunEnd(outcome, reason)
 
     def write_summary(self, end: RunEnd) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class RunLogger:
         """Close every file and tracker; idempotent. Trackers are told whether the run failed."""
         self._progress.close()
         for file in (self._metrics, self._validations):
-            with suppress(OSError):  # a line that a full disk has not taken, which has ended the run
+            with suppress(OSError):  # a full disk, which has ended the run, refuses the last line
                 file.close()
         self._tell_trackers(lambda tracker: tracker.close(failed))
         self._trackers.clear()
@@ -349,7 +349,7 @@ class RunLogger:
         for tracker in list(self._trackers):
             try:
                 tell(tracker)
-            except Exception as error:  # of files, of a network, of a tracker's own kind
+            except Exception as error:  # a tracker may raise anything: file, network or own errors
                 self._trackers.remove(tracker)
                 logger.warning("a tracker failed", exc_info=error)
                 name = type(tracker).__name__.removesuffix("Tracker")

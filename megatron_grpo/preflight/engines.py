@@ -14,8 +14,8 @@ NCCL_POOL = 512 * 2**20
 """Bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, at most: seen with NCCL
 2.28 and 64 channels (github.com/NVIDIA/nccl/issues/2363); with 32 channels it is half of that."""
 NCCL_SENDING, NCCL_RECEIVING = 32 * 2 * 2**20, 32 * 10 * 2**20
-"""Bytes that it takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB or
-of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685)."""
+"""Bytes that NCCL takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB
+or of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685)."""
 GPU_BYTES = 80e9
 """Memory of the GPU that remarks assume."""
 
@@ -23,11 +23,11 @@ GPU_BYTES = 80e9
 def nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
     """Most bytes of a rank's GPU that the communicator of a refit takes; 0: the refit does not use NCCL.
 
-    It is the same for any number of ranks: only peers on the same machine have buffers of their own.
+    The bytes do not grow with the number of machines: only peers on the same machine have buffers of their own.
 
     Args:
         config: the run's configuration.
-        peers: ranks that it exchanges messages with.
+        peers: number of ranks that the rank exchanges messages with.
         per_peer: NCCL_SENDING or NCCL_RECEIVING.
     """
     if config.cluster.gpus_per_node == 0 or config.generation.colocated or config.refit.mode == "files":
@@ -38,7 +38,7 @@ def nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
 
 @as_problems
 def refit_remarks(config: Config) -> Iterator[Rule]:
-    """Memory that vLLM leaves for the refit's communicator, which is made after vLLM has taken its own."""
+    """Too little memory for the refit's communicator, which is made after vLLM has taken its share of a GPU."""
     share = config.generation.engine.gpu_memory_utilization
     needed, left = nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING), (1 - share) * GPU_BYTES
     text = (

@@ -88,7 +88,7 @@ def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle:
     """The message for layers that cannot be distributed over the pipeline."""
     if given:
         names = " and ".join(f"{name}={number}" for name, number in given.items())
-        return f"with {names} {left} of the {layers} layers are left for {middle} ranks, who need equally many each"
+        return f"with {names} {left} of the {layers} layers are left for {middle} ranks, which need equally many each"
     if counted:
         usable = _listed(_divisors(layers + counted))
         return f"does not divide the model's {layers} layers and what is counted as {counted} more; use {usable}"
@@ -113,7 +113,7 @@ def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Itera
 
 @as_problems
 def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
-    """Layouts that do not fit the model, the machines or the batches; with shape None, the model is left out."""
+    """Layouts that do not fit model, machines or batches; with shape None, checks that need the model are left out."""
     for section, parallel in _trained(config):
         needs = f"needs {section}.parallel.tensor > 1"
         yield parallel.sequence and parallel.tensor == 1, f"{section}.parallel.sequence=", needs

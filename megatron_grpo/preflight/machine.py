@@ -154,7 +154,7 @@ def _cluster(config: Config) -> Iterator[Rule]:
     if reason is None and (silent := unreachable(address)) is not None:
         reason = f"no Ray cluster answers there: {silent}"
     yield reason, "cluster.ray_address=", reason or ""
-    text = "this machine has no CUDA GPU to count, and the Ray cluster's may have; give their number, or 0 for CPU"
+    text = "this machine has no CUDA GPU, and those of the Ray cluster are not counted; give their number, or 0 for CPU"
     yield reason is None and config.cluster.gpus_per_node is None, "cluster.gpus_per_node=", text
 
 

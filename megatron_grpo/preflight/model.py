@@ -104,7 +104,7 @@ def _on_device(config: Config) -> Iterator[Rule]:
     yield config.cluster.gpus == 0, "policy.fp8.format=", text
     text = f"needs policy.precision=bfloat16, not {policy.precision}"
     yield policy.precision != "bfloat16", "policy.fp8.format=", text
-    text = "acts on all weights, and adapters leave these to torch's products; use off, or policy.lora.rank=0"
+    text = "needs Transformer Engine's layers, and layers with adapters are torch's; use off, or policy.lora.rank=0"
     yield policy.lora.rank, "policy.fp8.format=", text
     text = "needs policy.optimizer.distributed=true, which keeps the float32 weights beside them"
     yield fp8.parameters and not policy.optimizer.distributed, "policy.fp8.parameters=", text

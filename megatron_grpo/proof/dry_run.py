@@ -112,8 +112,8 @@ def tracked_run(
 
 
 def _without_engine(policy: PolicyConfig) -> PolicyConfig:
-    """The configuration without FP8, of which only the shape-only layers are told, and with all of the optimizer on the
-    device: what would be on the host is not counted instead."""
+    """The configuration without FP8, which only the shape-only layers imitate, and with the whole optimizer on the
+    device, where the share that belongs on the host is left out of the count."""
     fp8 = replace(policy.fp8, format="off") if policy.fp8.on_device else policy.fp8
     return replace(policy, fp8=fp8, optimizer=replace(policy.optimizer, cpu_offload=0.0))
 

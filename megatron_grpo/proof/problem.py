@@ -76,7 +76,7 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
     """
     try:
         return _solved(folder, batch)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
 
 

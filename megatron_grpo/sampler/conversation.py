@@ -167,7 +167,7 @@ class Conversation:
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=True,
             )
-        except Exception as error:  # noqa: BLE001 - whatever a template raises about an agent's messages
+        except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:

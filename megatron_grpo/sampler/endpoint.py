@@ -28,9 +28,9 @@ from megatron_grpo.sampler.guard import BODY_BYTES, refusal
 MODEL = "policy"
 """Name of the model in requests and answers."""
 REQUEST_S = 30.0
-"""Deadline in seconds for the headers of a request since its connection was idle, and again for its body."""
+"""Deadline in seconds for a request's headers, from when its connection became idle, and again for its body."""
 IDLE_CONNECTIONS = 512
-"""Most open connections without a request under way; of more, the oldest are closed."""
+"""Most open connections without a request under way; beyond it, the oldest are closed."""
 
 _OF_EVERY_CALL = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
 _OF_CHAT = {*_OF_EVERY_CALL, "messages", "max_completion_tokens", "tools"}
@@ -74,7 +74,7 @@ class Endpoint:
         self._busy: set[Any] = set()
         """Connections with a request under way, as aiohttp's protocols."""
         self._idle: dict[Any, float] = {}
-        """The other connections, with the time since which they were seen without a request."""
+        """Connections without a request, each with the time at which it was first seen so."""
 
     async def start(self) -> None:
         """Load the tokenizer and listen; SamplingError when the address cannot be used."""

@@ -115,7 +115,7 @@ class EnvironmentClient:
         return value
 
     async def _ask(self, method: str, *arguments: Any, alone: bool = False) -> Any:
-        """Return the answer to a call; RolloutFailure: its process was lost, perhaps over another call beside it."""
+        """Return the answer to a call; RolloutFailure: its process was lost, perhaps because of a call sent with it."""
         if self._broken is not None:
             raise self._broken
         call = _Call(method, arguments, asyncio.get_running_loop().create_future(), alone)

@@ -314,7 +314,7 @@ class RolloutPool:
         self._wait(calls, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
 
     def _wait(self, calls: Mapping[Any, int], since: float, deadline_s: float, what: str) -> tuple[list[Any], bool]:
-        """Wait as `LostEngines.some` for calls, given with their workers; SamplingError, which names these, if late."""
+        """Wait as `LostEngines.some` for calls, given with their workers; SamplingError names workers that are late."""
         over, replaced = self._lost.some(list(calls), since + deadline_s - time.monotonic())
         if not over and not replaced:
             late = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]

@@ -307,7 +307,7 @@ class ServerEngine:
         try:
             async with self._session.request(method, self._url + path, **given) as answer:
                 if answer.status == 401:
-                    raise RuntimeError(f"{self._url} wants another token than that of MEGATRON_GRPO_TOKEN, or any")
+                    raise RuntimeError(f"{self._url} requires a token, and MEGATRON_GRPO_TOKEN is not set to that one")
                 if answer.status >= 400:
                     said = await answer.text()
                     said = said if len(said) <= 500 else f"{said[:500]}…"

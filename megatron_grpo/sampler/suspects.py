@@ -1,4 +1,4 @@
-"""Signs that a reward is undeserved: the figure that compares a group's lengths, and responses that are left out."""
+"""Signs that a reward is undeserved: a figure that compares lengths in a group, and removal of suspect rewards."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class RolloutWorker:
         del self._generated[batch]
 
     async def lost_engines(self) -> dict[int, EngineLoss]:
-        """Wait until engines are lost; returns losses by number. Their rollouts wait for one of the next two calls."""
+        """Wait until engines are lost; returns losses by number. Rollouts wait until these are replaced or given up."""
         return await self._engines.losses()
 
     async def replace_engine(self, number: int, actor: Any) -> None:

@@ -140,7 +140,7 @@ class WorkerGroup:
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
-        """Make a worker put the tokens of a step into the object store, one array per shard and field.
+        """Make the workers put the tokens of a step into the object store, one array per shard and field.
 
         Returns at once. Fetching an array waits until it is stored, and raises if its worker failed.
 

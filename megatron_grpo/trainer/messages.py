@@ -1,4 +1,4 @@
-"""What the driver sends to a rank of a model, and the answers that it gets."""
+"""Messages between the driver and the ranks of a model: settings and work, and the ranks' answers."""
 
 from __future__ import annotations
 

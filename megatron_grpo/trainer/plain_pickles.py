@@ -1,6 +1,7 @@
-"""Reads the pickles of a distributed checkpoint by lists of the classes that they may name, so that no file runs code.
+"""Restricts the pickles of a distributed checkpoint to listed classes, so that reading a file runs none of its code.
 
-torch reads `.metadata` and the objects among the tensors without such a list, and Transformer Engine its layers' state.
+By themselves, torch reads `.metadata` and the objects among the tensors, and Transformer Engine the state of its
+layers, without such a list.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _OF_LAYER_STATE: Allowed = {
         }
     ),
 }
-_ADVICE = "which no checkpoint of a run does: loading it could run code of whoever wrote it; take the file from the run"
+_ADVICE = "which no checkpoint of a run does: loading it could run its author's code; take the file from the run"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -88,7 +89,7 @@ _load_bytes = DefaultLoadPlanner.load_bytes
 
 
 def _load_plain_bytes(planner: DefaultLoadPlanner, item: ReadItem, content: io.BytesIO) -> None:
-    """Give torch's planner a copy of what could be read with `weights_only`, which the planner's own reading is not."""
+    """Load an entry with `weights_only`, and give torch's planner a copy, because the planner itself loads without."""
     copy = io.BytesIO()
     torch.save(_load_plain(content, f"its entry {item.dest_index.fqn}"), copy)
     copy.seek(0)
@@ -108,7 +109,7 @@ def unlisted(where: str, error: pickle.UnpicklingError) -> RunError:
 
     Args:
         where: the file, or the entry of a checkpoint.
-        error: torch's error, which names in a text of many lines what the file may not.
+        error: torch's error, whose text of many lines includes the name that is not allowed.
     """
     _, found, rest = str(error).partition("GLOBAL ")
     if not found:
@@ -117,7 +118,7 @@ def unlisted(where: str, error: pickle.UnpicklingError) -> RunError:
 
 
 def open_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """Have torch read distributed checkpoints by lists in this process, and load the part that all ranks share.
+    """Restrict torch in this process to listed classes in checkpoints, and load the part that all ranks share.
 
     Raises:
         RunError: that part names something that is not on the list, or does not hold a dictionary.
@@ -132,7 +133,7 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
 
 
 def plain_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
-    """Pickle the FP8 state of a Transformer Engine layer anew, after it was read by its list.
+    """Check the pickled FP8 state of a Transformer Engine layer against the list of classes, and pickle it again.
 
     Args:
         name: the layer's name, for the message.

@@ -96,7 +96,7 @@ def _schedules(config: Config) -> Iterator[Rule]:
     value = [("value", config.value.optimizer)] if config.loop.has_value_model else []
     for section, optimizer in [("policy", config.policy.optimizer), *value]:
         warmup, decay = f"{section}.optimizer.warmup_steps=", optimizer.decay_steps
-        text = f"is above {section}.optimizer.lr={optimizer.lr:g}, which it is the end of"
+        text = f"is above {section}.optimizer.lr={optimizer.lr:g}, from which the learning rate falls to it"
         yield optimizer.min_lr > optimizer.lr, f"{section}.optimizer.min_lr=", text
         if optimizer.warmup_ratio is not None and optimizer.warmup_steps:
             text = f"and {section}.optimizer.warmup_ratio={optimizer.warmup_ratio:g} say the same; give one of them"

@@ -41,7 +41,7 @@ def _greed_and_ranks(config: Config) -> Iterator[Rule]:
     yield config.generation.temperature == 0, "generation.temperature=", text
     steps = config.optimizer_steps_per_step
     text = (
-        f"corrects nothing for the policy having moved, and {steps} optimizer steps are taken on the same samples; "
+        f"does not correct for the policy's updates, and {steps} optimizer steps are taken on the same samples; "
         "REINFORCE takes one: PASSES=1 and one minibatch"
     )
     yield config.loss_fn.disable_ppo_ratio and steps > 1, "loss_fn.disable_ppo_ratio=", text
@@ -130,8 +130,8 @@ def _unused_by_the_loss(config: Config) -> Iterator[_Unused]:
     )
     yield not config.uses_reference, keys, "needs loss_fn.reference_policy_kl_penalty above 0"
     text = (
-        "limits how far values move within a step, and one optimizer step is taken at the values as they were; give "
-        "more with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
+        "limits how far values move within a step, and before its only optimizer step they have not moved; give more "
+        "steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
     )
     has_value = loop.has_value_model
     yield has_value and config.value_optimizer_steps_per_step == 1, "value_loss_fn.value_clip", text
@@ -146,7 +146,7 @@ def _unused_by_the_loop(config: Config) -> Iterator[_Unused]:
     yield loop.async_grpo.max_trajectory_age_steps == 0, keys, text
     text = "adds no whole prompt to LOOP.num_prompts_per_step"
     yield config.prompts_per_generation_batch == loop.num_prompts_per_step, "LOOP.batch_multiplier", text
-    text = "is what the policy and the value model have where nothing else is said of them, and both have their own"
+    text = "is the lambda of policy and value model where they have none of their own, and both have one"
     estimator = config.ppo.adv_estimator
     of_policy = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
     yield of_policy and estimator.gae_lambda_value is not None, "LOOP.adv_estimator.gae_lambda", text

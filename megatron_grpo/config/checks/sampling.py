@@ -111,7 +111,7 @@ def server_rules(config: Config) -> Iterator[Rule]:
     text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
     yield endpoint.enabled and is_local and nodes > 1, "generation.endpoint.host=", text
     text = (
-        "lets whoever reaches it write what the run is trained on; put a token into the environment variable "
+        "lets every client that reaches it write what the run is trained on; put a token into the environment variable "
         f"{TOKEN_VARIABLE}, or use 127.0.0.1"
     )
     yield endpoint.enabled and not is_local and token() is None, "generation.endpoint.host=", text

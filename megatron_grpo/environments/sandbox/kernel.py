@@ -89,7 +89,7 @@ def gain_no_rights() -> None:
 def drop_capabilities() -> None:
     """Give up all rights of root, also those that a program executed by root would get back.
 
-    They would lift the kernel's bounds on sockets in messages and on pipes.
+    These rights would also lift the kernel's bounds on sockets in messages and on pipes.
     """
     for number in range(64 if os.geteuid() == 0 else 0):
         if _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) == 1:
@@ -145,7 +145,7 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
     *((name, errno.EPERM, ()) for name in _REFUSED),
     # Only Unix sockets: network namespaces do not cover every family (vsock reaches the host).
     ("socket", errno.EPERM, (_Comparison(0, _NOT_EQUAL, _AF_UNIX, 0),)),
-    # No limit of a process counts what its sockets hold, and their usual size times the open files is little.
+    # No limit of a process counts the data in its sockets, whose buffers must keep their usual, small size.
     *(
         ("setsockopt", errno.EPERM, (_Comparison(2, _MASKED_EQUAL, _INT, option),))
         for option in (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
@@ -158,7 +158,7 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
 """System calls that the filter refuses: name, error, and conditions on the arguments."""
 
 _UNCOUNTED = (
-    # Its pages stay when a process unmaps most of them, and then count for no process.
+    # Pages of a shared anonymous mapping stay when a process unmaps most of them, and then count for no process.
     ("mmap", errno.EPERM, (_Comparison(3, _MASKED_EQUAL, _MAP_SHARED_ANONYMOUS, _MAP_SHARED_ANONYMOUS),)),
 )
 """System calls that the filter also refuses where no memory cgroup counts the program's memory."""

@@ -25,7 +25,8 @@ NOBODY = 65534
 PROGRAM = 1000
 """User and group id that a program of an ordinary user sees as its own."""
 _FILES_UNCOUNTED = 64
-"""Open files of a process whose memory no cgroup counts: sockets in messages are as many at most, and open in none."""
+"""Most open files of a process without a memory cgroup. The kernel allows as many sockets in undelivered messages, and
+these are open in no process, so that they are not counted."""
 _ROLES = tuple(f"megatron_grpo.environments.sandbox.{name}" for name in ("test_process", "program_process"))
 """Modules whose `serve` runs tests and the program that they test."""
 NOT_FOUND = 127
@@ -37,7 +38,7 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
 
     A second program, described in partner_fd, runs in a sandbox of its own, with a pipe in each direction to the first;
     its description is read only in its own process, and it ends with the first. Both are then functions of this
-    package, named by `role` in their descriptions, and no programs to execute.
+    package, named by `role` in their descriptions, instead of programs to execute.
 
     The description is a dict in the marshal format, which needs no import. The status is a line: "exited" and the exit
     code as in a shell (128 plus the signal's number if a signal ended it), or "refused" and the reason why the program
@@ -50,7 +51,7 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
         return
     kernel.adopt_orphans()
     for role in _ROLES:
-        import_module(role)  # modules of this package cannot be read inside
+        import_module(role)  # modules of this package cannot be read inside the sandbox
     to_partner, from_partner = os.pipe(), os.pipe()
     partner = os.fork()
     if partner == 0:
@@ -78,7 +79,7 @@ def _spec(fd: int) -> dict[str, Any]:
 
 
 def _report(spec: dict[str, Any], status_fd: int, only_refused: bool = False) -> None:
-    """Run the program of a description and write its status; with `only_refused` none if it ran."""
+    """Run the program of a description and write its status; with `only_refused`, only if it was refused."""
     try:
         exit_code = _limited(spec) if spec["level"] == "limits" else _apart(spec, status_fd)
     except OSError as error:

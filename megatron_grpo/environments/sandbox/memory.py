@@ -1,4 +1,4 @@
-"""Memory of a program: a cgroup counts every kind of it where this process may make one, and else /proc tells most."""
+"""Memory of a program: counted by a cgroup where this process may make one, and otherwise estimated from /proc."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EMPTY_S = 10.0
 _THREAD_BYTES = 32 * 1024
 """A thread's stack and description in the kernel."""
 _BUFFER_BYTES = {"socket:": 2 * int(read("/proc/sys/net/core/wmem_default") or 212992), "pipe:": 65536}
-"""Most bytes that a socket and a pipe of the usual size hold; what the last message exceeds a socket's size counts."""
+"""Most bytes that a socket and a pipe of default size hold; twice a socket's size, which a last message may exceed."""
 
 
 class MemoryGroup:
@@ -79,7 +79,7 @@ class MemoryGroup:
 def parent_of_groups() -> Path | None:
     """Folder of the cgroup below which this process can make memory groups; None: it may not make any.
 
-    Empty groups of processes that were killed are removed from it.
+    Empty groups that killed processes left behind are removed from it.
     """
     for folder in _candidates():
         try:
@@ -95,7 +95,7 @@ def parent_of_groups() -> Path | None:
 
 
 def _candidates() -> Iterator[Path]:
-    """Folders of this process's memory cgroup, and of its parent, whose groups may hold memory in version 2 of cgroups.
+    """Folders of this process's memory cgroup and, in version 2 of cgroups, of its parent.
 
     A group of version 2 that holds processes gives no memory controller to groups below it, but its parent does.
     """
@@ -118,8 +118,8 @@ def memory(pids: list[int], limit: int) -> int:
     """Total memory of processes, of their page tables and threads, and of their sockets and pipes, in bytes.
 
     Up to the limit it is the sum of resident sizes, which are quick to read but count shared pages several times. A sum
-    above the limit is recomputed from proportional sizes, which divide shared pages among their processes; but not
-    those of a process with large page tables, whose reading takes a second in which the program takes more.
+    above the limit is recomputed from proportional sizes, which divide shared pages among their processes. A process
+    with large page tables keeps its resident size: reading the proportional one would take a second.
     """
     sizes = {pid: _sizes(pid) for pid in pids}
     kernel = _buffers(pids) + sum(held for _, held in sizes.values())
@@ -131,7 +131,7 @@ def memory(pids: list[int], limit: int) -> int:
     def proportional() -> int:
         return sum(_proportional(pid) if quick[pid] else resident for pid, (resident, _) in sizes.items())
 
-    # When a process ends meanwhile, its pages count once for it and then for those that shared them.
+    # Pages of a process that ends during a reading count for it and again for those that shared them: take the lower.
     return kernel + min(proportional(), proportional())
 
 
@@ -163,8 +163,8 @@ def _buffers(pids: list[int]) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Bytes of a process's pages, the shared ones divided among processes; all of them where the kernel cannot say."""
+    """Bytes of a process's pages, the shared ones divided among processes; all of them without smaps_rollup."""
     for line in read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
-    return _sizes(pid)[0]  # none, if it has ended
+    return _sizes(pid)[0]  # 0 if it has ended

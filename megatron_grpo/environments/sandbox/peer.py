@@ -1,7 +1,7 @@
 """Live objects of another process: calls, attributes and special methods of a proxy are requests over two pipes.
 
 Both processes of a Python test have one `Peer`. While a process waits for the reply to a request, it answers requests
-of the other, so that functions can be passed in both directions. The base class trusts whoever is at the other end; the
+of the other, so that functions can be passed in both directions. `Peer` trusts the other process; its subclass in the
 process of the tests does not (`test_process.py`).
 """
 
@@ -26,7 +26,7 @@ _COMPARING = "eq ne lt le gt ge bool hash"
 _NUMERIC = "neg pos abs invert int float complex index round trunc floor ceil"
 _OTHERS = "len getitem setitem delitem iter next reversed enter exit call format bytes"
 OPERATORS = frozenset(f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r", "i")) | {"__contains__"}
-"""Special methods whose operand may be the expected value."""
+"""Special methods with an operand, which in a test may be the expected value."""
 COMPARISONS = frozenset(f"__{name}__" for name in _COMPARING.split())
 NUMBERS = frozenset(f"__{name}__" for name in _NUMERIC.split())
 FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _OTHERS.split()}
@@ -105,7 +105,7 @@ class Proxy(metaclass=ProxyClass):
 
 
 class Fault(metaclass=ProxyClass):
-    """What the proxy of an exception has besides what every exception has; it can be raised and caught."""
+    """Mixin of proxies of exceptions: attributes and text are the object's, and the proxy can be raised and caught."""
 
     _link_: tuple[Peer, int]
     __getattr__ = Proxy.__getattr__
@@ -141,7 +141,7 @@ class Peer(Codec):
         self.classes: dict[int, Any] = {}
         """Proxies of the other process's classes, by their number there."""
         self.age = 0
-        """Number of the test; proxies of an earlier one are dead, except those from before the first."""
+        """Number of the running test; 0 before the first. Proxies of an earlier test are invalid, except those of 0."""
 
     # Messages
 
@@ -189,7 +189,7 @@ class Peer(Codec):
     # Requests
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Have the other process act on an object, and return or raise what it returns or raises.
+        """Make the other process act on an object; returns the result of the action, or raises its exception.
 
         Args:
             action: "call", "get", "set", "del" (attributes), "special" (method of the type), "resume" (a generator or
@@ -208,7 +208,7 @@ class Peer(Codec):
         try:
             value = self._taken(reply, memo)
             self.accept(message, reply)
-        except Exception as error:  # noqa: BLE001 - whatever the other process sent, it is no value
+        except Exception as error:  # noqa: BLE001 - decoding an untrusted message may raise anything
             self.lost(f"it sent no value: {type(error).__name__}: {error}")
         if reply[0] == "raise":
             raise value
@@ -268,16 +268,16 @@ class Peer(Codec):
         return getattr(target, name)
 
     def extras(self) -> Any:
-        """What a reply carries besides its value."""
+        """Data that a reply carries besides its value; None: there are none."""
         return None
 
     def accept(self, message: list[Any], reply: list[Any]) -> None:
-        """Take what a reply to a message carries besides its value."""
+        """Process the data that a reply carries besides its value; `message` is the request."""
 
     # Objects
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
-        """Proxies as the numbers that they have in the other process; other objects as numbers of this one."""
+        """The JSON of a proxy, with the object's number in the other process, or of an object of this process."""
         if isinstance(value, ProxyClass):
             return ["their class", value._link_[1]]
         if isinstance(value, Proxy | Fault):
@@ -311,7 +311,7 @@ class Peer(Codec):
         return self._exported[id(value)]
 
     def _described(self, kind: type) -> Any:
-        """The number of a class, with its description when it is sent first; the name of an exception of Python's."""
+        """The number of a class, with a description the first time it is sent; of an imported exception its name."""
         if issubclass(kind, BaseException) and kind.__module__ != "__main__":
             return f"{kind.__module__}:{kind.__qualname__}"
         if kind in self._class_numbers:
@@ -324,7 +324,7 @@ class Peer(Codec):
         return [number, kind.__name__, bases, methods]
 
     def decode_other(self, tag: str, given: list[Any], memo: Memo) -> Any:
-        """Objects of the other process as proxies, and proxies that it has as the objects of this one."""
+        """A proxy for an object of the other process; for a proxy that the other process has, its object here."""
         if tag == "theirs":
             return self._exports[given[1]]
         if tag == "their class":
@@ -344,7 +344,7 @@ class Peer(Codec):
         return proxy
 
     def function(self, proxy: Any, name: str, parameters: Any) -> Any:
-        """What stands for a function of the other process."""
+        """The object that stands for a function of the other process; by default its proxy."""
         return proxy
 
     def proxy(self, kind: Any, number: int) -> Any:
@@ -358,16 +358,16 @@ class Peer(Codec):
         if not isinstance(kind, ProxyClass):
             try:
                 return kind(*args)
-            except (TypeError, ValueError, AttributeError):  # its constructor takes other arguments than it keeps
+            except (TypeError, ValueError, AttributeError):  # its constructor does not take `args`
                 return kind.__new__(kind, *args)
         constructor: Any = kind.__new__
-        made: BaseException = constructor(kind, *args)  # the class of an exception, by its bases
+        made: BaseException = constructor(kind, *args)  # `kind` inherits from an exception class
         for name, value in (("args", tuple(args)), ("_number_", int(number)), ("_age_", self.age)):
             object.__setattr__(made, name, value)
         return made
 
     def _class(self, given: Any) -> Any:
-        """The class that stands for one of the other process, made when it is described first."""
+        """The class that stands for one of the other process, made when its description arrives."""
         if isinstance(given, str):
             module, _, name = given.partition(":")
             return standard_exception(module, name) or Exception

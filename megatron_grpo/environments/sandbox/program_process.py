@@ -1,7 +1,7 @@
 """The process of a program: runs it once, and a fork of it answers the calls of each test.
 
-The model's program shares this process and may do to it what it likes. It has neither tests nor expected values, and
-whatever it sends is read as plain values by the process of the tests.
+The model's program runs inside this process and may change anything in it. The process has neither tests nor expected
+values, and the process of the tests reads its messages as plain values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TELLING = (
 
 
 class _Output:
-    """What `sys.stdout` is: text for the reply, which the tests may have redirected."""
+    """The program's `sys.stdout`: collects text for the next reply; the tests may have redirected their own output."""
 
     encoding, errors, newlines = "utf-8", "strict", None
 
@@ -47,7 +47,7 @@ class _Output:
         return len(text)
 
     def flush(self) -> None:
-        """Text needs no flushing: the reply takes it."""
+        """Do nothing: the next reply carries the text."""
 
     def isatty(self) -> bool:
         return False
@@ -86,11 +86,11 @@ class Program(Peer):
         failed = ""
         try:
             exec(compile(source, "main.py", "exec"), self._names)
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: what follows it is not defined
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: the rest of the program has not run
             failed = f"{type(error).__name__}: {error}"
         self.output.taken()
         while True:
-            message = self.receive()  # others than these two come late, for a test whose process has ended
+            message = self.receive()  # other messages arrive late, for a test whose process has ended
             if message[0] == "names":
                 self.send([failed, self._values(message[2])])
             elif message[0] == "test":
@@ -127,13 +127,13 @@ class Program(Peer):
 
     def perform(self, action: str, target: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if action == "await":
-            from asyncio import run  # here: seconds of a core in a thousand programs, and few are asynchronous
+            from asyncio import run  # here: few programs are asynchronous, and the import takes milliseconds
 
             return run(target)
         return super().perform(action, target, name, args, kwargs)
 
     def extras(self) -> Any:
-        """What was printed, plain variables that changed, and new ways in which the program inspected its process."""
+        """Printed text, changed plain variables, new ways in which the program inspected its process; None: nothing."""
         changed = {}
         for name, known in self._watched.items():
             if _watchable(self._names.get(name)):
@@ -147,7 +147,7 @@ class Program(Peer):
         return [output, changed, sorted(new)] if output or changed or new else None
 
     def function(self, proxy: Any, name: str, parameters: Any) -> Any:
-        """A function of the tests as a function, so that its name and number of parameters can be looked at."""
+        """A Python function that calls one of the tests, so that the program can inspect its name and parameters."""
         if parameters is None:
 
             def stub(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def serve(spec: dict[str, Any]) -> NoReturn:
 
 
 def close_others(kept: set[int]) -> None:
-    """Close all file descriptors except those of standard input, output and errors, and these."""
+    """Close all file descriptors except `kept` and those of standard input, output and errors."""
     bounds = [2, *sorted(kept), 1 << 30]
     for low, high in pairwise(bounds):
         os.closerange(low + 1, high)

@@ -1,7 +1,8 @@
 """The file system that a program in the sandbox sees: the system's folders, read-only, and one folder of its own.
 
-It is made here because bubblewrap limits no number of files, and because neither bubblewrap nor nsjail gives a program
-of root another user in a user namespace of its own when the interpreter is in root's home, where uv and pyenv put it.
+It is made here because bubblewrap cannot limit the number of files, and because neither bubblewrap nor nsjail can run a
+program of root as another user in a user namespace of its own if the interpreter is in root's home, where uv and pyenv
+put it.
 """
 
 from __future__ import annotations

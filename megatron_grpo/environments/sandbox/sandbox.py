@@ -28,7 +28,7 @@ WATCH_S = 0.02
 """Seconds between two checks of a program's limits."""
 
 MEMORY_WATCH_S = 0.01
-"""Seconds between two checks where no cgroup limits memory, of which a program takes megabytes in a millisecond."""
+"""Seconds between two checks without a memory cgroup; a program can take megabytes in a millisecond."""
 
 ENDING_S = 10.0
 """Seconds that the launcher has to kill a program; after that the launcher itself is killed, and the program too."""
@@ -116,10 +116,10 @@ class Sandbox:
             program: source of the program.
             tests: `data.code_tests.Plan` as a dict.
             every: whether to continue after a test that fails.
-            allow: whether tests count whose verdict cannot be trusted.
+            allow: whether tests count even if their verdict cannot be trusted.
 
         Returns:
-            What the process of the tests printed (`test_process.py`); the program ends with it.
+            The result of the process of the tests, with its report as `stdout` (`test_process.py`).
         """
         with self._folder({}) as (folder, _), self._folder({}) as (other, _):
             judged = self._spec(folder, role=_ROLE.format("test"), tests=dict(tests), every=every, allow=allow)
@@ -139,7 +139,7 @@ class Sandbox:
             yield folder, {}
 
     def _spec(self, folder: str, **what: Any) -> dict[str, Any]:
-        """Description of a process for the launcher: its limits, and what it is."""
+        """Description of a process for the launcher: its limits, and `what` it runs."""
         config = self._config
         return {
             "level": self.level,
@@ -158,7 +158,7 @@ class Sandbox:
         }
 
     def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> Finished:
-        """Run the process of the first description; that of a second one is its partner."""
+        """Run the process of the first description, and that of a second one, if any, as its partner."""
         started = time.monotonic()
         with self._group() as group:
             joining = None if group is None else group.joining
@@ -185,7 +185,7 @@ class Sandbox:
 
     @contextmanager
     def _group(self) -> Iterator[MemoryGroup | None]:
-        """A memory group for one program, whose limit includes the program's folder; None where there are none."""
+        """A memory group for one program, whose limit includes the program's folder; None: groups are not possible."""
         if self._groups is None:
             yield None
             return
@@ -211,7 +211,7 @@ class _Watch:
         Args:
             launcher: process that runs the program.
             config: limits.
-            started: monotonic time.
+            started: time.monotonic() when the start began.
             helpers: most processes below the launcher that do not belong to the program.
             group: memory cgroup of the program; without one its memory is read from /proc.
         """
@@ -279,7 +279,7 @@ class _Watch:
             raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (rest, said)))}")
         code = int(rest) if what == "exited" else 128 + signal.SIGKILL
         if passed is None and self._group is not None and self._group.exceeded():
-            passed = "memory"  # since the last look
+            passed = "memory"  # exceeded since the last check
         ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
         seconds = time.monotonic() - self._started

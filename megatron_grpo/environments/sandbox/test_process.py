@@ -1,8 +1,8 @@
 """The process of the tests: runs them against proxies of the names that the program defines, and trusts no reply.
 
-Its standard output gets a line of JSON for every test as it ends: a list of its number, whether it passed, whether it
-asked anything of the program, and the reason why its verdict cannot be trusted, if no earlier one had the same. A last
-line is an object with figures over all tests.
+When a test ends, the process writes a line of JSON to its standard output: a list of the test's number, whether it
+passed, whether it sent the program a request, and the reason why its verdict cannot be trusted (empty if there is none,
+or an earlier test had the same). The last line is an object with figures over all tests.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _MOST_MESSAGES = 1_000_000
-"""Most messages of a program."""
+"""Most messages that are accepted from a program."""
 _CLAIMS = (
     "startswith endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
     "istitle isupper is_integer isdisjoint issubset issuperset equals all any"
 )
 _VERDICTS = frozenset(_CLAIMS.split())
-"""Methods of plain values that tests expect to be true; of a live object they say what its class likes."""
+"""Methods of plain values that tests expect to be true; those of a live object return what the program chooses."""
 _PUBLIC = ("__name__", "__qualname__", "__doc__")
 """Attributes of the tests' functions that the program may read."""
 _EQUAL_CALLS = 3
-"""Calls with different arguments from which equal replies are a figure."""
+"""Fewest calls with different arguments whose equal replies are reported as `equal_outputs`."""
 
 
 class Tests(Peer):
-    """The tests' end of the connection. Live objects of the program do not compare: the program would decide.
+    """The tests' end of the connection. Unless allowed, no test compares live objects: the program would decide it.
 
     A test fails for good with the first answer that cannot be trusted, even if its text catches every exception.
     """
@@ -63,17 +63,17 @@ class Tests(Peer):
         self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.same}
         """Names that the tests see."""
         self.stopped = ""
-        """Why the test fails, whatever its text says; empty: its text decides."""
+        """Reason why the test fails even if its text raises nothing; empty: its text decides."""
         self.untrusted = ""
-        """Why the verdict of the test cannot be trusted."""
+        """Reason why the verdict of the test cannot be trusted; empty: there is none."""
         self.requests = 0
         """Requests to the program in this test."""
         self.asked: frozenset[str] = frozenset()
         """Names whose values come from the program."""
         self.replies: dict[int, dict[int, int]] = {}
-        """Hashes of the replies to the calls of each object, by the hash of the arguments."""
+        """By number of the called object and hash of the arguments: the hash of the reply."""
         self.touched: set[str] = set()
-        """What the program did to look into its process."""
+        """Ways in which the program inspected its process: audit events, and "/proc"."""
 
     def lost(self, reason: str) -> NoReturn:
         self.stopped = self.stopped or f"the program: {reason}"
@@ -84,7 +84,7 @@ class Tests(Peer):
         raise Stopped(reason)
 
     def begin(self, number: int, values: dict[str, Any]) -> None:
-        """Start a test: in a new fork of the program, whose names have their first values again."""
+        """Start a test in a new fork of the program, in which names have their initial values again."""
         self.age = 0  # proxies of these names live in every test
         self.classes, self._class_numbers, self._own_classes = {}, {}, []
         for name, value in values.items():
@@ -114,7 +114,7 @@ class Tests(Peer):
         return message
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """As for every peer, and counted."""
+        """Send a request as `Peer.request` does, and count it; a verdict of a live object is distrusted."""
         if self.stopped:
             raise Stopped(self.stopped)
         self.requests += 1
@@ -126,7 +126,7 @@ class Tests(Peer):
         return result
 
     def special(self, target: Any, name: str, *args: Any) -> Any:
-        """As for every peer, unless the answer would be a verdict: that is not for the program to give."""
+        """Call a special method as `Peer.special` does, and distrust answers with which the program decides a test."""
         if isinstance(target, Fault):
             return super().special(target, name, *args)
         if name in COMPARISONS:
@@ -178,7 +178,7 @@ class Tests(Peer):
         raise TypeError(f"a {kind.__name__} of the tests cannot be given to a program")
 
     def perform(self, action: str, target: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What a program may do: call what it was given, use public attributes of instances of the tests' classes."""
+        """Carry out a program's request: calls, iteration, or public attributes of instances of the tests' classes."""
         own = type(target).__module__ == "__main__"
         allowed = {
             "call": callable(target),
@@ -196,7 +196,7 @@ class Tests(Peer):
             raise
 
     def accept(self, message: list[Any], reply: list[Any]) -> None:
-        """Take what the program printed, plain variables that it changed, and how it looked into its process."""
+        """Process a reply's extras: printed text, changed plain variables, ways in which the program was inspected."""
         if message[0] == "call" and message[1][0] == "theirs":
             said = self.replies.setdefault(message[1][1], {})
             said[hash(json.dumps(message[3:]))] = hash(json.dumps(reply[1]))
@@ -265,7 +265,7 @@ def _passes(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests
         exec(compile(test["text"], "test.py", "exec"), peer.names)
         for name in test["collected"]:
             _call(peer.names[name])
-    except BaseException:  # noqa: BLE001 - a test fails by whatever it raises
+    except BaseException:  # noqa: BLE001 - any exception fails a test
         return False
     finally:
         if not plan["shared"]:

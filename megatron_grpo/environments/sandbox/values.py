@@ -1,6 +1,6 @@
 """Plain Python values as JSON, rebuilt as exact built-in types; containers keep their identity and their changes.
 
-The two processes of a Python test exchange these texts. Whoever sends one is not trusted: a text that is no value
+The two processes of a Python test exchange these texts. The sender is not trusted: a text that describes no value
 raises an ordinary exception, which the reader turns into the end of the test.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _EXACT = 1 << 53
-"""Integers from here on are sent in hexadecimal, which has no limit of digits and takes linear time."""
+"""Bound from which integers are sent in hexadecimal, which has no limit of digits and is parsed in linear time."""
 _DICTS: dict[str, type] = {one.__name__: one for one in (dict, OrderedDict, Counter, defaultdict)}
 _CONTAINERS = frozenset({list, set, bytearray, deque, *_DICTS.values()})
 """Mutable types: they may repeat in a message, contain themselves, and change in a call."""
@@ -74,10 +74,10 @@ def _contents(value: Any) -> list[Any]:
 
 
 class Codec:
-    """Values to and from JSON. Subclasses add what is not plain, by `encode_other` and `decode_other`."""
+    """Converts plain values to and from JSON; for other values subclasses override `encode_other`, `decode_other`."""
 
     def encode(self, value: Any, memo: Memo) -> Any:
-        """The JSON of a value. Raises what `encode_other` raises for what is not plain."""
+        """The JSON of a value; for a value that is not plain, the result or the exception of `encode_other`."""
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
@@ -130,7 +130,7 @@ class Codec:
         raise TypeError(f"{type(value).__name__} is not plain")
 
     def decode(self, given: Any, memo: Memo) -> Any:
-        """The value of a JSON text's object; a text that is no value raises an exception of any kind."""
+        """The value that parsed JSON describes; raises an exception of any kind if it describes none."""
         if not isinstance(given, list):
             if isinstance(given, dict):
                 raise ValueError("an object of JSON is no value")
@@ -170,7 +170,7 @@ class Codec:
         parts = [self.decode(one, memo) for one in given[2]]
         value.clear()
         if isinstance(value, dict):
-            for key, one in zip(parts[::2], parts[1::2], strict=True):  # a Counter would count what it is updated with
+            for key, one in zip(parts[::2], parts[1::2], strict=True):  # `Counter.update` would add counts
                 value[key] = one
         elif isinstance(value, set):
             value.update(parts)
@@ -191,7 +191,7 @@ class Codec:
             return import_module("numpy").array(numbers, dtype=str(given[1])).reshape(given[2])
         if tag == "x":
             module, _, name = given[1].rpartition(".")
-            special = _STANDARD[given[1]][1]  # KeyError: no class of the list
+            special = _STANDARD[given[1]][1]  # KeyError: the class is not listed
             kind = getattr(import_module(module), name)
             return (getattr(kind, special) if special else kind)(*_scalars(given[2]))
         return self.decode_other(tag, given, memo)
@@ -206,7 +206,7 @@ _named_types: dict[tuple[str, tuple[str, ...]], Any] = {}
 
 
 def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """A named tuple's type of our own making, one for each name and fields."""
+    """The type of a named tuple with this name and these fields; equal arguments give the same type."""
     if (name, fields) not in _named_types:
         _named_types[name, fields] = namedtuple(name, fields)
     return _named_types[name, fields]
@@ -219,9 +219,9 @@ def _scalars(values: Iterable[Any]) -> list[Any]:
 
 
 def standard_exception(module: str, name: str) -> type[BaseException] | None:
-    """An exception class of the standard library whose module is imported; None: there is none that a program may name.
+    """An exception class of an imported module of the standard library; None: there is none, or it is not allowed.
 
-    Exceptions that a runner of tests takes for its own are none: they would skip a test.
+    Exceptions of test frameworks are not allowed, because a test runner would take them for its own and skip a test.
     """
     root = module.partition(".")[0]
     if root not in sys.stdlib_module_names or root in ("unittest", "doctest", "bdb", "test"):

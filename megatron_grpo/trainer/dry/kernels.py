@@ -1,4 +1,4 @@
-"""Stand-ins, without numbers, for the fused kernels of a GPU, and for what other ranks would answer."""
+"""Stand-ins, without numbers, for the fused kernels of a GPU and for the messages of other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
 
 
 class ShapedLogprobs:
-    """The tensors of the fused kernel for log-probabilities (`FusedLogprobs`)."""
+    """Stand-in for `FusedLogprobs`: makes the tensors of the fused kernel for log-probabilities."""
 
     def statistics(self, head: Head) -> Statistics:
         """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
@@ -39,7 +39,7 @@ class ShapedLogprobs:
 
 
 class ShapedAdam(torch.optim.AdamW):
-    """Transformer Engine's Adam: moments for every parameter, and nothing beside them during an update."""
+    """Stand-in for Transformer Engine's Adam: moments for every parameter, and no other tensors in an update."""
 
     def __init__(self, params: Any, adam_w_mode: bool, **settings: Any) -> None:
         super().__init__(params, **settings)
@@ -138,7 +138,7 @@ def _shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_nex
 
 
 def _gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
-    """Gather this rank's object from every rank."""
+    """Stand-in for `all_gather_object`: every rank has the object of this one."""
     found[:] = [own] * len(found)
 
 
