@@ -69,7 +69,7 @@ def _export(arguments: Sequence[str]) -> int:
     remark = verify(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    logging.disable(logging.WARNING)  # packages tell of their fallbacks
+    logging.disable(logging.WARNING)  # packages log their fallbacks
     try:
         with warnings.catch_warnings(action="ignore"):
             from megatron_grpo.weights.hf_export import export_checkpoint  # only now, because it imports torch

@@ -189,7 +189,7 @@ class AllTaskProcessedDataset:
     def __getitem__(self, idx: int) -> DatumSpec:
         """
         Raises:
-            ValueError: the row makes no prompt, and skip_refused is false.
+            ValueError: no prompt can be made of the row, and skip_refused is false.
             IndexError: there is no such row.
         """
         try:

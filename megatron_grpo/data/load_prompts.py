@@ -33,7 +33,7 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
         rows: number of first rows to look at.
 
     Raises:
-        ValueError: a row makes no prompt and is not to be left out; the message is the dataset's.
+        ValueError: no prompt can be made of a row that is not to be left out; the message is the dataset's.
     """
     parts = [range(begin, min(begin + BATCH_ROWS, rows)) for begin in range(0, rows, BATCH_ROWS)]
     fast = getattr(dataset.tokenizer, "is_fast", False)
@@ -185,7 +185,7 @@ class _Reader:
         """All prompts of a set that are not left out.
 
         Raises:
-            ConfigError: the set has none, or a row makes no prompt.
+            ConfigError: the set has no usable row, or no prompt can be made of a row.
         """
         dataset, usable = self._read(key, one)
         subject = f"{key}={one.path}"

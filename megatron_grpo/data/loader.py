@@ -144,7 +144,7 @@ class PromptLoader(Batches):
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """
         Raises:
-            RunError: a row makes no prompt, or a whole epoch has too few prompts for a single batch.
+            RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
         """
         self._order.epoch = self.epoch
         rows = iter(self._loader)
@@ -161,7 +161,7 @@ class PromptLoader(Batches):
                     self._batches += 1
                     yield batch
                     batch = []
-        except ValueError as error:  # a row makes no prompt, which shows only when its processor runs
+        except ValueError as error:  # no prompt can be made of a row, which shows only when its processor runs
             raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
         if self._batches == 0:
             raise RunError(
@@ -227,7 +227,7 @@ class StreamLoader(Batches):
 
     Rows are shuffled within a buffer: each time one is drawn from it, the next of the stream takes its place. The
     draws follow from seed and epoch, so a resumed run reads the stream again from its beginning to its position.
-    `datasets` shuffles streams too, but the rows in its buffer are no part of the position that it can resume from.
+    `datasets` shuffles streams too, but the position that it resumes from does not include the rows in its buffer.
     """
 
     def __init__(
