@@ -384,7 +384,12 @@ def named_checkpoint(path: Path) -> Path:
     steps = checkpointer.steps()
     if not steps:
         raise ValueError(f"checkpoint={path}: {path.parent} has no checkpoint")
-    return checkpointer.path(checkpointer.ranked(steps)[0] if path.name == BEST else steps[-1])
+    if path.name == NEWEST:
+        return checkpointer.path(steps[-1])
+    ranked = checkpointer.ranked(steps)
+    if not ranked:
+        raise ValueError(f"checkpoint={path}: no checkpoint of {path.parent} has a state that can be read; name one")
+    return checkpointer.path(ranked[0])
 
 
 def _adapters_of_run(checkpoint: Path) -> str | None:

@@ -63,7 +63,7 @@ class Visits(Sampler[int]):
         part, size = self._part(number), self.sizes[number]
         if part == 0:
             return []
-        generator = torch.Generator().manual_seed(self.seed ^ (number + 1) << 40)
+        generator = torch.Generator().manual_seed(self.seed ^ ((number + 1) << 40))
         order = torch.randperm(size, generator=generator).tolist()
         return [order[(self.epoch * part + place) % size] for place in range(part)]
 

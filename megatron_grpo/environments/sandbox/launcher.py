@@ -200,7 +200,7 @@ def _become(spec: dict[str, Any]) -> NoReturn:
             import_module(spec["role"]).serve(spec)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except (OSError, ValueError) as error:
-        print(f"cannot run {spec['argv'][0]}: {error}", file=sys.stderr, flush=True)
+        print(f"cannot run {spec['role'] or spec['argv'][0]}: {error}", file=sys.stderr, flush=True)
     os._exit(NOT_FOUND)
 
 

@@ -169,3 +169,12 @@ def test_a_checkpoint_has_other_names(tmp_path: Path) -> None:
     assert named_checkpoint(folder / "best") == folder / "best"
     with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config.yaml"):
         named_checkpoint(tmp_path / "other" / "checkpoints" / "best")
+
+
+def test_the_best_checkpoint_of_which_none_can_be_read(tmp_path: Path) -> None:
+    record_start(tmp_path, Config(data=DataConfig(val_path="rows.jsonl")))
+    folder = saved(tmp_path, {1: 0.1}).folder
+    (folder / "step_1" / "state.json").write_text("{")
+    assert named_checkpoint(folder / "newest") == folder / "step_1"
+    with pytest.raises(ValueError, match=r"best: no checkpoint of .* has a state that can be read; name one"):
+        named_checkpoint(folder / "best")
