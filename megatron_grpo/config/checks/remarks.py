@@ -130,7 +130,7 @@ def _unused_by_the_loss(config: Config) -> Iterator[_Unused]:
     )
     yield not config.uses_reference, keys, "needs loss_fn.reference_policy_kl_penalty above 0"
     text = (
-        "limits how far values move within a step, and before its only optimizer step they have not moved; give more "
+        "limits how far values move within a step, and before its one optimizer step they have not moved; give more "
         "steps with value.train_global_batch_samples below the samples of a step, or with PASSES above 1"
     )
     has_value = loop.has_value_model
