@@ -16,10 +16,15 @@ from typing import Any
 import numpy as np
 import psutil
 
+from megatron_grpo.cluster.heartbeat import FOLDER
+from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.data.rollout_files import read_rollouts
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
 """Environment variable that every process of a run inherits."""
+
+STACKS_S = 5.0
+"""Seconds in which a living process notices a request for its stacks, and writes them."""
 
 SHORT = (
     "grpo.max_num_steps=6",
@@ -62,15 +67,26 @@ class TrainingRun:
         try:
             return self.driver.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            stacks = self.stacks()
             self.kill()
-            raise AssertionError(f"still running after {timeout_s} s:\n{self.log()}") from None
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.log()}\n{stacks}") from None
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
+    def stacks(self) -> str:
+        """The ends of all logs, after every process was asked to write its stacks there."""
+        logs = self.run_dir / LOGS_FOLDER
+        for request in (logs / FOLDER).glob("*.requests"):
+            with request.open("ab") as file:
+                file.write(b"?")
+        time.sleep(STACKS_S)
+        ends = [f"{file.name}:\n{file.read_text(errors='replace')[-6000:]}" for file in sorted(logs.glob("*.log"))]
+        return "\n\n".join(ends)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 180.0, every_s: float = 0.05) -> None:
         end = time.monotonic() + timeout_s
         while not condition():
             assert self.driver.poll() is None, f"the run ended too early:\n{self.log()}"
             assert time.monotonic() < end, f"nothing after {timeout_s} s:\n{self.log()}"
-            time.sleep(0.05)
+            time.sleep(every_s)
         self.descendants = psutil.Process(self.driver.pid).children(recursive=True)
 
     def kill(self) -> None:

@@ -151,7 +151,8 @@ def test_a_killed_vllm_process_is_replaced_and_the_run_goes_on(
     run = TrainingRun(tmp_path / "run", *SHORT)
     run.start()
     run.wait_for(lambda: steps(run) >= 2)
-    run.wait_for(lambda: when in [phase.name for phase in heartbeat(run, "generation engine 0").phases])
+    # A refit takes the engine some hundredths of a second.
+    run.wait_for(lambda: when in [phase.name for phase in heartbeat(run, "generation engine 0").phases], every_s=0.002)
     killed = [process.pid for process in psutil.process_iter() if _is_of_engine(run, process)]
     psutil.Process(heartbeat(run, "generation engine 0 worker 1").pid).kill()
     assert run.finish(timeout_s=240) == 0, run.log()
