@@ -133,8 +133,8 @@ def _end(driver: int, started: set[psutil.Process], shared: set[Path], *, spare:
 
     Args:
         driver: pid of the driver.
-        started: its processes, as far as they are known.
-        shared: files of shared memory of these and of earlier processes, as far as they are known.
+        started: processes of the driver that the guardian has seen.
+        shared: files of shared memory that these and earlier processes were seen to use.
         spare: whether the driver lives; its children and their shared memory are then left alone.
     """
     deadline = time.monotonic() + GRACE_S

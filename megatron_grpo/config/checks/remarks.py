@@ -101,7 +101,7 @@ def _bounds(config: Config) -> tuple[float, float]:
 
 
 NEEDS = data_file("switches.yaml")["needs"]
-"""Keys by what they need: KEY=VALUE, or "KEY above 0", or KEY for one that is not null or empty."""
+"""Keys by the setting that they need, written KEY=VALUE, "KEY above 0", or KEY (neither null nor empty)."""
 
 _Unused = tuple[object, str, str]
 """A row: whether settings are unused, their keys (a name that ends in a point is a section), and what they need or why
