@@ -172,7 +172,9 @@ def in_core() -> bool:
 def forget_sockets() -> None:
     """Remove the folder with the sockets of the fork server and of vLLM's processes, and with their rendezvous file.
 
-    After the start nothing is forked, and all processes are connected. So an engine that is killed leaves no files.
+    So an engine that is killed leaves no files. Call it after the engine core has answered a call: vLLM waits only for
+    the core's incoming connection, and the core makes the other one, on which it answers, in a thread of its own. If
+    the socket's file is gone by then, that thread tries for ever and every call waits.
     """
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 

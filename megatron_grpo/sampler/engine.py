@@ -101,11 +101,11 @@ class VllmEngine:
             AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
         self._statistics.attach(self._llm)
+        await self._llm.update_weight_version("0")  # the weights of the model folder
         if current_platform().name == "cpu":
             from megatron_grpo.cpu.engine import forget_sockets
 
             forget_sockets()
-        await self._llm.update_weight_version("0")  # the weights of the model folder
         self._pauses = Pauses(self._llm, keeps_cache=self._settings.keeps_cache, tell=self._statistics.in_flight)
         times.append(time.monotonic())
         await self._warm_up()

@@ -242,6 +242,34 @@ def test_a_killed_process_is_one_clear_error(generation: VllmGeneration) -> None
     assert time.monotonic() - began < 20
 
 
+LATE_CONNECTION = """
+import threading, time
+
+run = threading.Thread.run
+
+def late(self):
+    if getattr(self._target, "__name__", "") == "process_output_sockets":
+        time.sleep(3)
+    run(self)
+
+threading.Thread.run = late
+"""
+"""A module for Python's start that delays the thread in which vLLM's engine core connects to the actor to answer it."""
+
+
+@pytest.mark.slow
+def test_an_engine_core_that_connects_late_is_waited_for(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LATE_CONNECTION)
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    try:
+        with engines(model, environment={"PYTHONPATH": path}, startup_s=240.0) as started:
+            assert started.startup_s[0]["processes"] > 3, "the delay took place"
+            assert _greedy(started, SamplingSettings(max_new_tokens=4))
+    finally:
+        ray.shutdown()
+
+
 @pytest.mark.parametrize(
     ("cores", "first", "ranks", "total", "expected"),
     [

@@ -131,11 +131,15 @@ def engines(
     in_flight: AsyncGRPOConfig | None = None,
     engine_restarts: int = 0,
     colocated: bool = False,
+    environment: dict[str, str] | None = None,
+    startup_s: float = START_S,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout, each on GPUs of its own if there are any; needs Ray.
 
     Args:
         colocated: of one engine: on the first GPU, which a policy has.
+        environment: further environment variables of the engines' actors.
+        startup_s: deadline of the start.
     """
     config = GenerationConfig(
         placement="colocated" if colocated else "separate",
@@ -159,8 +163,10 @@ def engines(
             routed=routed,
             in_flight=in_flight,
         ),
-        actor_options=lambda engine: FIRST_GPU if colocated else gpus(tensor * pipeline),
-        startup_timeout_s=START_S,
+        actor_options=lambda engine: (
+            FIRST_GPU if colocated else {**gpus(tensor * pipeline), "runtime_env": {"env_vars": environment or {}}}
+        ),
+        startup_timeout_s=startup_s,
     )
     met = _meeting_files()
     try:
