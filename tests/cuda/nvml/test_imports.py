@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import distributions
 
 import pytest
 from vllm.platforms import current_platform
@@ -26,3 +27,14 @@ def test_the_platform_is_cuda() -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_import(name: str) -> None:
     importlib.import_module(name)
+
+
+def test_no_file_comes_from_two_packages_with_different_contents() -> None:
+    """Whichever is installed last would stay, and that differs from one installation to the next."""
+    owners: dict[str, dict[str, str]] = {}
+    for package in distributions():
+        for file in package.files or ():
+            if file.hash is not None and "__pycache__" not in file.parts:
+                owners.setdefault(str(file), {})[file.hash.value] = package.name
+    clashes = {file: sorted(found.values()) for file, found in owners.items() if len(found) > 1}
+    assert not clashes
