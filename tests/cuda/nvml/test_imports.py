@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
-from importlib.metadata import distributions
+from pathlib import Path
+from sysconfig import get_paths
 
 import pytest
 from vllm.platforms import current_platform
@@ -31,10 +33,10 @@ def test_parts_import(name: str) -> None:
 
 def test_no_file_comes_from_two_packages_with_different_contents() -> None:
     """Whichever is installed last would stay, and that differs from one installation to the next."""
-    owners: dict[str, dict[str, str]] = {}
-    for package in distributions():
-        for file in package.files or ():
-            if file.hash is not None and "__pycache__" not in file.parts:
-                owners.setdefault(str(file), {})[file.hash.value] = package.name
-    clashes = {file: sorted(found.values()) for file, found in owners.items() if len(found) > 1}
+    contents: dict[str, dict[str, str]] = {}
+    for record in Path(get_paths()["purelib"]).glob("*.dist-info/RECORD"):
+        for file, digest, _ in csv.reader(record.open()):
+            if digest and not file.endswith(".pyc"):
+                contents.setdefault(file, {})[digest] = record.parent.name
+    clashes = {file: sorted(found.values()) for file, found in contents.items() if len(found) > 1}
     assert not clashes
