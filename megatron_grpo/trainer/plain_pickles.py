@@ -49,6 +49,7 @@ _OF_METADATA: Allowed = {
 }
 _OF_LAYER_STATE: Allowed = {
     "collections": frozenset({"OrderedDict"}),
+    "megatron.core.extensions.transformer_engine": frozenset({"TEDelayedScaling"}),
     "torch._utils": frozenset({"_rebuild_tensor_v2"}),
     "torch.storage": frozenset({"_load_from_bytes"}),
     "transformer_engine.common.recipe": frozenset(

@@ -149,6 +149,8 @@ def _deepseek_v3() -> PreTrainedModel:
         n_shared_experts=1,
         routed_scaling_factor=1.5,
         first_k_dense_replace=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
     )
     return DeepseekV3ForCausalLM(config)
 

@@ -106,6 +106,12 @@ def test_what_is_refused(raw: dict[str, Any], change: dict[str, Any], message: s
         shape_of_config(raw | change)
 
 
+@pytest.mark.parametrize("key", ["scoring_func", "topk_method"])
+def test_a_router_is_described_in_the_file(key: str) -> None:
+    with pytest.raises(ValueError, match=f"has no {key}, without which vLLM would choose other experts"):
+        shape_of_config({name: value for name, value in DEEPSEEK_V3.items() if name != key})
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_operations_are_those_that_torch_counts(family: str) -> None:
     """All but attention's, which torch counts for a whole square, and the look-up of a token's experts."""
