@@ -34,6 +34,8 @@ def main() -> int:
             "LD_PRELOAD": str(libraries / DEVICE),
             "TORCHDYNAMO_DISABLE": "1",  # compiled code would be loaded by the driver
             "NVTE_TORCH_COMPILE": "0",
+            "VLLM_USE_DEEP_GEMM": "0",  # so would be its kernels, which are compiled when they are first used
+            "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
         },
     }
     codes = []
