@@ -1,0 +1,155 @@
+"""Memory of a program that has no memory cgroup: read from /proc, before the program can have taken much more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from megatron_grpo.environments.sandbox.kernel import descendants, read
+
+BEYOND = 64 << 20
+"""Bytes that a program may hold beyond its limit until it is killed."""
+_RATE = 4 << 30
+"""Most bytes that a program takes on one processor in a second. Each page of 4 KiB needs a fault, because
+`kernel.use_small_pages` and the filter leave no faster way (measured: 2.4 GiB/s, within one system call 3.4 GiB/s)."""
+_SHORTEST_S = 0.001
+"""Least number of seconds between two readings."""
+_STOPPING_S = 2.0
+"""Seconds that all processes of a program have to stop."""
+
+_LARGE_TABLES = 6 << 20
+"""Bytes of page tables above which an exact reading of a process would take a second."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_THREAD_BYTES = 32 * 1024
+"""A thread's stack and description in the kernel."""
+_BUFFER_BYTES = {"socket:": 2 * int(read("/proc/sys/net/core/wmem_default") or 212992), "pipe:": 65536}
+"""Most bytes that a socket and a pipe of default size hold; twice a socket's size, which a last message may exceed."""
+
+
+class MemoryWatch:
+    """Kills the descendants of this process when their memory together exceeds a limit.
+
+    No limit of the kernel bounds the memory of several processes together, so it has to be read, and what a program
+    takes between two readings is noticed too late. The time to the next reading is therefore what the processors need
+    to fill the rest of the limit and half of what may be held beyond it.
+
+    The sum of resident sizes is quick to read but counts a shared page once for each process. When it exceeds the
+    limit, all processes are stopped, so that they take nothing during the exact reading, which is slow. Until they have
+    had as many page faults as would fill the rest of the limit, no further exact reading is needed.
+    """
+
+    def __init__(self, limit: int, processes: int) -> None:
+        """
+        Args:
+            limit: bytes of all processes together.
+            processes: most processes and threads of the program.
+        """
+        self._limit = limit
+        self._rate = _RATE * min(len(os.sched_getaffinity(0)), processes)
+        self._due = 0.0
+        """time.monotonic() of the next reading."""
+        self._pages = sys.maxsize
+        """Bytes of pages in the last exact reading."""
+        self._faults: dict[int, int] = {}
+        """Page faults of each process before the last exact reading."""
+        self.exceeded = False
+        """Whether the descendants were killed for their memory."""
+
+    def step(self) -> None:
+        """Read the memory if it is time, then wait until it is time again or until SIGCHLD, which must be blocked."""
+        if time.monotonic() >= self._due:
+            self._look()
+        signal.sigtimedwait({signal.SIGCHLD}, max(self._due - time.monotonic(), 0.0))
+
+    def _look(self) -> None:
+        begun = time.monotonic()
+        held = self._quick(descendants(os.getpid()))
+        if held > self._limit:
+            held = self._stopped()
+            self.exceeded |= held > self._limit
+            begun = time.monotonic()
+            _send(descendants(os.getpid()), signal.SIGKILL if self.exceeded else signal.SIGCONT)
+        self._due = begun + max((self._limit + BEYOND // 2 - held) / self._rate, _SHORTEST_S)
+
+    def _quick(self, pids: list[int]) -> int:
+        """Most bytes that processes can hold: their resident sizes, or the last exact size and a page for each fault."""
+        sizes = [_sizes(pid) for pid in pids]
+        taken = sum(_stat(pid)[1] - self._faults.get(pid, 0) for pid in pids) * _PAGE
+        resident = sum(pages for pages, _ in sizes)
+        return _buffers(pids) + sum(kernel for _, kernel in sizes) + min(resident, self._pages + taken)
+
+    def _stopped(self) -> int:
+        """Stop all processes; returns their exact memory, or more than any limit if they do not stop in time.
+
+        A reading counts if nothing ran or ended meanwhile: a page of a process that ends can count for it and again for
+        those that shared it. Two readings above the limit count anyway, because a process that still fills memory
+        within a system call stops only at the end of that call.
+        """
+        above = 0
+        deadline = time.monotonic() + _STOPPING_S
+        while time.monotonic() < deadline:
+            living = descendants(os.getpid())
+            _send(living, signal.SIGSTOP)
+            stats = {pid: _stat(pid) for pid in living}
+            sizes = {pid: _sizes(pid) for pid in living}
+            self._pages = sum(
+                _proportional(pid) if kernel < _LARGE_TABLES else resident for pid, (resident, kernel) in sizes.items()
+            )
+            self._faults = {pid: faults for pid, (_, faults) in stats.items()}
+            held = _buffers(living) + sum(kernel for _, kernel in sizes.values()) + self._pages
+            above = above + 1 if held > self._limit else 0
+            at_rest = all(state in b"TZ" for state, _ in stats.values())
+            if above == 2 or (at_rest and {pid: _stat(pid) for pid in descendants(os.getpid())} == stats):
+                return held
+        return sys.maxsize
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _stat(pid: int) -> tuple[bytes, int]:
+    """State of a process (T: stopped, Z: ended, others run or wait) and its number of page faults."""
+    fields = read(f"/proc/{pid}/stat").rpartition(b") ")[2].split()
+    return (fields[0], int(fields[7]) + int(fields[9])) if fields else (b"Z", 0)
+
+
+def _sizes(pid: int) -> tuple[int, int]:
+    """Bytes of a process's resident pages, and of its page tables and threads."""
+    found = dict.fromkeys((b"VmRSS", b"VmPTE", b"Threads"), 0)
+    for line in read(f"/proc/{pid}/status").splitlines():
+        name, _, value = line.partition(b":")
+        if name in found:
+            found[name] = int(value.split()[0])
+    return found[b"VmRSS"] * 1024, found[b"VmPTE"] * 1024 + found[b"Threads"] * _THREAD_BYTES
+
+
+def _buffers(pids: list[int]) -> int:
+    """Bytes that all open sockets and pipes of processes can hold; a shared one counts once."""
+    found: set[str] = set()
+    for pid in pids:
+        folder = f"/proc/{pid}/fd"
+        try:
+            names = os.listdir(folder)
+        except OSError:  # ended, or may not be inspected
+            continue
+        for name in names:
+            try:
+                found.add(os.readlink(f"{folder}/{name}"))
+            except OSError:
+                continue
+    return sum(size for link in found for kind, size in _BUFFER_BYTES.items() if link.startswith(kind))
+
+
+def _proportional(pid: int) -> int:
+    """Bytes of a process's pages, the shared ones divided among processes; all of them without smaps_rollup."""
+    for line in read(f"/proc/{pid}/smaps_rollup").splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) * 1024
+    return _sizes(pid)[0]  # 0 if it has ended
