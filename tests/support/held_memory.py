@@ -129,6 +129,29 @@ for _ in range(6):
 held = bytearray(os.urandom(1)) * (45 << 20)
 time.sleep(60)
 """
+_COPIES = """
+import os, time
+held = bytearray(os.urandom(1)) * (150 << 20)
+for _ in range(6):
+    if os.fork() == 0: break
+for place in range(0, len(held), 4096): held[place] = 7
+time.sleep(60)
+"""
+_AT_ONCE = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+for _ in range(6):
+    if os.fork() == 0: break
+size, private, populate, huge, fill = ctypes.c_size_t(180 << 20), 0x22, 0x8000, 14, 23
+if libc.mmap(None, size, 3, private | populate, -1, ctypes.c_long(0)) == 2**64 - 1:
+    place = libc.mmap(None, size, 3, private, -1, ctypes.c_long(0))
+    libc.prctl(41, *map(ctypes.c_ulong, (0, 0, 0, 0)))
+    libc.madvise(ctypes.c_void_p(place), size, huge)
+    if libc.madvise(ctypes.c_void_p(place), size, fill):
+        ctypes.memset(place, 1, 180 << 20)
+time.sleep(60)
+"""
 _THREAD = """
 import mmap, os, threading, time
 def hold():
@@ -182,6 +205,8 @@ HOLDING = {
     "page tables": _PAGE_TABLES,
     "System V": _SYSTEM_V,
     "children": _CHILDREN,
+    "copies": _COPIES,
+    "filled at once": _AT_ONCE,
     "thread": _THREAD,
     "locked": _LOCKED,
     "spliced": _SPLICED,

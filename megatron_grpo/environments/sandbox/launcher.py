@@ -41,9 +41,9 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
     its description is read only in its own process, and it ends with the first. Both are then functions of this
     package, named by `role` in their descriptions, instead of programs to execute.
 
-    The description is a dict in the marshal format, which needs no import. The status is a line: "exited" and the exit
-    code as in a shell (128 plus the signal's number if a signal ended it), "memory" and the same if it was killed for its
-    memory, or "refused" and the reason why the program was not started. Only the first line counts.
+    The description is a dict in the marshal format, which needs no import. The status is a line: "exited", or "memory"
+    if the program was killed for that, and the exit code as in a shell (128 plus the signal's number if a signal ended
+    it); or "refused" and the reason why the program was not started. Only the first line counts.
     """
     kernel.die_with_parent(signal.SIGKILL)
     os.set_inheritable(status_fd, False)
