@@ -74,7 +74,7 @@ class MemoryWatch:
         self._due = begun + max((self._limit + BEYOND // 2 - held) / self._rate, _SHORTEST_S)
 
     def _quick(self, pids: list[int]) -> int:
-        """Most bytes that processes hold: their resident sizes, or the last exact size and a page for each fault since."""
+        """Most bytes that processes hold: resident sizes, or the last exact size and a page for each fault since."""
         sizes = [_sizes(pid) for pid in pids]
         taken = sum(_stat(pid)[1] - self._faults.get(pid, 0) for pid in pids) * _PAGE
         resident = sum(pages for pages, _ in sizes)
