@@ -73,9 +73,7 @@ def main() -> None:
         "ours, filtered": lambda source: ours["filtered"].run_python(source).stdout,
         "ours, filtered, no cgroup": _without_group(ours["filtered"]),
         "bubblewrap": _bubblewrap(options.python, []),
-        "bubblewrap, prlimit": _bubblewrap(
-            options.python, ["prlimit", "--nproc=16", f"--data={LIMITS.memory_mb << 20}"]
-        ),
+        "bubblewrap, prlimit": _bubblewrap(options.python, limits),
         "nsjail": _nsjail(options.python),
     }
     there = {name: start for name, start in starters.items() if start is not None}
