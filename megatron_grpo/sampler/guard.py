@@ -86,7 +86,11 @@ class TokenGuard:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         kind = scope["type"]
         if kind == "lifespan":
-            config = scope["app"].state.server.config  # uvicorn's; it makes each connection from this class
+            server = getattr(scope["app"].state, "server", None)  # uvicorn's, which vLLM puts there
+            if server is None:  # an exception would be taken for an application that has no start-up
+                await send({"type": "lifespan.startup.failed", "message": "this vLLM does not tell its uvicorn server"})
+                return
+            config = server.config
             config.http_protocol_class = type("Bounded", (_BoundedHeads, config.http_protocol_class), {})
         if kind in ("http", "websocket"):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

@@ -163,6 +163,14 @@ def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0, ended: bo
         return int(connection.recv(100).split()[1])
 
 
+def test_a_server_whose_connections_cannot_be_bounded_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "right")
+    app = FastAPI()
+    app.add_middleware(TokenGuard)
+    with pytest.raises(SystemExit):
+        uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical")).run()
+
+
 def test_a_server_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=f"needs a token in {TOKEN_VARIABLE}"):
