@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request, Response
 from megatron_grpo.config.paths import TOKEN_VARIABLE
 from megatron_grpo.sampler.guard import HEAD_BYTES, NAMES_VARIABLE, TokenGuard
 
+BOTH_PARSERS = pytest.mark.parametrize("port", ["httptools", "h11"], indirect=True)
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": "Bearer right"}
 
@@ -27,16 +28,17 @@ async def application(request: Request) -> Response:
     return Response(await request.body())
 
 
-@pytest.fixture(params=["httptools", "h11"])
+@pytest.fixture
 def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Port of an application that is served and guarded as vLLM's is, with either of uvicorn's parsers."""
+    """Port of an application that is served and guarded as vLLM's is."""
     monkeypatch.setenv(TOKEN_VARIABLE, "right")
     monkeypatch.setenv(NAMES_VARIABLE, "127.0.0.1 vllm-0.svc")
     listening = socket.create_server(("127.0.0.1", 0))
     app = FastAPI()
     app.add_api_route("/{path:path}", application, methods=["GET", "POST", "OPTIONS"])
     app.add_middleware(TokenGuard)
-    server = app.state.server = uvicorn.Server(uvicorn.Config(app, log_level="error", http=request.param))
+    config = uvicorn.Config(app, log_level="error", http=getattr(request, "param", "auto"))
+    server = app.state.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     while not server.started:
@@ -114,12 +116,14 @@ def test_a_slow_body_gets_408_and_others_are_served(port: int, monkeypatch: pyte
     assert answered(port, "GET", "/weight_info", KEY)[0] == 200
 
 
+@BOTH_PARSERS
 def test_a_huge_head_gets_431(port: int) -> None:
     pieces = [f"X-{number}: {'x' * 1000}\r\n".encode() for number in range(HEAD_BYTES // 1000 + 100)]
     assert sent(port, "X: x", *pieces, ended=False) in (431, 400), "h11 has a limit of its own, with 400"
     assert answered(port, "GET", "/weight_info", KEY)[0] == 200
 
 
+@BOTH_PARSERS
 @pytest.mark.parametrize("place", ["first head", "second head", "nothing"])
 def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.sampler.guard.REQUEST_S", 0.5)
@@ -137,6 +141,7 @@ def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monk
     assert answered(port, "GET", "/weight_info", KEY)[0] == 200
 
 
+@BOTH_PARSERS
 def test_a_kept_connection_is_not_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.sampler.guard.REQUEST_S", 0.3)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)

@@ -166,15 +166,18 @@ def test_an_empty_cgroup_of_a_process_that_was_killed_is_removed() -> None:
     mine.close()
 
 
+@pytest.mark.parametrize("level", ["limits", STRONGEST])
 @pytest.mark.parametrize("kind", ["private", "children"])
-def test_an_ordinary_user_has_the_same_limit(kind: str) -> None:
+def test_an_ordinary_user_has_the_same_limit(kind: str, level: Level) -> None:
     """On most machines such a user may make no cgroup, so that memory is read from /proc."""
     python = "/usr/bin/python3"
     if not (Path(python).exists() and os.access(Path(__file__).parents[4], os.X_OK | os.R_OK)):
         pytest.skip("no Python and checkout that every user may read")
 
     def outcome() -> Finished:
-        return Sandbox(LONG, "limits", python).run_python(HOLDING[kind])
+        return Sandbox(LONG, level, python).run_python(HOLDING[kind])
 
-    finished = as_ordinary_user(outcome)
+    base = peak_of(lambda: as_ordinary_user(lambda: Sandbox(LONG, level, python).run_python("pass")))[1]
+    finished, peak = peak_of(lambda: as_ordinary_user(outcome))
+    assert peak is None or base is None or peak - base <= ALLOWED
     assert finished.ending == "memory" or "MemoryError" in finished.stderr, finished
