@@ -16,7 +16,7 @@ _RATE = 4 << 30
 `kernel.use_small_pages` and the filter leave no faster way (measured: 2.4 GiB/s, within one system call 3.4 GiB/s)."""
 _SHORTEST_S = 0.001
 """Least number of seconds between two readings."""
-_STOPPING_S = 2.0
+_STOPPING_S = 5.0
 """Seconds that all processes of a program have to stop."""
 
 _LARGE_TABLES = 6 << 20
