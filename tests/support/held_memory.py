@@ -137,6 +137,22 @@ for _ in range(6):
 for place in range(0, len(held), 4096): held[place] = 7
 time.sleep(60)
 """
+_GENERATIONS = """
+import os, time
+held = bytearray(os.urandom(1)) * (60 << 20)  # shared by all, so that the sum of their sizes says nothing
+if all(os.fork() for _ in range(3)): time.sleep(60)
+time.sleep(0.5)
+kept = []
+for _ in range(20):  # a process takes pages, leaves them to its child and ends
+    kept.append(bytearray(os.urandom(1)) * (5 << 20))
+    while True:
+        try: child = os.fork()
+        except OSError: continue
+        break
+    if child: os._exit(0)
+    time.sleep(0.05)
+time.sleep(60)
+"""
 _AT_ONCE = """
 import ctypes, os, sys, time
 libc = ctypes.CDLL(None)
@@ -206,6 +222,7 @@ HOLDING = {
     "System V": _SYSTEM_V,
     "children": _CHILDREN,
     "copies": _COPIES,
+    "generations": _GENERATIONS,
     "filled at once": _AT_ONCE,
     "thread": _THREAD,
     "locked": _LOCKED,

@@ -20,6 +20,8 @@ MNT_DETACH = 2
 _AT_RECURSIVE = 0x8000
 _SYS_MOUNT_SETATTR = 442  # the same on all architectures
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_KCMP = {"x86_64": 312, "aarch64": 272}
+_KCMP_VM = 1
 _CAPABILITY_VERSION = 0x20080522
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
@@ -90,6 +92,12 @@ def gain_no_rights() -> None:
 def use_small_pages() -> None:
     """Let this process and its descendants take memory in pages of the smallest size alone."""
     _prctl(_PR_SET_THP_DISABLE, 1)
+
+
+def have_one_memory(one: int, other: int) -> bool:
+    """Whether two processes have the same address space, as with vfork (kcmp(2)); False where that cannot be asked."""
+    arguments = map(ctypes.c_long, (_SYS_KCMP.get(os.uname().machine, -1), one, other, _KCMP_VM, 0, 0))
+    return int(_LIBC.syscall(*arguments)) == 0
 
 
 def drop_capabilities() -> None:

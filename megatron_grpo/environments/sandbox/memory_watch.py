@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from megatron_grpo.environments.sandbox.kernel import descendants, read
+from megatron_grpo.environments.sandbox.kernel import descendants, have_one_memory, read
 
 BEYOND = 64 << 20
 """Bytes that a program may hold beyond its limit until it is killed."""
@@ -37,7 +37,8 @@ class MemoryWatch:
 
     The sum of resident sizes is quick to read but counts a shared page once for each process. When it exceeds the
     limit, all processes are stopped, so that they take nothing during the exact reading, which is slow. Until they have
-    had as many page faults as would fill the rest of the limit, no further exact reading is needed.
+    had as many page faults as would fill the rest of the limit, no further exact reading is needed. A process that was
+    forked since then counts with all its pages, because those that its parent took may be left to it alone.
     """
 
     def __init__(self, limit: int, processes: int) -> None:
@@ -52,8 +53,9 @@ class MemoryWatch:
         """time.monotonic() of the next reading."""
         self._pages = sys.maxsize
         """Bytes of pages in the last exact reading."""
-        self._faults: dict[int, int] = {}
-        """Page faults of each process before the last exact reading."""
+        self._faults: dict[tuple[int, bytes], int] = {}
+        """Page faults before the last exact reading, of each process that it saw (its number and the time of its start,
+        because numbers are used again)."""
         self.exceeded = False
         """Whether the descendants were killed for their memory."""
 
@@ -75,10 +77,14 @@ class MemoryWatch:
 
     def _quick(self, pids: list[int]) -> int:
         """Most bytes that processes hold: resident sizes, or the last exact size and a page for each fault since."""
-        sizes = [_sizes(pid) for pid in pids]
-        taken = sum(_stat(pid)[1] - self._faults.get(pid, 0) for pid in pids) * _PAGE
-        resident = sum(pages for pages, _ in sizes)
-        return _buffers(pids) + sum(kernel for _, kernel in sizes) + min(resident, self._pages + taken)
+        total, resident, since = _buffers(pids), 0, self._pages
+        for pid in pids:
+            process, _, faults = _stat(pid)
+            pages, kernel = _sizes(pid)
+            total += kernel
+            resident += pages
+            since += (faults - self._faults[process]) * _PAGE if process in self._faults else pages
+        return total + min(resident, since)
 
     def _stopped(self) -> int:
         """Stop all processes; returns their exact memory, or more than any limit if they do not stop in time.
@@ -86,6 +92,9 @@ class MemoryWatch:
         A reading counts if nothing ran or ended meanwhile: a page of a process that ends can count for it and again for
         those that shared it. Two readings above the limit count anyway, because a process that still fills memory
         within a system call stops only at the end of that call.
+
+        Between vfork and the start of a program, two processes have one memory, which counts once. The older one waits
+        for the younger and does not stop (state D).
         """
         above = 0
         deadline = time.monotonic() + _STOPPING_S
@@ -93,14 +102,15 @@ class MemoryWatch:
             living = descendants(os.getpid())
             _send(living, signal.SIGSTOP)
             stats = {pid: _stat(pid) for pid in living}
-            sizes = {pid: _sizes(pid) for pid in living}
+            twins = {pid: [one for one in living if one != pid and have_one_memory(pid, one)] for pid in living}
+            sizes = {pid: _sizes(pid) for pid in living if pid <= min(twins[pid], default=pid)}
             self._pages = sum(
                 _proportional(pid) if kernel < _LARGE_TABLES else resident for pid, (resident, kernel) in sizes.items()
             )
-            self._faults = {pid: faults for pid, (_, faults) in stats.items()}
+            self._faults = {process: faults for process, _, faults in stats.values()}
             held = _buffers(living) + sum(kernel for _, kernel in sizes.values()) + self._pages
             above = above + 1 if held > self._limit else 0
-            at_rest = all(state in b"TZ" for state, _ in stats.values())
+            at_rest = all(state in b"TZ" or (state == b"D" and twins[pid]) for pid, (_, state, _) in stats.items())
             if above == 2 or (at_rest and {pid: _stat(pid) for pid in descendants(os.getpid())} == stats):
                 return held
         return sys.maxsize
@@ -114,10 +124,10 @@ def _send(pids: list[int], number: int) -> None:
             continue
 
 
-def _stat(pid: int) -> tuple[bytes, int]:
-    """State of a process (T: stopped, Z: ended, others run or wait) and its number of page faults."""
+def _stat(pid: int) -> tuple[tuple[int, bytes], bytes, int]:
+    """Number and start of a process, its state (T: stopped, Z: ended, others run or wait) and number of page faults."""
     fields = read(f"/proc/{pid}/stat").rpartition(b") ")[2].split()
-    return (fields[0], int(fields[7]) + int(fields[9])) if fields else (b"Z", 0)
+    return ((pid, fields[19]), fields[0], int(fields[7]) + int(fields[9])) if fields else ((pid, b""), b"Z", 0)
 
 
 def _sizes(pid: int) -> tuple[int, int]:

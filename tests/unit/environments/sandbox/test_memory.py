@@ -20,7 +20,16 @@ from tests.support.sandboxed import CONFIG, STRONGEST, filtered, require_level
 MIB = 2**20
 LONG = replace(CONFIG, wall_time_s=60, cpu_time_s=60)
 ALLOWED = (LONG.memory_mb + LONG.folder_mb + 64) * MIB
-SECONDS = ("sockets", "sockets of many", "sockets in messages", "pipes", "page tables", "thread", "filled at once")
+SECONDS = (
+    "sockets",
+    "sockets of many",
+    "sockets in messages",
+    "pipes",
+    "page tables",
+    "thread",
+    "filled at once",
+    "generations",
+)
 KINDS = [kind for kind in HOLDING if kind not in SECONDS] + rare(SECONDS)
 HAS_GROUPS = parent_of_groups() is not None
 ONCE = """
@@ -43,6 +52,12 @@ for part in range(4):
             for place in range(part * (10 << 20), (part + 1) * (10 << 20), 4096): held[place] ^= 1
         os._exit(held[part * (10 << 20)] == held[-1])
 assert [os.wait()[1] for _ in range(4)] == [0] * 4
+print('right')
+"""
+STARTED = """
+import os, subprocess
+held = bytearray(os.urandom(1)) * (140 << 20)
+for _ in range(40): subprocess.run(['/bin/true'], check=True)  # shares its memory with the new process until that runs
 print('right')
 """
 NAMES = """
@@ -113,7 +128,7 @@ def test_nor_at_the_weaker_levels(kind: str, grouped: bool, level: Level) -> Non
     holds_too_little(kind, grouped, level)
 
 
-@pytest.mark.parametrize("source", [ONCE, CHANGED], ids=["read", "changed in part"])
+@pytest.mark.parametrize("source", [ONCE, CHANGED, STARTED], ids=["read", "changed in part", "of a new program"])
 def test_pages_that_processes_share_count_once(source: str, grouped: bool) -> None:
     assert sandbox(grouped).run_python(source).stdout == "right\n"
 
