@@ -72,6 +72,7 @@ def training_batch(
 def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
     """The batch of a step with lengths and loss membership of its rollouts, but without shards of their tokens."""
     overlong = config.loop.overlong_filtering
+    weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
     return StepBatch(
         lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
         response_tokens=np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64),
@@ -81,6 +82,7 @@ def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
                 for outcome in outcomes
             ]
         ),
+        weights=None if (weights == 1).all() else weights,
     )
 
 

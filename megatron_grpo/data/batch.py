@@ -41,6 +41,8 @@ class TokenFields:
     """[...], float32: advantage of the token; 0 where nothing was sampled."""
     positive: Tensor | None = None
     """[...], float32: 1 in the sampled tokens of correct responses, else 0."""
+    weight: Tensor | None = None
+    """[...], float32: weight of the sequence in the loss, 0 where nothing was sampled; None: all weigh 1."""
     values: Tensor | None = None
     """[...], float32: return that the value model predicts before the token, at the start of the step."""
     returns: Tensor | None = None
@@ -117,6 +119,8 @@ class TokenBatch:
             made.loss_mask = _spread(batch.in_loss, batch.lengths, made.sampled)
             if batch.positive is not None:
                 made.positive = _spread(batch.positive, batch.lengths, made.sampled)
+            if batch.weights is not None:
+                made.weight = _spread(batch.weights, batch.lengths, made.sampled)
             if batch.advantages is not None:
                 made.advantages = _spread(batch.advantages, batch.lengths, made.sampled)
         return TokenBatch(batch.lengths.tolist(), made)

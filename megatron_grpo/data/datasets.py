@@ -71,13 +71,13 @@ def _further(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _multiplier(given: Any) -> float:
-    """The loss_multiplier as a number; ValueError unless it is 0 or 1."""
+    """The loss_multiplier as a number; ValueError unless it is between 0 and 1."""
     try:
         multiplier = float(given)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
         multiplier = -1.0
-    if multiplier not in (0.0, 1.0):
-        raise ValueError(f"returned loss_multiplier={given!r}: a prompt is left out (0) or counts like others (1)")
+    if not 0.0 <= multiplier <= 1.0:
+        raise ValueError(f"returned loss_multiplier={given!r}: give a weight from 0 (left out) to 1 (counts fully)")
     return multiplier
 
 

@@ -32,7 +32,7 @@ class DatumSpec(TypedDict):
     extra_env_info: dict[str, Any]
     """Data for the environment: the row's columns, and REFERENCE."""
     loss_multiplier: float
-    """1, or 0 for a prompt that is left out."""
+    """Weight of the loss of the prompt's responses, from 0 (it is left out) to 1."""
     idx: int
     """Row number in the dataset: the identity of the prompt in seeds, logs and dumps."""
     task_name: str

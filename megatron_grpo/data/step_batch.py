@@ -27,6 +27,8 @@ class StepBatch:
     """[sequences], bool: whether the loss is taken over the sampled tokens."""
     positive: NDArray[np.bool_] | None = None
     """[sequences], bool: whether the response is correct; None: the loss does not use it."""
+    weights: NDArray[np.float32] | None = None
+    """[sequences], float32: weight of each sequence in the loss (loss_multiplier of its prompt); None: all weigh 1."""
     advantages: NDArray[np.float32] | None = None
     """[sequences], float32: advantage of all sampled tokens of a response; None: it differs by token, in the shards."""
     shards: list[NDArray[np.int64]] = field(default_factory=list)
@@ -57,6 +59,7 @@ class StepBatch:
             response_tokens=self.response_tokens[numbers],
             in_loss=self.in_loss[numbers],
             positive=None if self.positive is None else self.positive[numbers],
+            weights=None if self.weights is None else self.weights[numbers],
             advantages=None if self.advantages is None else self.advantages[numbers],
             shards=np.split(np.arange(len(numbers)), ends[:-1]),
             fields={name: references[mine] for name, references in self.fields.items()},

@@ -51,7 +51,7 @@ class Sample:
     correct: bool | None = False
     """Whether the response is correct; None: the environment cannot say."""
     loss_multiplier: float = 1.0
-    """0 leaves the rollout out of the loss."""
+    """Weight of the rollout in the loss, from 0 (it is left out) to 1."""
     failure: str | None = None
     """Reason why the rollout failed, on its second attempt too; None: it did not fail."""
     task_name: str = ""

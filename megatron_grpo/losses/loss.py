@@ -63,25 +63,29 @@ class GlobalCounts:
     tokens: float
     """Tokens in the loss (sum of loss_mask), at least one."""
     sequences: float
-    """Sequences with at least one token in the loss."""
+    """Sequences with at least one token in the loss, each counted with its weight."""
     all_sequences: float
-    """All sequences, those without a token in the loss included."""
+    """All sequences, those without a token in the loss included, each counted with its weight."""
     positive_tokens: float = 0.0
-    """Tokens in the loss of correct responses; 0 if the batch does not mark them."""
+    """Tokens in the loss of correct responses, counted with their weights; 0 if the batch does not mark them."""
+    token_weight: float = 1.0
+    """Mean weight of the tokens in the loss."""
 
     @staticmethod
     def of(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:
         """The counts of an optimizer step on some `sequences` of a batch, [chosen], int64."""
         tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
-        positive = tokens[batch.positive[sequences]] if batch.positive is not None else tokens[:0]
-        counts = GlobalCounts(
+        assert tokens.sum() > 0, "an optimizer step needs a token to learn from"
+        weights = np.ones(len(sequences)) if batch.weights is None else batch.weights[sequences].astype(np.float64)
+        weighted = tokens * weights
+        positive = weighted[batch.positive[sequences]] if batch.positive is not None else weighted[:0]
+        return GlobalCounts(
             tokens=float(tokens.sum()),
-            sequences=float(np.count_nonzero(tokens)),
-            all_sequences=float(len(sequences)),
+            sequences=float(weights[tokens > 0].sum()),
+            all_sequences=float(weights.sum()),
             positive_tokens=float(positive.sum()),
+            token_weight=float(weighted.sum() / tokens.sum()),
         )
-        assert counts.tokens > 0, "an optimizer step needs a token to learn from"
-        return counts
 
 
 class LossFunction(Protocol):
@@ -150,9 +154,19 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros_like(values))
 
 
+def weight_of(tokens: TokenFields, mask: Tensor) -> Tensor | float:
+    """Weight of each token in the mask, float32 in its shape; 1 if the batch has no weights."""
+    return 1.0 if tokens.weight is None else masked(tokens.weight, mask)
+
+
 def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
     """A microbatch's share, [], of the mean over a step's tokens; values [...], any dtype, mask bool of that shape."""
     return (values * mask).sum() / counts.tokens
+
+
+def weighted_mean(values: Tensor, mask: Tensor, counts: GlobalCounts, weight: Tensor | float) -> Tensor:
+    """As `token_mean`, of which each token has a weight, [...], float32; 1: all weigh the same."""
+    return (values * weight * mask).sum() / (counts.tokens * counts.token_weight)
 
 
 def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
@@ -187,7 +201,12 @@ def response_size(mask: Tensor, segments: Segments | None) -> Tensor:
 
 
 def loss_share(
-    loss: Tensor, mask: Tensor, counts: GlobalCounts, config: LossConfig, segments: Segments | None
+    loss: Tensor,
+    mask: Tensor,
+    counts: GlobalCounts,
+    config: LossConfig,
+    segments: Segments | None,
+    weight: Tensor | float = 1.0,
 ) -> Tensor:
     """A microbatch's part of the step's loss, shape []: T tokens, n_i of them in sequence i, in N of all M sequences::
 
@@ -196,11 +215,15 @@ def loss_share(
         constant_normalizer_tokens   sum_it loss_it / (M * constant)    (Dr. GRPO, Liu et al. 2025, section 3.2)
 
     `loss` is the loss of each token, float32, with gradient; n_i counts the whole sequence, also when ranks share it.
+    With weights w_i the loss of sequence i is multiplied by w_i, and T, N and M are sums of weights, so that a sequence
+    of weight 1/2 counts half as much as one of weight 1. (NeMo RL's sample_mask is the same weight, but does not
+    enter its constant normaliser.) `weight` has w_i at each token, float32.
     """
     if config.constant_normalizer_tokens is not None:
-        return (loss * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)
+        return (loss * weight * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)
     if config.token_level_loss:
-        return token_mean(loss, mask, counts)
+        return weighted_mean(loss, mask, counts, weight)
+    loss = loss * weight
     if segments is None:  # row by row, as the definition has it
         return ((loss * mask).sum(dim=1, keepdim=True) / response_size(mask, None)).sum() / counts.sequences
     return (loss * mask / response_size(mask, segments)).sum() / counts.sequences

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from megatron_grpo.data.batch import TokenFields, given
 from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate, sampling_correction
-from megatron_grpo.losses.loss import bounded_exp, loss_share, masked, remaining_sum, response_mean, token_mean
+from megatron_grpo.losses.loss import (
+    bounded_exp,
+    loss_share,
+    masked,
+    remaining_sum,
+    response_mean,
+    token_mean,
+    weight_of,
+    weighted_mean,
+)
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
@@ -54,7 +63,7 @@ class ClippedPGLossFn:
 
         Args:
             tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs for a KL
-                penalty, entropy (with gradient) for an entropy bonus, positive for imitation.
+                penalty, entropy (with gradient) for an entropy bonus, positive for imitation, weight.
 
         Returns:
             The microbatch's share of the loss, shape [], and metrics: shares of means over the step's tokens, except
@@ -89,25 +98,27 @@ class ClippedPGLossFn:
                     # A term of value 0: a token also decides which tokens follow, and so the divergence at those.
                     kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
                 loss = loss + config.kl_in_loss * kl
-        total = loss_share(loss, mask, counts, config, segments)
-        extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts)
+        weight = weight_of(tokens, mask)
+        total = loss_share(loss, mask, counts, config, segments, weight)
+        extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
         total, metrics = total + extra, metrics | of_extra
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
         metrics["loss"] = total
         return total, metrics
 
     def _entropy_and_imitation(
-        self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts
+        self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts, weight: Tensor | float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Entropy bonus and imitation of correct responses: the share of both loss terms (0 when off), and metrics."""
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if config.entropy_coef:
-            metrics["entropy"] = token_mean(masked(given(tokens.entropy), mask), mask, counts)
-            total = total - config.entropy_coef * metrics["entropy"]
+            entropy = masked(given(tokens.entropy), mask)
+            metrics["entropy"] = token_mean(entropy, mask, counts)
+            total = total - config.entropy_coef * weighted_mean(entropy, mask, counts, weight)
         if config.positive_example_nll_weight:
             positive = masked(given(tokens.positive), mask)
-            # Over all correct tokens of the step, not of the microbatch; at least 1, since a step may have none.
-            nll = -(curr * positive).sum() / max(counts.positive_tokens, 1.0)
+            # Over all correct tokens of the step, not of the microbatch; a step may have none.
+            nll = -(curr * positive * weight).sum() / (counts.positive_tokens or 1.0)
             total = total + config.positive_example_nll_weight * nll
             metrics["positive_nll_share"] = token_mean(-curr * positive, mask, counts)
             metrics["positive_share"] = token_mean(positive, mask, counts)

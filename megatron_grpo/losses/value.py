@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.data.batch import TokenFields, given
-from megatron_grpo.losses.loss import masked, token_mean
+from megatron_grpo.losses.loss import masked, token_mean, weight_of, weighted_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loop_schema import MseValueLossConfig, PPOAdvantageConfig
@@ -202,7 +202,7 @@ class MseValueLossFn:
             clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
             # The larger of both: clipping may remove a gradient, but never hides that a value has become worse.
             loss = torch.maximum(loss, clipped)
-        total = 0.5 * token_mean(loss, mask, counts)
+        total = 0.5 * weighted_mean(loss, mask, counts, weight_of(tokens, mask))
         metrics = {
             "loss": total,
             "value_clip_fraction": token_mean(clipped > error.square(), mask, counts),

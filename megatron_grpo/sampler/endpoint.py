@@ -23,12 +23,10 @@ from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
-from megatron_grpo.sampler.guard import BODY_BYTES, refusal
+from megatron_grpo.sampler.guard import BODY_BYTES, REQUEST_S, refusal
 
 MODEL = "policy"
 """Name of the model in requests and answers."""
-REQUEST_S = 30.0
-"""Deadline in seconds for a request's headers, from when its connection became idle, and again for its body."""
 IDLE_CONNECTIONS = 512
 """Most open connections without a request under way; beyond it, the oldest are closed."""
 

@@ -19,8 +19,10 @@ NAMES_VARIABLE = "MEGATRON_GRPO_SERVER_NAMES"
 """Environment variable with further names of a server's machine, separated by spaces."""
 BODY_BYTES = 2**26
 """Largest body of a request, in bytes."""
+HEAD_BYTES = 2**16
+"""Largest head of a request (its line and headers), in bytes."""
 REQUEST_S = 30.0
-"""Deadline in seconds for the body of a request."""
+"""Deadline in seconds for the head of a request, and again for its body."""
 _OPEN_PATH = "/health"
 """Path that needs no token; it tells only whether the server is up."""
 
@@ -67,7 +69,11 @@ def _is_own_name(host: str, names: Collection[str]) -> bool:
 
 
 class TokenGuard:
-    """ASGI middleware with `refusal` for a whole server; vLLM's own token leaves weight updates open."""
+    """ASGI middleware of vLLM's server with `refusal`; vLLM's own token leaves weight updates open.
+
+    A middleware sees a request when its head is complete. So that incomplete ones end too, it gives the server, as it
+    starts, connections with a deadline and a limit for heads (`_BoundedHeads`).
+    """
 
     def __init__(self, app: Application) -> None:
         """Guard an application by the token of the environment variable; RuntimeError: there is none."""
@@ -79,6 +85,13 @@ class TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         kind = scope["type"]
+        if kind == "lifespan":
+            server = getattr(scope["app"].state, "server", None)  # uvicorn's, which vLLM puts there
+            if server is None:  # an exception would be taken for an application that has no start-up
+                await send({"type": "lifespan.startup.failed", "message": "this vLLM does not tell its uvicorn server"})
+                return
+            config = server.config
+            config.http_protocol_class = type("Bounded", (_BoundedHeads, config.http_protocol_class), {})
         if kind in ("http", "websocket"):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             bearer = None if scope["path"] == _OPEN_PATH else self._bearer
@@ -95,6 +108,54 @@ class TokenGuard:
                 await _refuse(kind, 408 if late else 413, reason, send)
                 return
         await self._app(scope, receive, send)
+
+
+class _BoundedHeads(asyncio.Protocol):
+    """Ends connections with a late or huge head of a request; a base class beside one of uvicorn's HTTP protocols."""
+
+    transport: asyncio.Transport
+    cycle: Any
+    """uvicorn's request and response; the one before while a head is incomplete."""
+    _deadline: asyncio.TimerHandle | None = None
+    _head = 0
+    """Bytes of the incomplete head."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing() or not self._is_in_head():
+            self._end_head()
+            return
+        self._begin_head()
+        self._head += len(data)
+        if self._head > HEAD_BYTES:
+            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\n\r\n")
+            self.transport.close()
+
+    def _is_in_head(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def _begin_head(self) -> None:
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().call_later(REQUEST_S, self._end_if_in_head)
+
+    def _end_head(self) -> None:
+        self._head = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end_if_in_head(self) -> None:
+        self._deadline = None
+        if self._is_in_head():
+            self.transport.abort()
 
 
 async def _received(receive: Any) -> Callable[[], Awaitable[Any]]:

@@ -27,11 +27,15 @@ def random_mask(generator: torch.Generator) -> Tensor:
 def step_counts(batch: TokenBatch) -> GlobalCounts:
     """Counts of an optimizer step on the whole batch, from its masks."""
     masks = [piece.tolist() for piece in batch.fields.loss_mask.split(batch.lengths)]
+    weight = torch.ones(sum(batch.lengths)) if batch.fields.weight is None else batch.fields.weight
+    weights = [float(piece[0]) for piece in weight.split(batch.lengths)]
+    weighted = batch.fields.loss_mask * weight
     return GlobalCounts(
         tokens=sum(map(sum, masks)),
-        sequences=float(sum(map(any, masks))),
-        all_sequences=float(len(masks)),
-        positive_tokens=0.0 if batch.fields.positive is None else float(batch.fields.loss_mask @ batch.fields.positive),
+        sequences=sum(one for one, mask in zip(weights, masks, strict=True) if any(mask)),
+        all_sequences=sum(weights),
+        positive_tokens=0.0 if batch.fields.positive is None else float(weighted @ batch.fields.positive),
+        token_weight=float(weighted.sum()) / sum(map(sum, masks)),
     )
 
 
@@ -45,7 +49,7 @@ def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunct
     """
     names = {*model.stored_entries(loss_fn)}
     if "sampled" in names:
-        names |= {"loss_mask", "positive"}
+        names |= {"loss_mask", "positive", "weight"}
     return TokenBatch(batch.lengths, TokenFields(**{n: v for n, v in batch.fields.present().items() if n in names}))
 
 

@@ -129,6 +129,45 @@ for _ in range(6):
 held = bytearray(os.urandom(1)) * (45 << 20)
 time.sleep(60)
 """
+_COPIES = """
+import os, time
+held = bytearray(os.urandom(1)) * (150 << 20)
+for _ in range(6):
+    if os.fork() == 0: break
+for place in range(0, len(held), 4096): held[place] = 7
+time.sleep(60)
+"""
+_GENERATIONS = """
+import os, time
+held = bytearray(os.urandom(1)) * (60 << 20)  # shared by all, so that the sum of their sizes says nothing
+if all(os.fork() for _ in range(3)): time.sleep(60)
+time.sleep(0.5)
+kept = []
+for _ in range(20):  # a process takes pages, leaves them to its child and ends
+    kept.append(bytearray(os.urandom(1)) * (5 << 20))
+    while True:
+        try: child = os.fork()
+        except OSError: continue
+        break
+    if child: os._exit(0)
+    time.sleep(0.05)
+time.sleep(60)
+"""
+_AT_ONCE = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+for _ in range(6):
+    if os.fork() == 0: break
+size, private, populate, huge, fill = ctypes.c_size_t(180 << 20), 0x22, 0x8000, 14, 23
+if libc.mmap(None, size, 3, private | populate, -1, ctypes.c_long(0)) == 2**64 - 1:
+    place = libc.mmap(None, size, 3, private, -1, ctypes.c_long(0))
+    libc.prctl(41, *map(ctypes.c_ulong, (0, 0, 0, 0)))
+    libc.madvise(ctypes.c_void_p(place), size, huge)
+    if libc.madvise(ctypes.c_void_p(place), size, fill):
+        ctypes.memset(place, 1, 180 << 20)
+time.sleep(60)
+"""
 _THREAD = """
 import mmap, os, threading, time
 def hold():
@@ -182,6 +221,9 @@ HOLDING = {
     "page tables": _PAGE_TABLES,
     "System V": _SYSTEM_V,
     "children": _CHILDREN,
+    "copies": _COPIES,
+    "generations": _GENERATIONS,
+    "filled at once": _AT_ONCE,
     "thread": _THREAD,
     "locked": _LOCKED,
     "spliced": _SPLICED,

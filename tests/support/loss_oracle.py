@@ -96,11 +96,13 @@ def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor
 def counts_of(tokens: TokenFields) -> GlobalCounts:
     """Counts of a batch that is the whole step."""
     mask = tokens.loss_mask
+    weight = torch.ones_like(mask) if tokens.weight is None else tokens.weight
     return GlobalCounts(
         tokens=float(mask.sum()),
-        sequences=float((mask.sum(dim=1) > 0).sum()),
-        all_sequences=float(len(mask)),
-        positive_tokens=float((mask * tokens.positive).sum()),
+        sequences=float(weight[:, 0][mask.sum(dim=1) > 0].sum()),
+        all_sequences=float(weight[:, 0].sum()),
+        positive_tokens=float((mask * weight * tokens.positive).sum()),
+        token_weight=float((mask * weight).sum() / mask.sum()),
     )
 
 

@@ -9,9 +9,9 @@ import ctypes
 import errno
 import os
 
-NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
-"""Flags of new namespaces of mounts, control groups, host names, IPC, processes and networks."""
-CLONE_NEWUSER = 0x10000000
+NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+"""Flags of new namespaces of control groups, host names, IPC, processes and networks."""
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1 << 5, 1 << 12, 1 << 14, 1 << 18
@@ -20,9 +20,12 @@ MNT_DETACH = 2
 _AT_RECURSIVE = 0x8000
 _SYS_MOUNT_SETATTR = 442  # the same on all architectures
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_KCMP = {"x86_64": 312, "aarch64": 272}
+_KCMP_VM = 1
 _CAPABILITY_VERSION = 0x20080522
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_SET_THP_DISABLE = 41
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -86,6 +89,17 @@ def gain_no_rights() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def use_small_pages() -> None:
+    """Let this process and its descendants take memory in pages of the smallest size alone."""
+    _prctl(_PR_SET_THP_DISABLE, 1)
+
+
+def have_one_memory(one: int, other: int) -> bool:
+    """Whether two processes have the same address space, as with vfork (kcmp(2)); False where that cannot be asked."""
+    arguments = map(ctypes.c_long, (_SYS_KCMP.get(os.uname().machine, -1), one, other, _KCMP_VM, 0, 0))
+    return int(_LIBC.syscall(*arguments)) == 0
+
+
 def drop_capabilities() -> None:
     """Give up all rights of root, also those that a program executed by root would get back.
 
@@ -109,7 +123,8 @@ _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 _INT = 0xFFFFFFFF  # the kernel ignores the upper half of an argument of type int, so a comparison must ignore it too
 _F_SETPIPE_SZ = 1031
-_MAP_SHARED_ANONYMOUS = 0x21
+_MAP_SHARED_ANONYMOUS, _MAP_POPULATE = 0x21, 0x8000
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 7, 8, 32, 33
 _AF_UNIX = 1  # importing socket for it would take longer than all other imports here
 
@@ -160,6 +175,13 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
 _UNCOUNTED = (
     # Pages of a shared anonymous mapping stay when a process unmaps most of them, and then count for no process.
     ("mmap", errno.EPERM, (_Comparison(3, _MASKED_EQUAL, _MAP_SHARED_ANONYMOUS, _MAP_SHARED_ANONYMOUS),)),
+    # Memory that a process takes within one system call, during which it does not stop, and large pages.
+    ("mmap", errno.EPERM, (_Comparison(3, _MASKED_EQUAL, _MAP_POPULATE, _MAP_POPULATE),)),
+    *(
+        ("madvise", errno.EINVAL, (_Comparison(2, _MASKED_EQUAL, _INT, advice),))
+        for advice in (_MADV_POPULATE_READ, _MADV_POPULATE_WRITE)
+    ),
+    ("prctl", errno.EPERM, (_Comparison(0, _MASKED_EQUAL, _INT, _PR_SET_THP_DISABLE),)),
 )
 """System calls that the filter also refuses where no memory cgroup counts the program's memory."""
 

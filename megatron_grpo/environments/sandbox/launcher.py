@@ -14,6 +14,7 @@ from importlib import import_module
 
 from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.kernel import descendants
+from megatron_grpo.environments.sandbox.memory_watch import MemoryWatch
 from megatron_grpo.environments.sandbox.root import FOLDER, enter_root, write
 
 TYPE_CHECKING = False
@@ -40,9 +41,9 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
     its description is read only in its own process, and it ends with the first. Both are then functions of this
     package, named by `role` in their descriptions, instead of programs to execute.
 
-    The description is a dict in the marshal format, which needs no import. The status is a line: "exited" and the exit
-    code as in a shell (128 plus the signal's number if a signal ended it), or "refused" and the reason why the program
-    was not started. Only the first line counts.
+    The description is a dict in the marshal format, which needs no import. The status is a line: "exited", or "memory"
+    if the program was killed for that, and the exit code as in a shell (128 plus the signal's number if a signal ended
+    it); or "refused" and the reason why the program was not started. Only the first line counts.
     """
     kernel.die_with_parent(signal.SIGKILL)
     os.set_inheritable(status_fd, False)
@@ -79,17 +80,23 @@ def _spec(fd: int) -> dict[str, Any]:
 
 
 def _report(spec: dict[str, Any], status_fd: int, only_refused: bool = False) -> None:
-    """Run the program of a description and write its status; with `only_refused`, only if it was refused."""
+    """Run the program of a description and write its status; with `only_refused`, only if it was refused.
+
+    Without a memory cgroup its memory is watched here, with that of its partner, for which `only_refused` is given.
+    """
+    watched = not (only_refused or _is_counted(spec))
+    watch = MemoryWatch(spec["memory_bytes"], spec["processes"]) if watched else None
     try:
-        exit_code = _limited(spec) if spec["level"] == "limits" else _apart(spec, status_fd)
+        exit_code = _limited(spec, watch) if spec["level"] == "limits" else _apart(spec, status_fd, watch)
     except OSError as error:
         os.write(status_fd, f"refused {error}\n".encode())
     else:
         if not only_refused:
-            os.write(status_fd, f"exited {exit_code}\n".encode())
+            ending = "memory" if watch is not None and watch.exceeded else "exited"
+            os.write(status_fd, f"{ending} {exit_code}\n".encode())
 
 
-def _limited(spec: dict[str, Any]) -> int:
+def _limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
     """Run the program as a child of this process, which adopts its orphans."""
     kernel.adopt_orphans()
     os.chdir(spec["folder"])
@@ -98,13 +105,8 @@ def _limited(spec: dict[str, Any]) -> int:
         kernel.die_with_parent(signal.SIGKILL)  # otherwise the program could kill this process and continue
         _join_group(spec)
         _become(spec)
-    return _end_of_all(child)
-
-
-def _end_of_all(child: int) -> int:
-    """Wait for a child and kill its remaining descendants; returns its exit code as in a shell."""
     _end_on_request(child)
-    exit_code = _wait(child)
+    exit_code = _wait(child, watch)
     _end_descendants()
     return exit_code
 
@@ -128,7 +130,7 @@ def _kill(pid: int) -> None:
         return
 
 
-def _apart(spec: dict[str, Any], status_fd: int) -> int:
+def _apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
     """Run the program in new namespaces. Their process 1 is `_first_process`; all others end with it."""
     mapped = _unshare()
     child = os.fork()
@@ -139,7 +141,7 @@ def _apart(spec: dict[str, Any], status_fd: int) -> int:
             os.write(status_fd, f"refused {error}\n".encode())
         os._exit(NOT_FOUND)
     _end_on_request(child)
-    return _wait(child)
+    return _wait(child, watch)
 
 
 def _unshare() -> bool:
@@ -164,6 +166,7 @@ def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
     """Run process 1 of the namespaces: make the file system, start the program and wait for it."""
     kernel.die_with_parent(signal.SIGKILL)
     _join_group(spec)
+    kernel.unshare(kernel.CLONE_NEWNS)  # here, because the launcher reads the machine's own /proc
     user = PROGRAM if mapped else NOBODY
     enter_root(spec["readable"], spec["folder_bytes"], user, with_zero=_is_counted(spec))
     if not mapped:
@@ -194,6 +197,8 @@ def _become(spec: dict[str, Any]) -> NoReturn:
         kernel.drop_capabilities()
         kernel.set_dumpable(True)
         kernel.gain_no_rights()
+        if not _is_counted(spec):
+            kernel.use_small_pages()
         if spec["filter"]:
             kernel.filter_system_calls(counted=_is_counted(spec))
         if spec["role"] is not None:
@@ -247,10 +252,14 @@ def _end_on_request(child: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: _kill(child))
 
 
-def _wait(child: int) -> int:
-    """Reap children until `child` ends; returns its exit code as in a shell."""
+def _wait(child: int, watch: MemoryWatch | None = None) -> int:
+    """Reap children, and watch their memory, until `child` ends; returns its exit code as in a shell."""
+    if watch is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
-        pid, status = os.wait()
+        pid, status = os.waitpid(-1, 0 if watch is None else os.WNOHANG)
+        if pid == 0 and watch is not None:
+            watch.step()
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code

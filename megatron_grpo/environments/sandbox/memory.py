@@ -1,4 +1,4 @@
-"""Memory of a program: counted by a cgroup where this process may make one, and otherwise estimated from /proc."""
+"""Memory cgroups of programs, where this process may make them; elsewhere the launcher watches (`memory_watch.py`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_grpo.environments.sandbox.kernel import read
-
 _PREFIX = "sandbox_"
 _EMPTY_S = 10.0
 """Seconds in which all processes of a group end after they were killed."""
-
-_THREAD_BYTES = 32 * 1024
-"""A thread's stack and description in the kernel."""
-_BUFFER_BYTES = {"socket:": 2 * int(read("/proc/sys/net/core/wmem_default") or 212992), "pipe:": 65536}
-"""Most bytes that a socket and a pipe of default size hold; twice a socket's size, which a last message may exceed."""
 
 
 class MemoryGroup:
@@ -112,59 +105,3 @@ def _candidates() -> Iterator[Path]:
         elif kind == "cgroup2" and "" in own:
             here = Path(os.path.normpath(f"{place}/{os.path.relpath(own[''], root)}"))
             yield from (here, here.parent) if here != Path(place) else (here,)
-
-
-def memory(pids: list[int], limit: int) -> int:
-    """Total memory of processes, of their page tables and threads, and of their sockets and pipes, in bytes.
-
-    Up to the limit it is the sum of resident sizes, which are quick to read but count shared pages several times. A sum
-    above the limit is recomputed from proportional sizes, which divide shared pages among their processes. A process
-    with large page tables keeps its resident size: reading the proportional one would take a second.
-    """
-    sizes = {pid: _sizes(pid) for pid in pids}
-    kernel = _buffers(pids) + sum(held for _, held in sizes.values())
-    total = kernel + sum(resident for resident, _ in sizes.values())
-    if total <= limit:
-        return total
-    quick = {pid: held < limit // 32 for pid, (_, held) in sizes.items()}
-
-    def proportional() -> int:
-        return sum(_proportional(pid) if quick[pid] else resident for pid, (resident, _) in sizes.items())
-
-    # Pages of a process that ends during a reading count for it and again for those that shared them: take the lower.
-    return kernel + min(proportional(), proportional())
-
-
-def _sizes(pid: int) -> tuple[int, int]:
-    """Bytes of a process's resident pages, and of its page tables and threads."""
-    found = dict.fromkeys((b"VmRSS", b"VmPTE", b"Threads"), 0)
-    for line in read(f"/proc/{pid}/status").splitlines():
-        name, _, value = line.partition(b":")
-        if name in found:
-            found[name] = int(value.split()[0])
-    return found[b"VmRSS"] * 1024, found[b"VmPTE"] * 1024 + found[b"Threads"] * _THREAD_BYTES
-
-
-def _buffers(pids: list[int]) -> int:
-    """Bytes that all open sockets and pipes of processes can hold; a shared one counts once."""
-    found: set[str] = set()
-    for pid in pids:
-        folder = f"/proc/{pid}/fd"
-        try:
-            names = os.listdir(folder)
-        except OSError:  # ended, or may not be inspected
-            continue
-        for name in names:
-            try:
-                found.add(os.readlink(f"{folder}/{name}"))
-            except OSError:
-                continue
-    return sum(size for link in found for kind, size in _BUFFER_BYTES.items() if link.startswith(kind))
-
-
-def _proportional(pid: int) -> int:
-    """Bytes of a process's pages, the shared ones divided among processes; all of them without smaps_rollup."""
-    for line in read(f"/proc/{pid}/smaps_rollup").splitlines():
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1]) * 1024
-    return _sizes(pid)[0]  # 0 if it has ended

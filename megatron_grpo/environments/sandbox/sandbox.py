@@ -21,14 +21,11 @@ import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, has_filter
-from megatron_grpo.environments.sandbox.memory import MemoryGroup, memory, parent_of_groups
+from megatron_grpo.environments.sandbox.memory import MemoryGroup, parent_of_groups
 from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02
 """Seconds between two checks of a program's limits."""
-
-MEMORY_WATCH_S = 0.01
-"""Seconds between two checks without a memory cgroup; a program can take megabytes in a millisecond."""
 
 ENDING_S = 10.0
 """Seconds that the launcher has to kill a program; after that the launcher itself is killed, and the program too."""
@@ -213,7 +210,7 @@ class _Watch:
             config: limits.
             started: time.monotonic() when the start began.
             helpers: most processes below the launcher that do not belong to the program.
-            group: memory cgroup of the program; without one its memory is read from /proc.
+            group: memory cgroup of the program; without one the launcher watches its memory.
         """
         self._launcher, self._config, self._started = launcher, config, started
         self._helpers, self._group = helpers, group
@@ -223,7 +220,6 @@ class _Watch:
     def until_end(self, status: Any) -> Finished:
         """Wait for the end of the program; kill it if it exceeds a limit. `status`: the launcher's status pipe."""
         passed: Ending | None = None
-        interval_s = MEMORY_WATCH_S if self._group is None else WATCH_S
         with selectors.DefaultSelector() as selector:
             pipes: dict[str, Any] = {"stdout": self._launcher.stdout, "stderr": self._launcher.stderr, "status": status}
             for name, pipe in pipes.items():
@@ -233,7 +229,7 @@ class _Watch:
             while selector.get_map():
                 now = time.monotonic()
                 if now >= look:
-                    look = now + interval_s
+                    look = now + WATCH_S
                     reason = self._passed(now, ends)
                     if reason is not None and passed is None:
                         passed, ends = reason, now + ENDING_S
@@ -241,7 +237,7 @@ class _Watch:
                     elif reason == "wall time":
                         self._launcher.kill()
                         break  # remaining processes may keep the pipes open for ever
-                self._read(selector, interval_s)
+                self._read(selector, WATCH_S)
         self._launcher.wait()
         return self._finished(passed)
 
@@ -254,10 +250,7 @@ class _Watch:
         living = descendants(self._launcher.pid)
         if len(living) > self._config.processes + self._helpers + 1:  # one process may be ending
             return "processes"
-        if self._group is not None:
-            return "memory" if self._group.exceeded() else None
-        limit = self._config.memory_mb * _MIB
-        return "memory" if memory(living, limit) > limit else None
+        return "memory" if self._group is not None and self._group.exceeded() else None
 
     def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
         """Read available output, and drop everything beyond the limit."""
@@ -277,9 +270,9 @@ class _Watch:
         if what == "refused":
             said = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
             raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (rest, said)))}")
-        code = int(rest) if what == "exited" else 128 + signal.SIGKILL
-        if passed is None and self._group is not None and self._group.exceeded():
-            passed = "memory"  # exceeded since the last check
+        code = int(rest) if what else 128 + signal.SIGKILL
+        if passed is None and (what == "memory" or (self._group is not None and self._group.exceeded())):
+            passed = "memory"  # the launcher's word, or exceeded since the last check
         ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
         seconds = time.monotonic() - self._started

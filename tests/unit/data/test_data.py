@@ -115,15 +115,18 @@ def test_the_dataset_chooses_the_processor_by_task(tokenizer: PreTrainedTokenize
         AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, math_data_processor)}, 10)[1]
 
 
-def test_a_fractional_loss_multiplier_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    def halve(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
+def test_a_loss_multiplier_is_a_weight_of_at_most_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    def weigh(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
         datum = math_data_processor(row, spec, tokenizer, longest, idx)
-        datum["loss_multiplier"] = 0.5
+        datum["loss_multiplier"] = (0.5, 1.5, -0.5, float("nan"))[idx]
         return datum
 
-    rows = [{"prompt": "1", "answer": "1"}]
-    with pytest.raises(ValueError, match=r"row 0: its processor .*halve returned loss_multiplier=0\.5"):
-        AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, halve)}, 10)[0]
+    rows = [{"prompt": "1", "answer": "1"}] * 4
+    dataset = AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, weigh)}, 10)
+    assert dataset[0]["loss_multiplier"] == 0.5
+    for row, given in ((1, r"1\.5"), (2, r"-0\.5"), (3, "nan")):
+        with pytest.raises(ValueError, match=rf"row {row}: its .*weigh returned loss_multiplier={given}: give"):
+            dataset[row]
 
 
 def test_a_chat_template_that_refuses_a_prompt_is_an_error_with_its_row(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -26,7 +26,7 @@ from tests.support.token_fields import as_lists
 
 Arrays = dict[str, NDArray[Any]]
 """The arrays of one shard, by name of the entry."""
-FOLLOWING = {"loss_mask": "in_loss", "positive": "positive", "advantages": "advantages"}
+FOLLOWING = {"loss_mask": "in_loss", "positive": "positive", "weight": "weight", "advantages": "advantages"}
 """Entries that follow from a number for each response: the name of the entry, and that of the number."""
 
 
@@ -38,6 +38,7 @@ class Response(NamedTuple):
     in_loss: bool
     positive: bool
     advantages: float
+    weight: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -73,6 +74,7 @@ def make_part(shards: list[list[Response]], following: set[str]) -> StepBatch:
         in_loss=numbers("in_loss", np.bool_),
         positive=numbers("positive", np.bool_) if "positive" in following else None,
         advantages=numbers("advantages", np.float32) if "advantages" in following else None,
+        weights=numbers("weight", np.float32) if "weight" in following else None,
         shards=np.split(np.arange(len(every)), np.cumsum([len(responses) for responses in shards])[:-1]),
     )
 
@@ -89,6 +91,7 @@ RESPONSES = st.builds(
     in_loss=st.booleans(),
     positive=st.booleans(),
     advantages=st.floats(-9, 9, width=32),
+    weight=st.floats(0, 1, width=32),
 )
 
 
@@ -96,7 +99,7 @@ RESPONSES = st.builds(
 @given(
     shards=st.lists(st.lists(RESPONSES, min_size=1, max_size=4), min_size=1, max_size=3),
     names=st.lists(st.sampled_from(sorted(STORED_DTYPES)), unique=True),
-    following=st.sets(st.sampled_from(["positive", "advantages"])),
+    following=st.sets(st.sampled_from(["positive", "advantages", "weight"])),
 )
 def test_a_replica_computes_on_the_sequences_of_its_shards(
     shards: list[list[Response]], names: list[str], following: set[str]
@@ -130,7 +133,7 @@ def example() -> tuple[StepBatch, list[Arrays]]:
     """The sequences of two shards, with everything that is known of them."""
     names = sorted(STORED_DTYPES.keys() - {"advantages"})
     stored = [stored_arrays(responses, names, first=100 * i) for i, responses in enumerate(SHARDS)]
-    return make_part(SHARDS, {"positive", "advantages"}), stored
+    return make_part(SHARDS, {"positive", "advantages", "weight"}), stored
 
 
 def test_what_was_fetched_may_be_changed() -> None:
@@ -160,6 +163,7 @@ def test_a_part_of_a_batch_has_its_shards_and_their_sequences_counted_anew() -> 
     assert part.response_tokens.tolist() == [1, 4, 2, 5, 6]
     assert part.in_loss.tolist() == [True, True, False, False, True]
     assert part.positive is None
+    assert part.weights is None
     assert part.advantages is not None
     assert part.advantages.tolist() == [-1, -4, -2, -5, -6]
     assert part.fields == {"token_ids": ["second", "third"]}
@@ -209,7 +213,7 @@ def test_a_part_travels_as_arrays() -> None:
     """Beside the pickle rather than in it, and without a copy."""
     part, stored = example()
     copy, buffers, size = through_pickle(part)
-    names = ["lengths", "response_tokens", "in_loss", "positive", "advantages"]
+    names = ["lengths", "response_tokens", "in_loss", "positive", "weights", "advantages"]
     pairs = [(getattr(part, name), getattr(copy, name)) for name in names]
     pairs += zip(part.shards, copy.shards, strict=True)
     assert len(buffers) == len(pairs)

@@ -37,6 +37,16 @@ def make_step(responses: list[Response], *, correct_known: bool) -> StepBatch:
     )
 
 
+def test_counts_are_sums_of_weights() -> None:
+    batch = make_step(
+        [(2, 3, True, True), (1, 4, True, False), (1, 5, False, True), (1, 0, True, True)], correct_known=True
+    )
+    batch.weights = np.array([0.5, 1.0, 0.25, 0.75], dtype=np.float32)
+    assert GlobalCounts.of(batch, np.arange(4)) == GlobalCounts(
+        tokens=7.0, sequences=1.5, all_sequences=2.5, positive_tokens=1.5, token_weight=5.5 / 7
+    )
+
+
 def mask_of(response: Response) -> list[float]:
     """The loss mask, token by token."""
     prompt, tokens, in_loss, _ = response
@@ -114,7 +124,7 @@ class Watched(TokenFields):
 
 
 NAMES = {one.name for one in fields(TokenFields)}
-OF_THE_RANK = {"loss_mask", "positive", "entropy"}
+OF_THE_RANK = {"loss_mask", "positive", "weight", "entropy"}
 """Entries that no store holds: they follow from others, or from the model's output."""
 LOSSES: dict[str, list[LossFunction]] = {
     "policy": [ClippedPGLossFn(config) for config in CONFIGS.values()],

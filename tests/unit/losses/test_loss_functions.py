@@ -32,6 +32,22 @@ def test_loss_matches_a_loop_over_tokens(name: str) -> None:
     assert metrics["loss"].item() == loss.item()
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_sequence_of_weight_half_counts_as_one_copy_where_others_count_as_two(name: str) -> None:
+    curr, tokens = random_batch(1)
+    copies = torch.tensor([2, 1, 1, 2, 2, 1])
+    repeated = mapped(tokens, lambda values: values.repeat_interleave(copies, dim=0))
+    tokens.weight = (copies / 2).double()[:, None].expand_as(curr)
+    results = []
+    for batch, rows in ((tokens, torch.ones(6, dtype=torch.int64)), (repeated, copies)):
+        given = curr.clone().requires_grad_()
+        loss, _ = ClippedPGLossFn(CONFIGS[name])(given.repeat_interleave(rows, dim=0), batch, counts_of(batch))
+        loss.backward()
+        results.append((loss.item(), given.grad))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.use_cispo])
 def test_gradient_matches_finite_differences(name: str) -> None:
     curr, tokens = random_batch(2, sequences=3, length=7)

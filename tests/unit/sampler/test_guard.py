@@ -9,34 +9,36 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
 
 import pytest
 import uvicorn
+from fastapi import FastAPI, Request, Response
 
 from megatron_grpo.config.paths import TOKEN_VARIABLE
-from megatron_grpo.sampler.guard import NAMES_VARIABLE, TokenGuard
+from megatron_grpo.sampler.guard import HEAD_BYTES, NAMES_VARIABLE, TokenGuard
 
+BOTH_PARSERS = pytest.mark.parametrize("port", ["httptools", "h11"], indirect=True)
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": "Bearer right"}
 
 
-async def application(scope: Any, receive: Any, send: Any) -> None:
+async def application(request: Request) -> Response:
     """Answer everything with 200 and the body of the request."""
-    if scope["type"] == "http":
-        pieces = [await receive()]
-        while pieces[-1].get("more_body"):
-            pieces.append(await receive())
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"".join(piece.get("body", b"") for piece in pieces)})
+    return Response(await request.body())
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Port of an application that is served and guarded as vLLM's is."""
     monkeypatch.setenv(TOKEN_VARIABLE, "right")
     monkeypatch.setenv(NAMES_VARIABLE, "127.0.0.1 vllm-0.svc")
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(TokenGuard(application), log_level="error", lifespan="off"))
+    app = FastAPI()
+    app.add_api_route("/{path:path}", application, methods=["GET", "POST", "OPTIONS"])
+    app.add_middleware(TokenGuard)
+    config = uvicorn.Config(app, log_level="error", http=getattr(request, "param", "auto"))
+    server = app.state.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     while not server.started:
@@ -114,15 +116,51 @@ def test_a_slow_body_gets_408_and_others_are_served(port: int, monkeypatch: pyte
     assert answered(port, "GET", "/weight_info", KEY)[0] == 200
 
 
-def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0) -> int:
-    """The status of a request that is sent in pieces; reads the answer while it writes."""
+@BOTH_PARSERS
+def test_a_huge_head_gets_431(port: int) -> None:
+    pieces = [f"X-{number}: {'x' * 1000}\r\n".encode() for number in range(HEAD_BYTES // 1000 + 100)]
+    assert sent(port, "X: x", *pieces, ended=False) in (431, 400), "h11 has a limit of its own, with 400"
+    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+
+
+@BOTH_PARSERS
+@pytest.mark.parametrize("place", ["first head", "second head", "nothing"])
+def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.sampler.guard.REQUEST_S", 0.5)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        if place == "second head":
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200" in connection.recv(1000)
+        begun = time.monotonic()
+        connection.sendall(b"" if place == "nothing" else b"GET /weight_info HTTP/1.1\r\nHost: localhost\r\n")
+        while not select.select([connection], [], [], 0.05)[0]:
+            assert time.monotonic() - begun < 10
+            connection.sendall(b"" if place == "nothing" else b"X: x\r\n")
+        with suppress(ConnectionResetError):
+            assert connection.recv(100) == b"", "it is closed without an answer"
+    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+
+
+@BOTH_PARSERS
+def test_a_kept_connection_is_not_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.sampler.guard.REQUEST_S", 0.3)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    for _ in range(3):
+        connection.request("GET", "/weight_info", headers=KEY)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b"")
+        time.sleep(0.5)
+
+
+def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0, ended: bool = True) -> int:
+    """The status of a request that is sent in pieces, the first of which may end its head; reads while it writes."""
     head = [
         "POST /inference HTTP/1.1",
         "Host: localhost",
         *(f"{name}: {value}" for name, value in {**KEY, **JSON}.items()),
     ]
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall("\r\n".join([*head, length, "", ""]).encode())
+        connection.sendall("\r\n".join([*head, length, *[""] * (2 if ended else 1)]).encode())
         for piece in pieces:
             if select.select([connection], [], [], pause_s)[0]:
                 break
@@ -130,7 +168,15 @@ def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0) -> int:
         return int(connection.recv(100).split()[1])
 
 
+def test_a_server_whose_connections_cannot_be_bounded_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "right")
+    app = FastAPI()
+    app.add_middleware(TokenGuard)
+    with pytest.raises(SystemExit):
+        uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical")).run()
+
+
 def test_a_server_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=f"needs a token in {TOKEN_VARIABLE}"):
-        TokenGuard(application)
+        TokenGuard(FastAPI())
