@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -62,14 +62,14 @@ class ReplayTask:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay of a step computed."""
+    """What a replay of a step computed, or what a run recorded of it; fields that are not known are None or empty."""
 
-    logprobs: Tensor
+    logprobs: Tensor | None
     """[tokens], float32: log-probability of every sampled token before the step; 0 elsewhere."""
-    result: TrainResult
+    result: TrainResult | None
     tensors: list[TensorFigure]
-    hidden: dict[str, Tensor] = field(default_factory=dict)
-    """[tokens, width] for each point of the model (`hidden_states.assembled`)."""
+    hidden: dict[str, Tensor]
+    """[tokens, width] for each point of the model, in the order of computation (`hidden_states.assembled`)."""
 
 
 def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, gpus: int) -> Replayed:
@@ -146,20 +146,14 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
 
 def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
     """Raise a ConfigError if the configuration cannot be replayed, or its layout does not fit the model."""
-    config, layout = record.config, "policy.parallel"
+    config, vocab = record.config, settings.shape.vocab
+    largest = max(int(one.token_ids.max()) for one in record.trajectories)
+    text = "cannot be replayed: the experts that engines chose are not recorded"
     rules = [
         (config.value_model is not None, "algorithm=", "cannot be replayed: values and returns are not recorded"),
-        (
-            config.policy.moe.replay_routing,
-            "policy.moe.replay_routing=",
-            "cannot be replayed: experts are not recorded",
-        ),
-        (
-            settings.shape.vocab <= max(int(one.token_ids.max()) for one in record.trajectories),
-            "policy.model.path=",
-            f"has {settings.shape.vocab} tokens, and the rollouts have others",
-        ),
-        *split_rules(layout, config.policy.parallel, settings.shape),
+        (config.policy.moe.replay_routing, "policy.moe.replay_routing=", text),
+        (largest >= vocab, "policy.model.path=", f"has {vocab} tokens, and the rollouts have token {largest}"),
+        *split_rules("policy.parallel", config.policy.parallel, settings.shape),
     ]
     problems = [*broken(config, rules), *(one for one in config_problems(config) if one.subject.startswith("policy."))]
     if problems:
