@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from megatron_grpo.config.errors import ConfigError, Problem, RunError, did_you_mean
-from megatron_grpo.config.help import FAILED, MISTAKE, run_command
+from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean
+from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.typed import converted
@@ -63,17 +63,13 @@ class ReplayRequest:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("replay: ", arguments, USAGE, _run, failures=(RunError,))
+    # A step that cannot be done again exits as a mistake does: exit code 1 says that it was done and differs.
+    return run_command("replay: ", arguments, USAGE, _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
-    # A step that cannot be done again is a mistake or a failure, and not a difference.
-    try:
-        record, comparisons = replay(request)
-    except RunError as error:
-        print(f"replay: {error}", file=sys.stderr)
-        return MISTAKE
+    record, comparisons = replay(request)
     agrees = all(one.agrees for one in comparisons)
     if request.json:
         print(json.dumps(_as_json(record, comparisons)))
@@ -111,9 +107,9 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     for index, second in enumerate(names):
         for first in names[index + 1 :]:
             limits = tolerances(sides[first][1], sides[second][1])
-            one = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
-            if one.differences:
-                comparisons.append(one)
+            compared = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
+            if compared.differences:
+                comparisons.append(compared)
     if not comparisons:
         text = "recorded nothing that a replay could be compared with; give a change, such as policy.parallel.tensor=2"
         raise ConfigError([Problem(f"step={request.step}", text)])
@@ -170,9 +166,8 @@ def _print(record: RecordedStep, comparisons: Sequence[Comparison]) -> None:
         print(f"\n{one.first} against {one.second}")
         for each in one.differences:
             verdict = "ok" if each.agrees else "DIFFER"
-            print(
-                f"  {each.quantity:17} {each.difference:9.1e}  (at most {each.tolerance:.0e})  {verdict:6}  {_where(each)}"
-            )
+            apart = f"{each.difference:9.1e}  (at most {each.tolerance:.0e})"
+            print(f"  {each.quantity:17} {apart}  {verdict:6}  {_where(each)}")
         if one.place is not None:
             print(f"  first difference: {_sentence(one.place)}")
 
