@@ -18,12 +18,15 @@ from tests.support.recording import make_facts
 PROMPTS, SAMPLES = 3, 4
 
 
-def make_recorded_run(folder: Path, family: str = "qwen3", *, step: int = 1, **sections: Any) -> Path:
+def make_recorded_run(
+    folder: Path, family: str = "qwen3", *, step: int = 1, prev: bool = False, **sections: Any
+) -> Path:
     """The folder of a run that made step `step`: `PROMPTS` prompts with `SAMPLES` responses of different lengths.
 
     Args:
         folder: folder of the test.
         family: family of the tiny model.
+        prev: whether the step knew the policy's log-probabilities, which are then those of the engine.
         sections: values of the configuration by section, over float32 and no KL penalty.
     """
     model = prepare_model(f"tiny:{family}", False, folder / "model", 0)
@@ -36,7 +39,8 @@ def make_recorded_run(folder: Path, family: str = "qwen3", *, step: int = 1, **s
     for name, section in sections.items():
         values.setdefault(name, {}).update(section)
     config, problems = typed(values, "grpo")
-    assert config is not None and not problems, problems
+    assert config is not None
+    assert not problems, problems
     run_dir = folder / "run"
     run_dir.mkdir()
     record_start(run_dir, config)
@@ -45,11 +49,11 @@ def make_recorded_run(folder: Path, family: str = "qwen3", *, step: int = 1, **s
         prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_num_steps=4, vocab=vocab, vocabulary=None
     )
     record = StepRecord(facts, make_facts())
-    write_rollouts(rollouts_file(run_dir, step), list(_groups(vocab)), record.metadata())
+    write_rollouts(rollouts_file(run_dir, step), list(_groups(vocab, prev)), record.metadata())
     return run_dir
 
 
-def _groups(vocab: int) -> Any:
+def _groups(vocab: int, prev: bool) -> Any:
     """The groups of the step: random tokens, one response in two spans, one without a reward."""
     draw = np.random.default_rng(0)
     for group in range(PROMPTS):
@@ -71,5 +75,6 @@ def _groups(vocab: int) -> Any:
                 stop_reason="length" if sample == 2 else "stop",
                 reward=None if (group, sample) == (1, 3) else float(sample),
             )
-            rollouts.append((one, Learnt(np.full(count, float(draw.normal()), dtype=np.float32))))
+            advantages = np.full(count, float(draw.normal()), dtype=np.float32)
+            rollouts.append((one, Learnt(advantages, one.logprobs if prev else None)))
         yield group, rollouts
