@@ -146,6 +146,10 @@ class LoggerConfig(Section):
         """Whether the run keeps what a replay of this step needs."""
         return self.replay_every is not None and step % self.replay_every == 0
 
+    def needed_by_a_replay(self, step: int) -> bool:
+        """Whether a replay begins with the checkpoint after this step."""
+        return self.replays(step + 1)
+
 
 @dataclass(kw_only=True)
 class PrepareConfig(Section):
