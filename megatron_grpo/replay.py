@@ -91,8 +91,10 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     from megatron_grpo.proof.record import open_step
     from megatron_grpo.proof.replay import replay_step
 
-    record = open_step(request.run_dir, request.step)
     changed = open_step(request.run_dir, request.step, request.overrides) if request.overrides else None
+    record = open_step(request.run_dir, request.step)
+    if changed is not None:
+        _require_loadable(record, changed.config.policy)
     sides = {RECORDED: (recorded(record), record.config.policy)}
     wanted = {CHANGED: changed} if changed is not None else {}
     if request.baseline == "run" or changed is None:
@@ -114,6 +116,22 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
         text = "recorded nothing that a replay could be compared with; give a change, such as policy.parallel.tensor=2"
         raise ConfigError([Problem(f"step={request.step}", text)])
     return record, comparisons
+
+
+def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
+    """Raise a ConfigError if the checkpoint before the step cannot be loaded with these settings of the policy."""
+    own = record.config.policy
+    changes = {
+        "policy.lora": (own.lora.in_words, policy.lora.in_words),
+        "policy.optimizer.distributed": (own.optimizer.distributed, policy.optimizer.distributed),
+    }
+    problems = [
+        Problem(key, f"was {was} in the run, and is {now}: the state in {record.checkpoint} is of the former kind")
+        for key, (was, now) in changes.items()
+        if was != now and record.checkpoint is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _gpus(device: Literal["auto", "cpu", "gpu"]) -> int:
