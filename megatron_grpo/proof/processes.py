@@ -46,7 +46,7 @@ def run_on_ranks(
     world = parallel.world_size
     if gpus and gpus < world:
         raise RunError(f"the layout has {world} ranks, and this machine {gpus} GPUs")
-    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, (os.cpu_count() or 1) // world)
     os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
     os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the other ranks are ended after a failure
@@ -55,7 +55,7 @@ def run_on_ranks(
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, body.__module__])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        given = (body, task, parallel, seed, timeout_s, gpus, store.port, folder)
+        given = (body, task, parallel, seed, timeout_s, gpus, threads, store.port, folder)
         ranks = start_processes(_serve, given, world, join=False, daemon=True, start_method="forkserver")
         try:
             while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
@@ -91,6 +91,7 @@ def _serve(
     seed: int,
     timeout_s: float,
     gpus: int | None,
+    threads: int,
     port: int,
     folder: Path,
 ) -> None:
@@ -99,7 +100,7 @@ def _serve(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = visible.split(",") if visible else [str(number) for number in range(parallel.world_size)]
         os.environ["CUDA_VISIBLE_DEVICES"] = numbers[rank] if gpus else ""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(threads)
     store = reach_store("127.0.0.1", port, timeout_s)
     initialize_parallel(parallel, rank=rank, store=store, seed=seed, timeout_s=timeout_s)
     found = body(task, (folder / f"{rank}.phase").write_text)
