@@ -125,7 +125,7 @@ def test_what_cannot_be_replayed_is_a_mistake(tmp_path: Path, capsys: pytest.Cap
         ("step=1",): "has no rollouts in",
         ("step=2",): "begins with the state of",
         ("step=2", "grpo.max_num_steps=3"): "changes nothing in a replay",
-        ("step=2", "policy.paralel.tensor=2"): "did you mean policy.parallel.tensor",
+        ("step=2", "policy.paralel.tensor=2"): "policy.paralel  unknown key; did you mean",
         (): "step=N is missing",
     }
     for arguments, expected in cases.items():
