@@ -192,7 +192,8 @@ def _print(record: RecordedStep, comparisons: Sequence[Comparison]) -> None:
 
 def _layout(policy: PolicyConfig) -> str:
     sizes = {name: size for name, size in asdict(policy.parallel).items() if size and size != 1}
-    return ", ".join([*(f"{name} {size}" for name, size in sizes.items()), policy.precision])
+    parts = [f"{name} {size}" for name, size in sizes.items()] or ["one rank"]
+    return ", ".join([*parts, policy.precision])
 
 
 def _where(one: Difference) -> str:
