@@ -31,6 +31,7 @@ from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
+from megatron_grpo.trainer.step_record import StepRecorder
 from megatron_grpo.weights.hf_weights import load_hf_weights
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.head import HeadKernel
@@ -65,14 +66,14 @@ class ModelRank(ABC):
         """Whether the reference policy differs from the model that the run started from."""
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self._add_reference(settings.reference)
-        self._maker = MicrobatchMaker(config, shape, self.platform)
+        self.maker = MicrobatchMaker(config, shape, self.platform)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             is_policy = shape.value_head is None
             replays, name = is_policy and config.moe.replay_routing, "moe" if is_policy else "value_moe"
             self.routing = StepRouting(self.chunks, config.moe, name, replays=replays)
         self.optimizer = ModelOptimizer(self.chunks, config, settings.decay_steps)
-        self.memory, self.checkpoint = DeviceMemory(self), RankCheckpoint(self)
+        self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
     def _add_reference(self, reference: ReferenceConfig) -> None:
         """Build a copy of the model that is not trained."""
@@ -141,6 +142,7 @@ class ModelRank(ABC):
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         grad_norm = self.optimizer.grad_norm()
+        self.recorder.add_gradient()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
         shares = _on_host(metrics) if self._has_loss else None
         if self.routing is not None and math.isfinite(grad_norm):
@@ -232,7 +234,7 @@ class ModelRank(ABC):
             return output, lambda output: finish(output[0], microbatch)
 
         # Made lazily, one at a time: the index tensors of a whole step may not fit the device.
-        made = (self._maker.make(batch, indices, asked) for indices in padded)
+        made = (self.maker.make(batch, indices, asked) for indices in padded)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(itertools.tee(made, len(chunks))),  # every chunk iterates over all microbatches
