@@ -32,6 +32,7 @@ from megatron_grpo.sampler.requests import (
     responses,
     sampling_params,
     while_alive,
+    without_problems,
 )
 from megatron_grpo.sampler.shutdown import EngineProcesses, end_own, own_processes
 from megatron_grpo.weights.source import require_folder
@@ -216,6 +217,11 @@ class VllmEngine:
         self._unusable = None
         await self._pauses.release()
 
+    @phase("fingerprint weights")
+    async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
+        """Fingerprints of every worker's weights (`refit.fingerprints.engine_fingerprints`), by worker."""
+        return await self._on_workers("fingerprint_weights")
+
     @phase("sleep")
     async def sleep(self) -> None:
         """Free device memory, and refuse to sample until all of it is back. Weights stay in host memory.
@@ -250,12 +256,11 @@ class VllmEngine:
             end_own(self._llm)
             self._llm = None
 
-    async def _on_workers(self, method: str, *args: Any) -> None:
+    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
         llm = await self._pauses.paused()
-        problems = await while_alive(llm, llm.collective_rpc(method, args=args))
-        if any(problems):
-            raise RuntimeError("; ".join(problem for problem in problems if problem))
+        answers = await while_alive(llm, llm.collective_rpc(method, args=args))
+        return without_problems(answers)
 
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings

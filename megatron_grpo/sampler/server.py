@@ -23,7 +23,7 @@ from megatron_grpo.data.responses import EngineCounts, GenerationOutput, Generat
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.arguments import VllmSettings
-from megatron_grpo.sampler.requests import EngineStatistics, in_bunches, sampling_arguments
+from megatron_grpo.sampler.requests import EngineStatistics, in_bunches, sampling_arguments, without_problems
 from megatron_grpo.sampler.shutdown import EngineProcesses, own_processes
 from megatron_grpo.weights.families import shape_of_folder
 
@@ -140,6 +140,10 @@ class ServerEngine:
         self._version = version
         self._serving.set()
 
+    @phase("fingerprint weights")
+    async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
+        return await self._on_workers("fingerprint_weights")
+
     def shutdown(self) -> None:
         """Do nothing: the server does not belong to this run and keeps running."""
 
@@ -237,11 +241,9 @@ class ServerEngine:
             raise RuntimeError(f"{self._url} could not empty its prefix cache, which is of other weights")
         await self._post("/resume")
 
-    async def _on_workers(self, method: str, *arguments: Any) -> None:
+    async def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
-        problems = await self._answers_of_workers(method, *arguments)
-        if any(problems):
-            raise RuntimeError("; ".join(f"{self._url}: {problem}" for problem in problems if problem))
+        return without_problems(await self._answers_of_workers(method, *arguments), f"{self._url}: ")
 
     async def _answers_of_workers(self, method: str, *arguments: Any) -> list[Any]:
         answer = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})

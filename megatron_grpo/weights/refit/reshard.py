@@ -23,6 +23,7 @@ from megatron_grpo.weights.refit.links import Links, schedule, write_plan
 from megatron_grpo.weights.refit.model_writer import ModelWriter
 from megatron_grpo.weights.refit.plan import box_of, plan_pieces, wire_dtypes
 from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
+from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
@@ -171,6 +172,17 @@ class ReshardTransport(WeightTransport):
         return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets)
 
 
+def shard_of_worker(worker: Any, shape: ModelShape) -> RankShard:
+    """The part of a model of these sizes that a worker of vLLM holds."""
+    parallel = worker.vllm_config.parallel_config
+    layout = GenerationParallelConfig(
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
+    )
+    return engine_shards(layout, shape)[parallel.rank]
+
+
 class ReshardReceiver:
     """The receiving end of a worker's links.
 
@@ -200,16 +212,10 @@ class ReshardReceiver:
 
     def _loaded_model(self, worker: Any) -> Any:
         """The writer of the worker's model, which `receive` and `_write` use."""
-        config, parallel = worker.vllm_config.model_config, worker.vllm_config.parallel_config
-        layout = GenerationParallelConfig(
-            tensor=parallel.tensor_parallel_size,
-            pipeline=parallel.pipeline_parallel_size,
-            expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
-        )
-        shard = engine_shards(layout, self._shape)[parallel.rank]
+        shard = shard_of_worker(worker, self._shape)
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
-        model = worker.model_runner.get_model()
-        return ModelWriter(model, config.dtype, self._shape, shard, self._links.messages, scaled)
+        model, dtype = worker.model_runner.get_model(), worker.vllm_config.model_config.dtype
+        return ModelWriter(model, dtype, self._shape, shard, self._links.messages, scaled)
 
     def _write(self, number: int, message: Tensor) -> None:
         """Write the pieces of a message, [bytes], uint8, to the model."""
