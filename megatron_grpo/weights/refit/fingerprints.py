@@ -97,15 +97,18 @@ def difference(expected: Fingerprint, found: Fingerprint) -> float:
     return distance / norm
 
 
-def differing(expected: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint]) -> dict[str, float]:
+def differing(
+    expected: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint], rounding: float = 0.0
+) -> dict[str, float]:
     """Names of the tensors and experts that rounding does not explain, with the relative norm of their difference.
 
     Args:
         expected: fingerprints of the policy's weights, cut as one worker of an engine keeps them.
         found: fingerprints of that worker's.
+        rounding: difference that is explained by other dtypes of the two sides.
     """
     errors = {name: difference(expected[name.partition(" ")[0]], one) for name, one in found.items()}
-    return {name: error for name, error in errors.items() if not error <= found[name][DIRECTIONS + 1]}
+    return {name: error for name, error in errors.items() if not error <= found[name][DIRECTIONS + 1] + rounding}
 
 
 def kept_parts(shape: ModelShape, shard: RankShard) -> Iterator[Destination]:

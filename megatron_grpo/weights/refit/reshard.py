@@ -164,9 +164,10 @@ class ReshardTransport(WeightTransport):
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
         deadline = time.monotonic() + self._timeout_s
-        receives = self._on_engines("receive_weights", version, engines)
+        receives = self._on_engines("receive_weights", engines, version)
         sends = self._policy.submit(send_shards, version)
-        counts = self._complete(sends, receives, deadline, f"refit of version {version}")
+        self._begin_canary()
+        counts = self._complete(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
         self._commit(version, engines, deadline)
         nbytes, tensors, buckets = map(sum, zip(*counts, strict=True))
         return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets)

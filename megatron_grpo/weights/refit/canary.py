@@ -1,0 +1,94 @@
+"""The canary on the driver: its prompt, its limit, the policy's side, and which refits it follows."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import PolicyRank
+
+TOKENS = 32
+"""Tokens of the prompt, unless sequences are shorter."""
+
+# Largest mean differences of log-probabilities, in nats, that rounding explains; docs/refit.md has measurements.
+_LIMITS = {"float32": 0.01, "float16": 0.2, "bfloat16": 0.5}
+_QUANTISED_LIMIT = 1.5
+
+CONVERTED = 2.0**-7
+"""Largest difference, relative to the norm, of a tensor that is rounded to bfloat16 on one side: 2^-9.2 is expected."""
+
+
+class Canary:
+    """The checks that follow refits of a run: the canary, and the comparison of all weights.
+
+    Args:
+        config: configuration of the run.
+        shape: sizes of the policy.
+    """
+
+    def __init__(self, config: Config, shape: ModelShape) -> None:
+        self.token_ids = canary_tokens(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
+        self.limit = limit_of(config) if config.refit.canary_limit is None else config.refit.canary_limit
+        self._share = config.refit.canary_share if config.refit.canary else -1.0
+        self._spent_s, self._since = 0.0, time.monotonic()
+        self._period = config.refit.weight_check_period
+        same = (config.generation.engine.dtype or config.policy.precision) == config.policy.precision
+        self.rounding = 0.0 if same else CONVERTED
+        """Relative difference of weights that engines round to another dtype than the policy's."""
+
+    def is_due(self) -> bool:
+        """Whether the canary follows the next refit: whether the time that it has taken so far allows it."""
+        return self._spent_s <= self._share * (time.monotonic() - self._since)
+
+    def compares_weights(self, version: int, *, new: bool) -> bool:
+        """Whether all weights are compared before a version is committed; `new`: the engines have had none before."""
+        return self._period is not None and (new or version % self._period == 0)
+
+    def took(self, seconds: float) -> None:
+        """Record the seconds by which the canary has delayed a refit."""
+        self._spent_s += seconds
+
+
+def canary_tokens(seed: int, vocabulary: int, longest: int) -> tuple[int, ...]:
+    """Token ids of the prompt: drawn at random, so that as many rows and experts as possible take part.
+
+    Args:
+        seed: seed of the run.
+        vocabulary: number of token ids.
+        longest: most tokens of a prompt and a response, which has one token here.
+    """
+    return tuple(random.Random(seed).choices(range(vocabulary), k=min(TOKENS, longest - 1)))
+
+
+def limit_of(config: Config) -> float:
+    """The largest mean difference that the rounding of policy and engines explains, in nats."""
+    policy, generation = config.policy, config.generation
+    in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
+    if in_fp8 or policy.quantization or generation.engine_args.get("quantization"):
+        return _QUANTISED_LIMIT
+    engine = generation.engine.dtype or policy.precision
+    return max(_LIMITS[policy.precision], _LIMITS.get(engine, _LIMITS["bfloat16"]))
+
+
+def policy_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Log-probabilities of all tokens but the first, at temperature 1; None except on output ranks.
+
+    Every rank of the policy calls it; all replicas compute the same, since they may share experts.
+    """
+    batch = TokenBatch([len(token_ids)], TokenFields(token_ids=torch.tensor(token_ids, dtype=torch.int32)))
+    settings = rank.settings
+    rank.settings = replace(settings, temperature=1.0)  # vLLM's are those of the prompt, which no temperature changes
+    try:
+        found = rank.logprobs(batch, [[0]])
+    finally:
+        rank.settings = settings
+    return None if found is None else tuple(found[1:].tolist())
