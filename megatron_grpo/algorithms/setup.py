@@ -90,7 +90,7 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
         models = start_models(config, folder, startup.cluster, stack)
         generation = models.generation
         if generation is not None:
-            canary = Canary(config, models.policy.shape)
+            canary = Canary.of_run(config, models.policy.shape)
             transport = make_transport(models.policy, generation, config.refit, startup.run_dir, canary)
             stack.callback(transport.close)
             restore = transport.restore

@@ -382,6 +382,6 @@ def report(
         "refit_bytes": float(transfer.bytes_sent),
         "refit_retries": float(transfer.retries),
         "engine_restarts": float(len(transfer.replaced)),
-        **transfer.checks,
     }
-    return replace(done, metrics={**metrics, **sent}, remarks=transfer.replaced)
+    figures = {**done.throughput, **transfer.checks}
+    return replace(done, metrics={**metrics, **sent}, throughput=figures, remarks=transfer.replaced)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.weights.shape import ModelShape
@@ -28,30 +29,39 @@ CONVERTED = 2.0**-7
 
 
 class Canary:
-    """The checks that follow refits of a run: the canary, and the comparison of all weights.
+    """The checks that follow the refits of a run: the canary, and the comparison of all weights.
 
     Args:
-        config: configuration of the run.
-        shape: sizes of the policy.
+        config: which checks there are, and how often.
+        token_ids: the canary's prompt.
+        limit: largest mean difference of log-probabilities that rounding explains, in nats.
+        rounding: largest difference of a tensor, relative to its norm, because engines keep another dtype.
     """
 
-    def __init__(self, config: Config, shape: ModelShape) -> None:
-        self.token_ids = canary_tokens(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
-        self.limit = limit_of(config) if config.refit.canary_limit is None else config.refit.canary_limit
-        self._share = config.refit.canary_share if config.refit.canary else -1.0
+    def __init__(
+        self, config: RefitConfig, token_ids: tuple[int, ...], limit: float = 0.01, rounding: float = 0.0
+    ) -> None:
+        self.token_ids, self.limit, self.rounding = token_ids, limit, rounding
+        self._config = config
         self._spent_s, self._since = 0.0, time.monotonic()
-        self._period = config.refit.weight_check_period
+
+    @staticmethod
+    def of_run(config: Config, shape: ModelShape) -> Canary:
+        """The checks of a run, whose policy has these sizes."""
+        token_ids = canary_tokens(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
+        limit = limit_of(config) if config.refit.canary_limit is None else config.refit.canary_limit
         same = (config.generation.engine.dtype or config.policy.precision) == config.policy.precision
-        self.rounding = 0.0 if same else CONVERTED
-        """Relative difference of weights that engines round to another dtype than the policy's."""
+        return Canary(config.refit, token_ids, limit, 0.0 if same else CONVERTED)
 
     def is_due(self) -> bool:
         """Whether the canary follows the next refit: whether the time that it has taken so far allows it."""
-        return self._spent_s <= self._share * (time.monotonic() - self._since)
+        allowed_s = self._config.canary_share * (time.monotonic() - self._since)
+        return self._config.canary and (self._spent_s <= allowed_s or self._config.canary_share == 1)
 
     def compares_weights(self, version: int, *, new: bool) -> bool:
         """Whether all weights are compared before a version is committed; `new`: the engines have had none before."""
-        return self._period is not None and (new or version % self._period == 0)
+        period = self._config.weight_check_period
+        return period is not None and (new or version % period == 0)
 
     def took(self, seconds: float) -> None:
         """Record the seconds by which the canary has delayed a refit."""

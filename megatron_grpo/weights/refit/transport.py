@@ -84,7 +84,7 @@ class TransferReport:
     replaced: tuple[str, ...] = ()
     """Each engine that was replaced since the previous refit, with the reason."""
     checks: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the canary and of the comparison of weights, if they were due."""
+    """Figures of the canary and of the comparison of weights, if they were due."""
 
 
 class WeightTransport(ABC):
@@ -153,7 +153,7 @@ class WeightTransport(ABC):
             report: report of the refit.
 
         Returns:
-            The report with the metrics of the canary and of the comparison of weights.
+            The report with the figures of the canary and of the comparison of weights.
 
         Raises:
             RefitError: an engine failed, or does not compute what the policy does; it does not serve.
@@ -253,7 +253,9 @@ class WeightTransport(ABC):
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
         """Let engines serve a version that all of them have verified, or, if the canary is due, only commit it."""
         if self._canary is not None and self._canary.compares_weights(version, new=self._unchecked):
+            began = time.monotonic()
             found = self._differences(engines, deadline)
+            self._checks["weight_check_s"] = time.monotonic() - began
             if found:
                 raise RefitError(f"version {version} is not served: {'; '.join(found)}")
             self._unchecked = False
@@ -279,8 +281,9 @@ class WeightTransport(ABC):
         calls = self._on_engines("admit_weights", engines, prompt)
         errors = self._complete([], calls, deadline, f"canary of version {version}")
         self._scores = None
-        self._canary.took(time.monotonic() - began)
-        self._checks["canary_logprob_error"] = max(errors)
+        seconds = time.monotonic() - began
+        self._canary.took(seconds)
+        self._checks |= {"canary_logprob_error": max(errors), "canary_s": seconds}
 
     def _differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """A text on each tensor, as an engine's worker holds it, that rounding does not explain."""
