@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from megatron_grpo.config.errors import CanaryError
-from megatron_grpo.config.generation_schema import RefitConfig
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.config.schema import Config, GenerationConfig
 from megatron_grpo.sampler.canary import CanaryPrompt
 from megatron_grpo.weights.refit.canary import Canary, canary_tokens, limit_of
+from megatron_grpo.weights.refit.transport import CanaryFailedError, TransferReport, WeightTransport
 
 
 def test_the_mean_difference_decides() -> None:
@@ -23,6 +24,65 @@ def test_the_mean_difference_decides() -> None:
         prompt.require([-1.0, -2.4])
     with pytest.raises(CanaryError, match="by nan on average"):
         prompt.require([math.nan, -2.0])
+
+
+class OneEngine:
+    """A policy of two ranks and an engine, whose calls have made-up results."""
+
+    def __init__(self) -> None:
+        self.config = GenerationConfig()
+        self.calls: list[str] = []
+
+    def submit(self, method: Any, *args: Any, engines: Any = None) -> list[Any]:
+        name = method if isinstance(method, str) else method.__name__
+        self.calls.append(name)
+        results: dict[str, list[Any]] = {"policy_logprobs": [None, (-1.0, -2.0)], "admit_weights": [0.03]}
+        return results.get(name, [None])
+
+
+class Scripted(WeightTransport):
+    mode: ClassVar[RefitMode] = "reshard"
+    refused = False
+
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        self._linked = engines
+
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        self._begin_canary()
+        self._commit(version, engines, 1.0)
+        return TransferReport(version=version, bytes_sent=1, tensors=1, buckets=1)
+
+    def _complete(self, sends: Any, receives: Any, deadline: float, what: str) -> list[Any]:
+        if self.refused and what.startswith("canary"):
+            raise CanaryFailedError("engine 0 must not serve")
+        return [*sends, *receives.values()]
+
+
+def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_again() -> None:
+    one: Any = OneEngine()
+    config = RefitConfig(canary_share=1.0, weight_check_period=None, retries=3)
+    transport = Scripted(one, one, config, Canary(config, (1, 2, 3)))
+    report = transport.admit(transport.publish(1))
+    assert one.calls == ["policy_logprobs", "commit_weights", "admit_weights"]
+    assert report.checks["canary_logprob_error"] == 0.03
+    one.calls.clear()
+    transport.refused = True
+    with pytest.raises(CanaryFailedError, match="must not serve"):
+        transport.publish(2)
+    assert one.calls.count("commit_weights") == 1
+
+
+def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() -> None:
+    one: Any = OneEngine()
+    one.config = GenerationConfig(placement="colocated")
+    config = RefitConfig(canary_share=1.0, weight_check_period=None)
+    transport = Scripted(one, one, config, Canary(config, (1, 2, 3)))
+    report = transport.publish(1)
+    assert "admit_weights" not in one.calls
+    transport.admit(report)
+    assert one.calls[-1] == "admit_weights"
+    transport.admit(report)
+    assert one.calls.count("admit_weights") == 1
 
 
 def test_the_prompt_follows_from_the_seed_and_fits_the_model() -> None:
