@@ -262,8 +262,8 @@ class RefitConfig(Section):
     new weights only if they agree; else the run ends."""
 
     canary_share: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Largest share of the run's time that the canary takes: refits that come too soon after the last canary have none.
-    1: after every refit."""
+    """Largest share of the time that the canary takes: a canary of s seconds is followed by at least s / canary_share
+    seconds without one, in which refits are not checked. 1: after every refit."""
 
     canary_limit: Annotated[float, Field(gt=0)] | None = None
     """Largest mean difference of log-probabilities, in nats, with which an engine serves. null: 0.01 in float32, 0.5 in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -43,7 +44,8 @@ class Canary:
     ) -> None:
         self.token_ids, self.limit, self.rounding = token_ids, limit, rounding
         self._config = config
-        self._spent_s, self._since = 0.0, time.monotonic()
+        self._next = -math.inf
+        """Time (monotonic) from which on a refit is followed by the canary."""
 
     @staticmethod
     def of_run(config: Config, shape: ModelShape) -> Canary:
@@ -54,9 +56,8 @@ class Canary:
         return Canary(config.refit, token_ids, limit, 0.0 if same else CONVERTED)
 
     def is_due(self) -> bool:
-        """Whether the canary follows the next refit: whether the time that it has taken so far allows it."""
-        allowed_s = self._config.canary_share * (time.monotonic() - self._since)
-        return self._config.canary and (self._spent_s <= allowed_s or self._config.canary_share == 1)
+        """Whether the canary follows the next refit."""
+        return self._config.canary and (time.monotonic() >= self._next or self._config.canary_share == 1)
 
     def compares_weights(self, version: int, *, new: bool) -> bool:
         """Whether all weights are compared before a version is committed; `new`: the engines have had none before."""
@@ -64,8 +65,8 @@ class Canary:
         return period is not None and (new or version % period == 0)
 
     def took(self, seconds: float) -> None:
-        """Record the seconds by which the canary has delayed a refit."""
-        self._spent_s += seconds
+        """Record the seconds by which the canary has just delayed a refit; the next one waits until they are its share."""
+        self._next = time.monotonic() + seconds / self._config.canary_share
 
 
 def canary_tokens(seed: int, vocabulary: int, longest: int) -> tuple[int, ...]:
