@@ -2,9 +2,9 @@
 
     python benchmarks/canary.py [--pairs 20] [--paced 20] [override ...]
 
-Pairs of neighbouring steps, one with the canary and one without, alternately first: `refit_difference_s` is the difference
-of their refits, the whole delay. Then steps as a run does them, in which the canary keeps to its share. The
-comparison of all weights is timed in the first refit and every tenth step; its share is that at the default period.
+Pairs of neighbouring steps, one with the canary and one without, alternately first: `refit_difference_s` is the
+difference of their refits, the whole delay. Then steps as a run does them, in which the canary keeps to its share. The
+comparison of all weights is timed in every tenth step; its share is that at the default period.
 """
 
 from __future__ import annotations

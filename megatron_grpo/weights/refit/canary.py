@@ -65,7 +65,7 @@ class Canary:
         return period is not None and (new or version % period == 0)
 
     def took(self, seconds: float) -> None:
-        """Record the seconds by which the canary has just delayed a refit; the next one waits until they are its share."""
+        """Record the seconds by which the canary has just delayed a refit, which decide when the next one is due."""
         self._next = time.monotonic() + seconds / self._config.canary_share
 
 
