@@ -229,7 +229,7 @@ class VllmEngine:
         paused again, and the run ends without using their tokens.
 
         Returns:
-            Mean difference of the log-probabilities, in nats.
+            Median difference of the log-probabilities, in nats.
 
         Raises:
             CanaryError: the log-probabilities differ; the engine does not serve.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TOKENS = 32
 """Tokens of the prompt, unless sequences are shorter."""
 
-# Largest mean differences of log-probabilities, in nats, that rounding explains; docs/refit.md has measurements.
+# Largest median differences of log-probabilities, in nats, that rounding explains; docs/refit.md has measurements.
 _LIMITS = {"float32": 0.01, "float16": 0.2, "bfloat16": 0.5}
 _QUANTISED_LIMIT = 1.5
 
@@ -35,7 +35,7 @@ class Canary:
     Args:
         config: which checks there are, and how often.
         token_ids: the canary's prompt.
-        limit: largest mean difference of log-probabilities that rounding explains, in nats.
+        limit: largest median difference of log-probabilities that rounding explains, in nats.
         rounding: largest difference of a tensor, relative to its norm, because engines keep another dtype.
     """
 
@@ -81,7 +81,7 @@ def canary_tokens(seed: int, vocabulary: int, longest: int) -> tuple[int, ...]:
 
 
 def limit_of(config: Config) -> float:
-    """The largest mean difference that the rounding of policy and engines explains, in nats."""
+    """The largest median difference that the rounding of policy and engines explains, in nats."""
     policy, generation = config.policy, config.generation
     in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
     if in_fp8 or policy.quantization or generation.engine_args.get("quantization"):

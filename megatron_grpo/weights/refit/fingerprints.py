@@ -213,7 +213,14 @@ def _experts(
         chosen = chosen.to(method.topk_indices_dtype or torch.int32).expand(PROBES, -1).contiguous()
         weights = torch.zeros(PROBES, layer.top_k, device=device)
         weights[:, 0] = 1.0
-        outputs = method.apply(layer, inputs.clone(), weights, chosen, None, None)
+        outputs = method.apply(
+            layer=layer,
+            x=inputs.clone(),
+            topk_weights=weights,
+            topk_ids=chosen,
+            shared_experts=None,
+            shared_experts_input=None,
+        )
         found[name] = [*fingerprint(outputs[:, : shape.hidden]), limit]
     return found
 

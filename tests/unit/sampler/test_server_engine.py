@@ -172,7 +172,7 @@ def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any)
             if version == 4:
                 assert await engine.admit_weights(prompt) == 0
                 assert len(await sampled(engine)) == 3
-        with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 on average"):
+        with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 "):
             await engine.admit_weights(prompt)
         assert server.calls[-1] == "/pause"
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
