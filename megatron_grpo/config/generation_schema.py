@@ -266,8 +266,8 @@ class RefitConfig(Section):
     seconds without one, in which refits are not checked. 1: after every refit."""
 
     canary_limit: Annotated[float, Field(gt=0)] | None = None
-    """Largest median difference of log-probabilities, in nats, with which an engine serves. null: 0.01 in float32, 0.5 in
-    bfloat16, 1.5 where either side quantises."""
+    """Largest median difference of log-probabilities, in nats, with which an engine serves. null: 0.01 in float32, 0.5
+    in bfloat16, 1.5 where either side quantises."""
 
     weight_check_period: Positive | None = 100
     """Steps between two comparisons of all weights, as the engines' kernels hold them, with the policy's. There is one
