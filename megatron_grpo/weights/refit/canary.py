@@ -13,6 +13,7 @@ import torch
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.data.routed import UNKNOWN, RoutedForm
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -95,7 +96,11 @@ def policy_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float
 
     Every rank of the policy calls it; all replicas compute the same, since they may share experts.
     """
-    batch = TokenBatch([len(token_ids)], TokenFields(token_ids=torch.tensor(token_ids, dtype=torch.int32)))
+    fields = TokenFields(token_ids=torch.tensor(token_ids, dtype=torch.int32))
+    if rank.routing is not None and rank.routing.replays:  # nothing is recorded, so that routers choose
+        form = RoutedForm.of(rank.shape)
+        fields.routed_experts = torch.full((len(token_ids), form.columns), UNKNOWN, dtype=torch.int16)
+    batch = TokenBatch([len(token_ids)], fields)
     settings = rank.settings
     rank.settings = replace(settings, temperature=1.0)  # vLLM's are those of the prompt, which no temperature changes
     try:
