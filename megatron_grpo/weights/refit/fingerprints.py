@@ -15,6 +15,7 @@ its outputs. Embeddings, norms and biases are read.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
+
+logger = logging.getLogger(__name__)
 
 DIRECTIONS = 8
 PROBES = 4
@@ -147,13 +150,15 @@ def engine_fingerprints(
     parts: defaultdict[str, list[Destination]] = defaultdict(list)
     for part in kept_parts(shape, shard):
         parts[part.parameter.rpartition(".")[0]].append(part)
+    layers: dict[str, Any] = dict(model.named_modules())
     for module, held in parts.items():
-        layer: Any = model.get_submodule(module)
-        if held[0].expert is not None:
-            found |= _experts(layer, held, dtype, shape, shard)
+        if module not in layers:  # broadcast and files load models whose layers our table of parameters does not know
+            logger.warning("%s is not compared with the policy: vLLM's model has no such layer", module)
+        elif held[0].expert is not None:
+            found |= _experts(module, layers[module], held, dtype, shape, shard)
         else:
-            found |= _layer(layer, held, dtype)
-    for name, attention in model.named_modules():
+            found |= _layer(layers[module], held, dtype)
+    for name, attention in layers.items():
         if isinstance(getattr(attention, "W_UV", None), Tensor):
             origin = f"{name.split('.self_attn')[0]}.self_attn.kv_b_proj.weight"
             found[f"{origin} in attention"] = [*fingerprint(_absorbed(attention)), found[origin][-1]]
@@ -194,13 +199,14 @@ def _columns(layer: Any, inputs: int, dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _experts(
-    layer: Any, parts: Sequence[Destination], dtype: torch.dtype, shape: ModelShape, shard: RankShard
+    module: str, layer: Any, parts: Sequence[Destination], dtype: torch.dtype, shape: ModelShape, shard: RankShard
 ) -> dict[str, Fingerprint]:
     """Fingerprints of the outputs of a layer's experts, each of which gets all PROBES inputs, with a weight of 1."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = layer.quant_method
-    if method.is_monolithic:  # its kernel chooses the experts itself
+    if method.is_monolithic:
+        logger.warning("%s is not compared with the policy: vLLM's kernel for it chooses the experts itself", module)
         return {}
     names = dict.fromkeys(expert_name(part.part.name) for part in parts)
     limit = OF_OUTPUTS[dtype] if isinstance(method, UnquantizedFusedMoEMethod) else QUANTISED_OUTPUTS
