@@ -46,6 +46,7 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool, not_replaced
+from megatron_grpo.weights.refit.canary import Canary
 from megatron_grpo.weights.refit.transport import WeightTransport
 from megatron_grpo.weights.source import is_prepared, model_folder
 
@@ -89,7 +90,8 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
         models = start_models(config, folder, startup.cluster, stack)
         generation = models.generation
         if generation is not None:
-            transport = make_transport(models.policy, generation, config.refit, startup.run_dir)
+            canary = Canary.of_run(config, models.policy.shape)
+            transport = make_transport(models.policy, generation, config.refit, startup.run_dir, canary)
             stack.callback(transport.close)
             restore = transport.restore
     else:
@@ -107,8 +109,10 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
         if generation is not None and config.generation.colocated:
             placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
     if transport is not None:
-        with startup.part("refit"), placement.refit(StepTimer()):
-            transport.publish(progress.state["total_steps"])
+        with startup.part("refit"):
+            with placement.refit(StepTimer()):
+                report = transport.publish(progress.state["total_steps"])
+            transport.admit(report)
     sampling = _sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     if models is None:
         return sampling

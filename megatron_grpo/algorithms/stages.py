@@ -44,7 +44,7 @@ from megatron_grpo.trainer.group import (
     RankGroup,
     TrainResult,
 )
-from megatron_grpo.weights.refit.transport import RefitError, TransferReport, WeightTransport
+from megatron_grpo.weights.refit.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
 
 
 def training_batch(
@@ -303,13 +303,27 @@ def publish(
         return None
     try:
         with placement.refit(timer), timer.phase("refit"):
-            return refit_policy_generation(transport, version)
+            report = refit_policy_generation(transport, version)
+        with timer.phase("refit"):
+            return transport.admit(report)
+    except CanaryFailedError as error:
+        return RefitError(f"{error}; {_differing_weights(transport, placement, timer)}")
     except RefitError as error:
         return error
     except ModelLostError:
         raise
     except RunError as error:  # an engine did not wake up
         return RefitError(f"publishing version {version}: {error}")
+
+
+def _differing_weights(transport: WeightTransport, placement: Placement, timer: StepTimer) -> str:
+    """The tensors in which engines differ from the policy, after a failed canary, or why they cannot be compared."""
+    try:
+        placement.offload_engines(timer)  # the models' weights may be in host memory
+        with placement.refit(timer):
+            return transport.differing_weights()
+    except RunError as error:
+        return f"the weights could not be compared: {error}"
 
 
 def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
@@ -393,4 +407,5 @@ def report(
         "refit_retries": float(transfer.retries),
         "engine_restarts": float(len(transfer.replaced)),
     }
-    return replace(done, metrics={**metrics, **sent}, remarks=transfer.replaced)
+    figures = {**done.throughput, **transfer.checks}
+    return replace(done, metrics={**metrics, **sent}, throughput=figures, remarks=transfer.replaced)

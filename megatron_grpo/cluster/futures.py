@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from megatron_grpo.cluster.overdue import report_hanging, report_overdue
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.config.errors import EngineLostError, RunError
+from megatron_grpo.config.errors import CanaryError, EngineLostError, RunError
 
 FETCH_S = 300.0
 """Deadline for fetching values that are already in the object store, in seconds."""
@@ -101,6 +101,8 @@ def explain(error: Exception) -> str:
         cause = error.cause
         if isinstance(cause, EngineLostError):
             return f"is lost: {cause}"
+        if isinstance(cause, CanaryError):
+            return f"must not serve: {cause}"
         return f"failed with {type(cause).__name__}: {cause}" if cause is not None else f"failed: {error}"
     if isinstance(error, RayActorError):
         return "died (its process is gone)"
@@ -116,6 +118,11 @@ def is_lost(error: BaseException | None) -> bool:
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineLostError)
     return isinstance(error, RayActorError | OutOfMemoryError)
+
+
+def found_by_canary(error: BaseException | None) -> bool:
+    """Whether a remote call failed because an engine does not compute what the policy does."""
+    return isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError)
 
 
 def lost_among(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:

@@ -48,6 +48,10 @@ class EngineLostError(RuntimeError):
     """A generation engine has ended or does not answer, and has to be replaced."""
 
 
+class CanaryError(RuntimeError):
+    """An engine does not compute what the policy computes, after it received the policy's weights."""
+
+
 def format_problems(problems: Sequence[Problem]) -> str:
     """A headline and one line for each problem, the explanations aligned."""
     count = counted("problem", len(problems))

@@ -257,6 +257,22 @@ class RefitConfig(Section):
     timeout_s: Seconds = 600.0
     """Deadline of one attempt of a refit; past it the error names the ranks that are missing."""
 
+    canary: bool = True
+    """After a refit, each engine and the policy compute the log-probabilities of a fixed prompt. An engine serves the
+    new weights only if they agree; else the run ends."""
+
+    canary_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Largest share of the time that the canary takes: a canary of s seconds is followed by at least s / canary_share
+    seconds without one, in which refits are not checked. 1: after every refit."""
+
+    canary_limit: Annotated[float, Field(gt=0)] | None = None
+    """Largest median difference of log-probabilities, in nats, with which an engine serves. null: 0.01 in float32, 0.5
+    in bfloat16, 1.5 where either side quantises."""
+
+    weight_check_period: Positive | None = 100
+    """Steps between two comparisons of all weights, as the engines' kernels hold them, with the policy's. There is one
+    in the first refit too, and where an engine was replaced. A tensor that differs ends the run. null: never."""
+
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a failed refit is tried again, over new links. Generation serves nothing meanwhile; when the last
     attempt fails too, the step is saved and the run ends."""

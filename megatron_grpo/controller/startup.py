@@ -24,6 +24,7 @@ from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
+from megatron_grpo.weights.refit.canary import Canary
 from megatron_grpo.weights.refit.files import FilesTransport
 from megatron_grpo.weights.refit.reshard import ReshardTransport
 from megatron_grpo.weights.refit.transport import WeightTransport
@@ -188,7 +189,11 @@ def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> 
 
 
 def make_transport(
-    policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path
+    policy: MegatronPolicy,
+    generation: VllmGeneration,
+    config: RefitConfig,
+    run_dir: Path,
+    canary: Canary | None = None,
 ) -> WeightTransport:
     """The transport of the policy's weights to the engines, not yet connected.
 
@@ -197,8 +202,9 @@ def make_transport(
         generation: the engines that receive them.
         config: the transport and its settings.
         run_dir: the run's folder, which distinguishes its files from those of other runs.
+        canary: the checks before engines serve; None: there are none.
     """
     if config.mode == "files":
-        return FilesTransport(policy, generation, config, run_dir)
+        return FilesTransport(policy, generation, config, run_dir, canary)
     transports = {"broadcast": BroadcastTransport, "reshard": ReshardTransport}
-    return transports[config.mode](policy, generation, config)
+    return transports[config.mode](policy, generation, config, canary)

@@ -23,15 +23,18 @@ from megatron_grpo.data.responses import EngineCounts, GenerationRequest, Sampli
 from megatron_grpo.platform.device import current_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
 from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
+from megatron_grpo.sampler.canary import ARGUMENTS, CanaryPrompt
 from megatron_grpo.sampler.pauses import Pauses
 from megatron_grpo.sampler.plugin import ENGINE_MARKER
 from megatron_grpo.sampler.requests import (
     EngineStatistics,
+    chosen_experts,
     deaths_explained,
     in_bunches,
     responses,
     sampling_params,
     while_alive,
+    without_problems,
 )
 from megatron_grpo.sampler.shutdown import EngineProcesses, end_own, own_processes
 from megatron_grpo.weights.source import require_folder
@@ -195,8 +198,8 @@ class VllmEngine:
         await self._on_workers("receive_refit", version)
 
     @phase("commit weights")
-    async def commit_weights(self, version: int) -> None:
-        """Serve the received weights as this version.
+    async def commit_weights(self, version: int, guarded: bool = False) -> None:
+        """Serve the received weights as this version, or if `guarded` only after `admit_weights`.
 
         Raises:
             EngineLostError: a process of the engine has ended; every worker must confirm the version.
@@ -213,8 +216,46 @@ class VllmEngine:
                 raise outcome
         if self._settings.keeps_cache:
             self._salt = str(version)
-        self._unusable = None
-        await self._pauses.release()
+        if guarded:
+            self._unusable = f"version {version} of the weights has not passed the canary"
+        else:
+            await self._serve()
+
+    @phase("canary")
+    async def admit_weights(self, prompt: CanaryPrompt) -> float:
+        """Serve the committed weights if the engine computes with them what the policy does.
+
+        Requests in flight continue meanwhile, since the scheduler runs all or none. If the comparison fails, they are
+        paused again, and the run ends without using their tokens.
+
+        Returns:
+            Median difference of the log-probabilities, in nats.
+
+        Raises:
+            CanaryError: the log-probabilities differ; the engine does not serve.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        llm = await self._pauses.paused()
+        tokens = list(prompt.token_ids)
+        parameters = SamplingParams(**ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY)
+        with deaths_explained():
+            queue = await llm.add_request("canary", tokens_input(tokens, cache_salt="canary"), parameters)
+            async with self._pauses.lifted():
+                final = await queue.get()
+                if self._settings.routed is not None:  # recorded for every request, and kept until it is taken
+                    await while_alive(llm, chosen_experts(llm, [final], self._settings.routed))
+                found = zip(tokens[1:], final.prompt_logprobs[1:], strict=True)
+                error = prompt.require([one[token].logprob for token, one in found])
+        await self._serve()
+        return error
+
+    @phase("fingerprint weights")
+    async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
+        """Fingerprints of every worker's weights (`refit.fingerprints.engine_fingerprints`), by worker."""
+        return await self._on_workers("fingerprint_weights")
 
     @phase("sleep")
     async def sleep(self) -> None:
@@ -250,12 +291,16 @@ class VllmEngine:
             end_own(self._llm)
             self._llm = None
 
-    async def _on_workers(self, method: str, *args: Any) -> None:
+    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
         llm = await self._pauses.paused()
-        problems = await while_alive(llm, llm.collective_rpc(method, args=args))
-        if any(problems):
-            raise RuntimeError("; ".join(problem for problem in problems if problem))
+        answers = await while_alive(llm, llm.collective_rpc(method, args=args))
+        return without_problems(answers)
+
+    async def _serve(self) -> None:
+        """Let requests in."""
+        self._unusable = None
+        await self._pauses.release()
 
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings

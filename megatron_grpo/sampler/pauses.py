@@ -97,9 +97,24 @@ class Pauses:
         if self._parking is None:
             self.pause()
 
+    @asynccontextmanager
+    async def lifted(self) -> AsyncIterator[None]:
+        """Context in which a paused engine runs, while new requests wait as before.
+
+        Afterwards it is paused if the body failed or if no requests are in flight.
+        """
+        await self._resume()
+        try:
+            yield
+        except BaseException:
+            self.pause()
+            raise
+        if not self._in_flight:
+            self.pause()
+
     async def release(self) -> None:
         """Resume requests in flight, and let waiting requests enter."""
-        if self._in_flight:
+        if self._in_flight and self._parking is not None:
             await self._resume()
         if self._held:
             self._held = False

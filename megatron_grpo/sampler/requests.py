@@ -63,6 +63,18 @@ async def while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Resul
         return task.result()
 
 
+def without_problems(answers: Sequence[Any], where: str = "") -> list[Any]:
+    """The answers of an engine's workers to a method of refit.worker.RefitWorker; a problem is answered as text.
+
+    Raises:
+        RuntimeError: workers had problems; has all of them, each behind `where`.
+    """
+    problems = [f"{where}{answer}" for answer in answers if isinstance(answer, str)]
+    if problems:
+        raise RuntimeError("; ".join(problems))
+    return list(answers)
+
+
 @contextmanager
 def deaths_explained() -> Iterator[None]:
     """Turn all errors of calls of vLLM's processes that mean an ended process into EngineLostError."""

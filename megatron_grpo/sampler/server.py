@@ -18,12 +18,14 @@ import numpy as np
 from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.arguments import VllmSettings
-from megatron_grpo.sampler.requests import EngineStatistics, in_bunches, sampling_arguments
+from megatron_grpo.sampler.canary import ARGUMENTS, CanaryPrompt
+from megatron_grpo.sampler.requests import EngineStatistics, in_bunches, sampling_arguments, without_problems
 from megatron_grpo.sampler.shutdown import EngineProcesses, own_processes
 from megatron_grpo.weights.families import shape_of_folder
 
@@ -135,10 +137,29 @@ class ServerEngine:
             await self._receive(version)
 
     @phase("commit weights")
-    async def commit_weights(self, version: int) -> None:
-        await self._commit(version)
+    async def commit_weights(self, version: int, guarded: bool = False) -> None:
+        await self._commit(version, guarded)
         self._version = version
+        if not guarded:
+            self._serving.set()
+
+    @phase("canary")
+    async def admit_weights(self, prompt: CanaryPrompt) -> float:
+        await self._post("/resume")
+        try:
+            body = {"request_id": "canary", "token_ids": list(prompt.token_ids), "sampling_params": ARGUMENTS}
+            answer = await self._post("/inference/v1/generate", body)
+            found = zip(prompt.token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            error = prompt.require([one[str(token)]["logprob"] for token, one in found])
+        except CanaryError as failure:
+            await self._post("/pause", mode="keep", clear_cache="true")
+            raise CanaryError(f"{self._url}: {failure}") from None
         self._serving.set()
+        return error
+
+    @phase("fingerprint weights")
+    async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
+        return await self._on_workers("fingerprint_weights")
 
     def shutdown(self) -> None:
         """Do nothing: the server does not belong to this run and keeps running."""
@@ -229,19 +250,19 @@ class ServerEngine:
         await self._on_workers("receive_refit", version)
         await self._post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
 
-    async def _commit(self, version: int) -> None:
-        """Let the server serve the version that it received; RuntimeError if the server was restarted since."""
+    async def _commit(self, version: int, guarded: bool = False) -> None:
+        """Let the server serve the version that it received, unless `guarded`; RuntimeError if the server was restarted
+        since."""
         if await self._served() != f"{self._prefix}{version}":
             raise RuntimeError(f"{self._url} was started anew since it received version {version}")
         if not self._settings.keeps_cache and not (await self._post("/reset_prefix_cache"))["success"]:
             raise RuntimeError(f"{self._url} could not empty its prefix cache, which is of other weights")
-        await self._post("/resume")
+        if not guarded:
+            await self._post("/resume")
 
-    async def _on_workers(self, method: str, *arguments: Any) -> None:
+    async def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
-        problems = await self._answers_of_workers(method, *arguments)
-        if any(problems):
-            raise RuntimeError("; ".join(f"{self._url}: {problem}" for problem in problems if problem))
+        return without_problems(await self._answers_of_workers(method, *arguments), f"{self._url}: ")
 
     async def _answers_of_workers(self, method: str, *arguments: Any) -> list[Any]:
         answer = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})

@@ -32,6 +32,7 @@ from megatron_grpo.observability.run_files import written_whole
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
+from megatron_grpo.weights.refit.canary import Canary
 from megatron_grpo.weights.refit.engine_layers import ModelReload
 from megatron_grpo.weights.refit.transport import AttemptError, TransferReport, WeightTransport
 
@@ -276,8 +277,15 @@ class FilesTransport(WeightTransport):
 
     mode: ClassVar[RefitMode] = "files"
 
-    def __init__(self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path) -> None:
-        super().__init__(policy, generation, config)
+    def __init__(
+        self,
+        policy: MegatronPolicy,
+        generation: VllmGeneration,
+        config: RefitConfig,
+        run_dir: Path,
+        canary: Canary | None = None,
+    ) -> None:
+        super().__init__(policy, generation, config, canary)
         run_dir = run_dir.absolute()
         if config.directory is None:
             self._folder = run_dir / FOLDER
@@ -319,7 +327,8 @@ class FilesTransport(WeightTransport):
         manifest = Manifest(self._session, version, tensors)
         with _disk_errors_as_attempts(self._folder):
             manifest.write(self._folder)
-        receives = self._on_engines("receive_weights", version, engines)
+        self._begin_canary()
+        receives = self._on_engines("receive_weights", engines, version)
         self._complete([], receives, deadline, f"refit of version {version}")
         self._commit(version, engines, deadline)
         with _disk_errors_as_attempts(self._folder):

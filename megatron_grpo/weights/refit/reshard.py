@@ -23,6 +23,7 @@ from megatron_grpo.weights.refit.links import Links, schedule, write_plan
 from megatron_grpo.weights.refit.model_writer import ModelWriter
 from megatron_grpo.weights.refit.plan import box_of, plan_pieces, wire_dtypes
 from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
+from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
@@ -163,12 +164,24 @@ class ReshardTransport(WeightTransport):
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
         deadline = time.monotonic() + self._timeout_s
-        receives = self._on_engines("receive_weights", version, engines)
+        receives = self._on_engines("receive_weights", engines, version)
         sends = self._policy.submit(send_shards, version)
-        counts = self._complete(sends, receives, deadline, f"refit of version {version}")
+        self._begin_canary()
+        counts = self._complete(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
         self._commit(version, engines, deadline)
         nbytes, tensors, buckets = map(sum, zip(*counts, strict=True))
         return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets)
+
+
+def shard_of_worker(worker: Any, shape: ModelShape) -> RankShard:
+    """The part of a model of these sizes that a worker of vLLM holds."""
+    parallel = worker.vllm_config.parallel_config
+    layout = GenerationParallelConfig(
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
+    )
+    return engine_shards(layout, shape)[parallel.rank]
 
 
 class ReshardReceiver:
@@ -200,16 +213,10 @@ class ReshardReceiver:
 
     def _loaded_model(self, worker: Any) -> Any:
         """The writer of the worker's model, which `receive` and `_write` use."""
-        config, parallel = worker.vllm_config.model_config, worker.vllm_config.parallel_config
-        layout = GenerationParallelConfig(
-            tensor=parallel.tensor_parallel_size,
-            pipeline=parallel.pipeline_parallel_size,
-            expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
-        )
-        shard = engine_shards(layout, self._shape)[parallel.rank]
+        shard = shard_of_worker(worker, self._shape)
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
-        model = worker.model_runner.get_model()
-        return ModelWriter(model, config.dtype, self._shape, shard, self._links.messages, scaled)
+        model, dtype = worker.model_runner.get_model(), worker.vllm_config.model_config.dtype
+        return ModelWriter(model, dtype, self._shape, shard, self._links.messages, scaled)
 
     def _write(self, number: int, message: Tensor) -> None:
         """Write the pieces of a message, [bytes], uint8, to the model."""

@@ -6,6 +6,10 @@ workers of all engines have confirmed it. So a worker that fails, a damaged buff
 leaves engines that serve nothing, never engines that serve two versions or half of one; the next attempt starts over,
 with new links, since half a message may be left in an old one. An attempt that costs an engine is not counted as a
 retry: the engine is replaced and the others receive the version once more.
+
+What was received intact may still be wrong where it is used, so two checks compare engines with the policy. Before the
+commit, when it is due, all weights are compared as the kernels hold them. After the commit and before
+engines serve, the canary compares what they compute. Neither is tried again: such a fault does not heal by itself.
 """
 
 from __future__ import annotations
@@ -14,20 +18,24 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
 from torch.distributed import TCPStore
 
-from megatron_grpo.cluster.futures import explain, gather, is_lost, listed, lost_among
+from megatron_grpo.cluster.futures import explain, found_by_canary, gather, is_lost, listed, lost_among
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.sampler.canary import CanaryPrompt
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.weights.layouts import engine_shards
+from megatron_grpo.weights.refit.canary import Canary, policy_logprobs
+from megatron_grpo.weights.refit.fingerprints import differing, policy_fingerprints
 from megatron_grpo.weights.refit.groups import record_failure
 
 logger = logging.getLogger(__name__)
@@ -40,6 +48,10 @@ RANK_NAME = "policy rank {}".format
 
 class RefitError(RunError):
     """A refit did not complete on every worker, so no engine may serve the new version."""
+
+
+class CanaryFailedError(RefitError):
+    """Engines do not compute what the policy does, so they do not serve the version that they received."""
 
 
 class PolicyLostError(RefitError, ModelLostError):
@@ -71,6 +83,8 @@ class TransferReport:
     """Number of failed attempts before this one."""
     replaced: tuple[str, ...] = ()
     """Each engine that was replaced since the previous refit, with the reason."""
+    checks: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the canary and of the comparison of weights, if they were due."""
 
 
 class WeightTransport(ABC):
@@ -82,11 +96,20 @@ class WeightTransport(ABC):
         policy: the model whose weights are sent.
         generation: the engines that receive them.
         config: deadline, retries and size of buckets.
+        canary: the checks before engines serve; None: there are none.
     """
 
     mode: ClassVar[RefitMode]
 
-    def __init__(self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig) -> None:
+    def __init__(
+        self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, canary: Canary | None = None
+    ) -> None:
+        self._canary = canary
+        self._scores: list[ray.ObjectRef] | None = None
+        """The policy's log-probabilities of the canary, by rank, while engines wait for it; None: they do not."""
+        self._unchecked = True
+        """Whether links were made since the weights were compared."""
+        self._checks: dict[str, float] = {}
         self._policy = policy
         self._generation = generation
         self._config = config
@@ -108,10 +131,11 @@ class WeightTransport(ABC):
             raise RefitError(str(error)) from None
 
     def publish(self, version: int) -> TransferReport:
-        """Send the policy's current weights to every engine and commit them there as `version`.
+        """Send the policy's current weights to every engine and commit them there as `version`; then call `admit`.
 
         Raises:
-            RefitError: in every attempt the deadline passed, a process died or a checksum differed; says which.
+            RefitError: in every attempt the deadline passed, a process died or a checksum differed; says which. Or
+                engines hold other weights than the policy, or compute something else with them.
             PolicyLostError: a rank of the policy died or hangs.
         """
         began = time.monotonic()
@@ -119,6 +143,44 @@ class WeightTransport(ABC):
         self._version = version
         replaced, self._replaced = tuple(self._replaced), []
         return replace(report, seconds=time.monotonic() - began, replaced=replaced)
+
+    def admit(self, report: TransferReport) -> TransferReport:
+        """Let engines that share the policy's devices serve what they received, if the canary allows it.
+
+        They have no memory to compute before the policy has left the devices. Other engines serve already.
+
+        Args:
+            report: report of the refit.
+
+        Returns:
+            The report with the figures of the canary and of the comparison of weights.
+
+        Raises:
+            RefitError: an engine failed, or does not compute what the policy does; it does not serve.
+        """
+        try:
+            self._admit(report.version, self._engines())
+        except AttemptError as error:
+            raise RefitError(str(error)) from None
+        checks, self._checks = self._checks, {}
+        return replace(report, checks=checks)
+
+    def differing_weights(self) -> str:
+        """The tensors in which engines differ from the policy, for messages; both have their weights on the devices.
+
+        Raises:
+            RefitError: a process failed.
+        """
+        try:
+            found = self._differences(self._engines(), time.monotonic() + self._timeout_s)
+        except AttemptError as error:
+            raise RefitError(str(error)) from None
+        if found:
+            return "; ".join(found)
+        return (
+            "all weights are the policy's as the kernels hold them, so the computation differs: compare config.json, "
+            "attention and positions, and set generation.engine.enforce_eager=true"
+        )
 
     def restore(self, lost: Mapping[int, str]) -> None:
         """Replace engines that were lost between refits, and send the published weights to the new ones only.
@@ -151,8 +213,12 @@ class WeightTransport(ABC):
         while True:
             try:
                 if self._linked != engines:
+                    self._unchecked = True
                     self._connect(engines)
-                return replace(self._attempt(version, engines), retries=len(failures))
+                report = self._attempt(version, engines)
+                if not self._generation.config.colocated:
+                    self._admit(version, engines)
+                return replace(report, retries=len(failures))
             except AttemptError as error:
                 self._linked = ()
                 logger.warning("attempt %d: %s", len(failures) + 1, error)
@@ -185,19 +251,68 @@ class WeightTransport(ABC):
         """Bring one version into linked engines and commit it there; raises AttemptError."""
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
-        """Let engines serve a version that all of them have verified."""
-        commits = self._on_engines("commit_weights", version, engines)
+        """Let engines serve a version that all of them have verified, or, if the canary is due, only commit it."""
+        if self._canary is not None and self._canary.compares_weights(version, new=self._unchecked):
+            began = time.monotonic()
+            found = self._differences(engines, deadline)
+            self._checks["weight_check_s"] = time.monotonic() - began
+            if found:
+                raise RefitError(f"version {version} is not served: {'; '.join(found)}")
+            self._unchecked = False
+        guarded = self._scores is not None
+        commits = self._on_engines("commit_weights", engines, version, guarded)
         self._complete([], commits, deadline, f"commit of version {version}")
 
-    def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> dict[int, ray.ObjectRef]:
-        return dict(zip(engines, self._generation.submit(method, version, engines=engines), strict=True))
+    def _begin_canary(self) -> None:
+        """Let the policy compute its side of the canary, if it is due, once its ranks have sent the weights."""
+        self._scores = None
+        if self._canary is not None and self._canary.is_due():
+            self._scores = self._policy.submit(policy_logprobs, self._canary.token_ids)
+
+    def _admit(self, version: int, engines: tuple[int, ...]) -> None:
+        """Compare the canary's log-probabilities, and let the engines serve; does nothing if they serve already."""
+        if self._canary is None or self._scores is None:
+            return
+        began = time.monotonic()
+        deadline = began + self._timeout_s
+        found = self._complete(self._scores, {}, deadline, "the policy's canary")
+        expected = next(one for one in found if one is not None)
+        prompt = CanaryPrompt(version, self._canary.token_ids, expected, self._canary.limit)
+        calls = self._on_engines("admit_weights", engines, prompt)
+        errors = self._complete([], calls, deadline, f"canary of version {version}")
+        self._scores = None
+        seconds = time.monotonic() - began
+        self._canary.took(seconds)
+        self._checks |= {"canary_logprob_error": max(errors), "canary_s": seconds}
+
+    def _differences(self, engines: Sequence[int], deadline: float) -> list[str]:
+        """A text on each tensor, as an engine's worker holds it, that rounding does not explain."""
+        shape = self._policy.settings.shape
+        shards = engine_shards(self._generation.config.parallel, shape)
+        stages = self._policy.submit(policy_fingerprints, shards)
+        calls = self._on_engines("fingerprint_weights", engines)
+        answers = self._complete(stages, calls, deadline, "comparing weights")
+        parts = answers[: len(stages)]
+        expected = [{name: one for part in parts for name, one in part[rank].items()} for rank in range(len(shards))]
+        rounding = self._canary.rounding if self._canary is not None else 0.0
+        texts = []
+        for number, workers in zip(calls, answers[len(stages) :], strict=True):
+            for rank, held in enumerate(workers):
+                for name, error in differing(expected[rank], held, rounding).items():
+                    where = f"{ENGINE_NAME(number)}, worker {rank}"
+                    texts.append(f"{where}: {name} differs from the policy's by {error:.2g} of its norm")
+        return texts
+
+    def _on_engines(self, method: str, engines: Sequence[int], *args: Any) -> dict[int, ray.ObjectRef]:
+        return dict(zip(engines, self._generation.submit(method, *args, engines=engines), strict=True))
 
     def _complete(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
     ) -> list[Any]:
-        """Wait for both sides; returns the results of the senders.
+        """Wait for both sides; returns the results of the senders, then those of the receivers.
 
         Raises:
+            CanaryFailedError: an engine does not compute what the policy does.
             AttemptError: a call failed, which is noticed without waiting for the deadline; or the deadline passed.
             PolicyLostError: a rank of the policy died or hangs.
         """
@@ -205,8 +320,10 @@ class WeightTransport(ABC):
         calls = [*sends, *receives.values()]
         left = max(deadline - time.monotonic(), 0.0)
         try:
-            return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
+            return gather(calls, deadline_s=left, what=what, name=names.__getitem__)
         except RunError as error:
+            if found_by_canary(error.__cause__):
+                raise CanaryFailedError(str(error)) from error
             if self._store is not None:
                 record_failure(self._store, str(error))
             lost = lost_engines(sends, receives, str(error))

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastReceiver
 from megatron_grpo.weights.refit.files import FilesReceiver
+from megatron_grpo.weights.refit.fingerprints import Fingerprint, engine_fingerprints
 from megatron_grpo.weights.refit.groups import Rendezvous
-from megatron_grpo.weights.refit.reshard import ReshardReceiver
+from megatron_grpo.weights.refit.reshard import ReshardReceiver, shard_of_worker
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -79,6 +81,18 @@ class RefitWorker(Worker):
         if self.received == version:
             return None
         return f"worker {self.rank} holds version {self.received} of the weights, and not {version}"
+
+    @phase("fingerprint weights")
+    def fingerprint_weights(self) -> dict[str, Fingerprint] | str:
+        """Fingerprints of this worker's weights as its kernels hold them (`engine_fingerprints`)."""
+        try:
+            config = self.vllm_config
+            shape = shape_of_folder(config.model_config.model)
+            shard, model = shard_of_worker(self, shape), self.model_runner.get_model()
+            with set_current_vllm_config(config), set_forward_context(None, config):
+                return engine_fingerprints(model, config.model_config.dtype, shape, shard)
+        except Exception as error:  # noqa: BLE001 - see the class
+            return self._failure(error)
 
     def describe(self) -> dict[str, Any]:
         """The server's properties that a run checks, in JSON types; {"problem": ...} if it cannot be used."""

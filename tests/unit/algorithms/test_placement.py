@@ -11,7 +11,7 @@ from megatron_grpo.algorithms.context import Placement
 from megatron_grpo.algorithms.stages import publish
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.weights.refit.transport import RefitError
+from megatron_grpo.weights.refit.transport import CanaryFailedError, RefitError
 
 REFIT = ["policy offloads", "value offloads all", "weights wake", "refit", "policy offloads all", "kv_cache wake"]
 TO_TRAINING = ["engines sleep", "policy onloads", "value onloads"]
@@ -43,6 +43,15 @@ class Events:
     def publish(self, version: int) -> Any:
         self.happens("refit")
         return version
+
+    def admit(self, report: Any) -> Any:
+        if self.fails == "canary":
+            raise CanaryFailedError("engine 0 must not serve")
+        return report
+
+    def differing_weights(self) -> str:
+        self.happens("comparison")
+        return "model.norm.weight differs"
 
 
 class Model:
@@ -107,6 +116,25 @@ def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> N
     events.fails = "engines sleep"
     placement.offload_engines(StepTimer())
     assert events.taken() == TO_TRAINING
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_weights_are_compared_after_a_failed_canary_with_both_models_on_the_devices(shared: bool) -> None:
+    events = Events("canary")
+    failure = publish_with(colocated(events) if shared else Placement(), events)
+    assert str(failure) == "engine 0 must not serve; model.norm.weight differs"
+    compared = ["comparison" if event == "refit" else event for event in REFIT]
+    assert events.taken() == ([*REFIT, *TO_TRAINING, *compared] if shared else ["refit", "comparison"])
+
+
+def test_a_comparison_that_fails_hides_nothing() -> None:
+    class Broken(Events):
+        def differing_weights(self) -> str:
+            raise RunError("no memory")
+
+    events = Broken("canary")
+    failure = publish_with(colocated(events), events)
+    assert str(failure) == "engine 0 must not serve; the weights could not be compared: no memory"
 
 
 def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> None:

@@ -17,10 +17,12 @@ from aiohttp import web
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import ServerConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.sampler.arguments import VllmSettings
+from megatron_grpo.sampler.canary import CanaryPrompt
 from megatron_grpo.sampler.server import ServerEngine
 from megatron_grpo.weights.families import shape_of_folder
 from tests.support.tiny_models import TinyModel
@@ -64,6 +66,9 @@ class MadeUpServer:
         return web.json_response(answers.get(path, {}))
 
     def _generate(self, body: dict[str, Any]) -> web.Response:
+        if "prompt_logprobs" in body["sampling_params"]:
+            scored = [None, *({str(token): {"logprob": self.logprob}} for token in body["token_ids"][1:])]
+            return web.json_response({"choices": [], "prompt_logprobs": scored})
         self.bodies.append(body)
         if self.restarts_before == len(self.bodies):
             self.served, self.restarts_before = "default", None
@@ -149,6 +154,29 @@ def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(u
         counts = engine.take_counts()
         assert counts.tokens == 6
         assert counts.busy_s > 0
+
+    use(what)
+
+
+def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await engine.connect_weights("files", FILES, 0)
+        for version, expected in ((4, -0.5), (5, -0.7)):
+            await engine.receive_weights(version)
+            server.calls.clear()
+            await engine.commit_weights(version, True)
+            assert "/resume" not in server.calls
+            with pytest.raises(RuntimeError, match="the weights are incomplete"):
+                await sampled(engine)
+            prompt = CanaryPrompt(version, (3, 4, 5), (expected, expected), limit=0.1)
+            if version == 4:
+                assert await engine.admit_weights(prompt) == 0
+                assert len(await sampled(engine)) == 3
+        with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 "):
+            await engine.admit_weights(prompt)
+        assert server.calls[-1] == "/pause"
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            await sampled(engine)
 
     use(what)
 

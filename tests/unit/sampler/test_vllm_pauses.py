@@ -120,3 +120,44 @@ def test_requests_that_could_not_be_added_are_not_in_flight(others: int) -> None
         assert not one.llm.runs
 
     asyncio.run(scene())
+
+
+def test_one_request_runs_while_new_ones_wait_for_the_release() -> None:
+    async def scene() -> None:
+        one = Scene()
+        await one.pauses.hold()
+        waiting = asyncio.create_task(one.enter(1))
+        await one.pauses.paused()
+        async with one.pauses.lifted():
+            assert one.llm.runs
+            await asyncio.sleep(0.01)
+            assert not one.told, "it waits outside"
+        await one.pauses.paused()
+        assert not one.llm.runs, "nothing is in flight"
+        await one.pauses.release()
+        await waiting
+        assert one.llm.runs
+
+    asyncio.run(scene())
+
+
+def test_requests_in_flight_go_on_beside_it_unless_it_fails() -> None:
+    async def scene() -> None:
+        one = Scene()
+        await one.pauses.paused()
+        await one.enter(2)
+        await one.pauses.hold()
+        await one.pauses.paused()
+        async with one.pauses.lifted():
+            pass
+        assert one.llm.runs, "they are not paused twice, which would compute their caches again"
+        await one.pauses.release()
+        await one.pauses.hold()
+        await one.pauses.paused()
+        with pytest.raises(ValueError, match="other numbers"):
+            async with one.pauses.lifted():
+                raise ValueError("other numbers")
+        await one.pauses.paused()
+        assert not one.llm.runs
+
+    asyncio.run(scene())

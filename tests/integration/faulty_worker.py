@@ -1,0 +1,33 @@
+"""A worker of vLLM that receives a refit wrongly when a test says so: every message is intact, and the model is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_grpo.weights.refit.model_writer import ModelWriter
+from megatron_grpo.weights.refit.worker import RefitWorker
+
+WRITE = ModelWriter.write
+FLIPPED = ("model.layers.1.self_attn.o_proj", "weight")
+"""The parameter whose sign a fault changes."""
+
+
+class FaultyWorker(RefitWorker):
+    """The worker extension of the engines of test_canary.py."""
+
+    def plant(self, fault: str) -> None:
+        """Let the following refits go wrong: "flipped", "swapped", "stale", or "none"."""
+
+        def write(self: Any, message: int, position: int, values: Any, scales: Any = None) -> None:
+            regions = self._messages[message]
+            to = regions[position]
+            if fault == "flipped" and (to.module, to.name) == FLIPPED:
+                values = -values
+            if fault == "swapped" and ".layers.1." in to.module and to.expert in (0, 1):
+                regions[position] = to._replace(expert=1 - to.expert)
+            if fault == "stale" and to.module.endswith("layers.0.post_attention_layernorm"):
+                values = self._model.get_submodule(to.module).weight.data[to.rows, None].clone()
+            WRITE(self, message, position, values, scales)
+            regions[position] = to
+
+        ModelWriter.write = write  # type: ignore[method-assign]

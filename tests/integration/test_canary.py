@@ -1,0 +1,176 @@
+"""Engines that received every message intact and hold something else all the same: what the canary finds, and names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import Qwen3MoeConfig
+
+from megatron_grpo.algorithms.context import Placement
+from megatron_grpo.algorithms.stages import publish
+from megatron_grpo.config.schema import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.refit import reshard
+from megatron_grpo.weights.refit.canary import Canary, canary_tokens
+from megatron_grpo.weights.refit.reshard import ReshardTransport
+from megatron_grpo.weights.refit.transport import RefitError, TransferReport
+from tests.integration.test_refit import ray_cluster
+from tests.integration.vllm_helpers import START_S, VOCAB, engines, generate, gpus, make_model, request
+
+__all__ = ["ray_cluster"]  # a fixture of every test here
+
+REFIT = RefitConfig(bucket_mib=0.02, timeout_s=120.0, canary_share=1.0, weight_check_period=1)
+MIXTURE = partial(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
+    """A mixture of experts with trained adapters, in two stages, and an engine of two ranks that split experts."""
+    folder = tmp_path_factory.mktemp("models")
+    base = make_model(folder / "base", seed=0, family=MIXTURE)
+    trained = make_model(folder / "trained", seed=1, family=MIXTURE)
+    settings = RankSettings(
+        config=PolicyConfig(
+            model=ModelConfig(path=str(trained)),
+            parallel=ParallelConfig(pipeline=2),
+            lora=LoraConfig(rank=2, target_modules=["linear_qkv", "linear_proj"]),
+            precision="float32",
+            threads=1,
+        ),
+        shape=shape_of_folder(trained),
+        folder=str(trained),
+        decay_steps=1,
+        temperature=0.7,
+    )
+    policy = MegatronPolicy(settings, actor_options=lambda rank: gpus(1), startup_timeout_s=START_S)
+    policy.start()
+    worker = {"worker_extension_cls": "tests.integration.faulty_worker.FaultyWorker"}
+    try:
+        with engines(base, tensor=2, engine_args=worker) as generation:
+            policy.wait_ready()
+            ray.get(policy.submit(_train_adapters))
+            yield policy, generation
+    finally:
+        policy.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def healthy(pair: tuple[MegatronPolicy, VllmGeneration]) -> Iterator[None]:
+    yield
+    _plant(pair[1], "none")
+    ray.get(pair[0].submit(_merge_adapters, True))
+
+
+def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> ReshardTransport:
+    config = replace(REFIT, **changes)
+    transport = ReshardTransport(*pair, config, Canary(config, canary_tokens(7, VOCAB, 32)))
+    transport.connect()
+    return transport
+
+
+def test_a_healthy_engine_serves(pair: tuple[MegatronPolicy, VllmGeneration]) -> None:
+    transport = _transport(pair)
+    for version in (1, 2):
+        report = transport.admit(transport.publish(version))
+        assert 0 < report.checks["canary_logprob_error"] < 1e-4
+        assert report.checks["weight_check_s"] > 0
+        _answer(pair[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("flipped", "model.layers.1.self_attn.o_proj.weight"),
+        ("swapped", r"model.layers.1.mlp.experts.0 .*worker [01]: model.layers.1.mlp.experts.1"),
+        ("stale", "model.layers.0.post_attention_layernorm.weight"),
+    ],
+)
+def test_a_wrong_tensor_is_named_and_never_served(
+    fault: str, name: str, pair: tuple[MegatronPolicy, VllmGeneration]
+) -> None:
+    transport = _transport(pair)
+    if fault == "stale":
+        transport.publish(10)
+        ray.get(pair[0].submit(_move_norms))
+    _plant(pair[1], fault)
+    with pytest.raises(RefitError, match=rf"generation engine 0, worker [01]: {name} differs") as failure:
+        transport.publish(11)
+    assert str(failure.value).count(" differs from ") <= 4, "nothing else is named"
+    with pytest.raises(RuntimeError, match="version 11 was not committed"):
+        _answer(pair[1])
+
+
+def test_the_canary_alone_finds_it_and_the_weights_are_compared_then(
+    pair: tuple[MegatronPolicy, VllmGeneration],
+) -> None:
+    transport = _transport(pair, weight_check_period=None)
+    assert isinstance(publish(transport, Placement(), 20, StepTimer()), TransferReport)
+    _plant(pair[1], "swapped")
+    failure = publish(transport, Placement(), 21, StepTimer())
+    assert isinstance(failure, RefitError)
+    assert "generation engine 0 must not serve: with version 21 of the weights" in str(failure)
+    assert "worker 1: model.layers.1.mlp.experts.1 differs" in str(failure)
+    with pytest.raises(RuntimeError, match="version 21 of the weights has not passed the canary"):
+        _answer(pair[1])
+    _plant(pair[1], "none")
+    assert isinstance(publish(transport, Placement(), 22, StepTimer()), TransferReport)
+    _answer(pair[1])
+
+
+@pytest.mark.parametrize("period", [1, None], ids=["weights", "canary"])
+def test_adapters_that_are_not_merged(period: int | None, pair: tuple[MegatronPolicy, VllmGeneration]) -> None:
+    transport = _transport(pair, weight_check_period=period)
+    ray.get(pair[0].submit(_merge_adapters, False))
+    failure = publish(transport, Placement(), 30, StepTimer())
+    assert isinstance(failure, RefitError)
+    named = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkvo"}
+    assert all(f"worker 0: {name} differs" in str(failure) for name in named), failure
+    assert str(failure).count("differs from the policy's by") == 2 * len(named), "on two workers, and nothing else"
+
+
+def _answer(generation: VllmGeneration) -> None:
+    generate(generation, [request([2, 3, 4], seed=0, max_new_tokens=2)], SamplingSettings(max_new_tokens=2))
+
+
+def _plant(generation: VllmGeneration, fault: str) -> None:
+    ray.get(generation.engines[0].__ray_call__.remote(_tell_workers, fault))
+
+
+async def _tell_workers(engine: Any, fault: str) -> None:
+    await engine._llm.collective_rpc("plant", args=(fault,))
+
+
+@torch.no_grad()
+def _train_adapters(rank: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for chunk in rank.chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+@torch.no_grad()
+def _move_norms(rank: Any) -> None:
+    """As an optimizer step of a small learning rate does."""
+    for chunk in rank.chunks:
+        for name, parameter in chunk.named_parameters():
+            if "norm" in name:
+                parameter.mul_(1 + 1e-5)
+
+
+def _merge_adapters(_: Any, merged: bool) -> None:
+    """Let refits send the policy's weights with or without its adapters."""
+    original = getattr(reshard, "merging_entries", reshard.bound_entries)
+    bare = lambda *args: [replace(bound, adapted=None) for bound in original(*args)]  # noqa: E731
+    vars(reshard).update(merging_entries=original, bound_entries=original if merged else bare)

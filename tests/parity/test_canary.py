@@ -1,0 +1,86 @@
+"""The policy's side of the checks after a refit, on ranks of several layouts, against the model's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.schema import ModelConfig, PolicyConfig
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weights.layouts import RankShard, engine_shards
+from megatron_grpo.weights.refit.canary import canary_tokens, policy_logprobs
+from megatron_grpo.weights.refit.fingerprints import (
+    OF_OUTPUTS,
+    Fingerprint,
+    difference,
+    expert_name,
+    fingerprint,
+    kept_parts,
+    policy_fingerprints,
+    probes,
+)
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.support.tiny_models import TinyModel, make_tiny_model
+
+Found = tuple[list[dict[str, Fingerprint]], tuple[float, ...] | None]
+
+
+def checks_of_rank(layout: Layout, model: TinyModel, engine: list[RankShard], token_ids: tuple[int, ...]) -> Found:
+    """A rank's fingerprints for each rank of an engine, and its log-probabilities of the canary."""
+    config = PolicyConfig(model=ModelConfig(path=str(model.path)), parallel=layout.parallel, precision="float32")
+    folder = str(model.path)
+    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=folder, decay_steps=100, temperature=0.6))
+    return policy_fingerprints(rank, engine), policy_logprobs(rank, token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "generation"),
+    [
+        ("qwen3_tied", Layout(pipeline=2), GenerationParallelConfig(tensor=2)),
+        ("qwen3_moe", Layout(data=2, expert=2), GenerationParallelConfig(tensor=2)),
+        ("mixtral", Layout(tensor=2, sequence=True), GenerationParallelConfig(tensor=2, expert=2)),
+    ],
+    ids=str,
+)
+def test_ranks_compute_what_the_folder_says(
+    name: str, layout: Layout, generation: GenerationParallelConfig, tmp_path: Path
+) -> None:
+    tiny = make_tiny_model(name, tmp_path)
+    engine = engine_shards(generation, tiny.shape)
+    token_ids = canary_tokens(1, tiny.shape.vocab, 32)
+    by_rank = run_on_ranks(layout, checks_of_rank, tiny, engine, token_ids)
+    for number, shard in enumerate(engine):
+        expected = _of_folder(tiny, shard)
+        parts = [part[number] for part, _ in by_rank]
+        found = {name: one for part in parts for name, one in part.items()}
+        assert found.keys() == expected.keys()
+        assert sum(map(len, parts)) == len(expected), "every tensor from one rank"
+        assert max(difference(expected[name], found[name]) for name in found) < OF_OUTPUTS[torch.float32]
+        tensors = [name for name in found if not name.rpartition(".")[2].isdigit()]
+        assert all(difference(expected[name], found[name]) == 0 for name in tensors)
+    logprobs = [values for _, values in by_rank if values is not None]
+    for values in logprobs:
+        actual = torch.tensor([0.0, *values])[None]
+        torch.testing.assert_close(actual, tiny.logprobs(torch.tensor([token_ids])), atol=2e-5, rtol=0)
+    assert len(logprobs) == layout.data
+
+
+def _of_folder(tiny: TinyModel, shard: RankShard) -> dict[str, Fingerprint]:
+    """Fingerprints of the tensors in the folder that a rank of an engine keeps, and of the outputs of its experts."""
+    whole, found, experts = tiny.tensors(), {}, {}
+    for kept in kept_parts(tiny.shape, shard):
+        part, tensor = kept.part, whole[kept.part.name]
+        cut = tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
+        if kept.expert is None:
+            found[part.name] = fingerprint(cut)
+        else:
+            experts.setdefault(expert_name(part.name), []).append(cut)
+    inputs = probes(tiny.shape.hidden, torch.device("cpu"))
+    for name, (gate, up, down) in experts.items():
+        found[name] = fingerprint((functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T)
+    return found

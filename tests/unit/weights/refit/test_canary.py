@@ -1,0 +1,129 @@
+"""When the checks after a refit are due, what prompt and limits they have, and what a failed one does to the refit."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from megatron_grpo.config.errors import CanaryError
+from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.config.schema import Config, GenerationConfig
+from megatron_grpo.sampler.canary import CanaryPrompt
+from megatron_grpo.weights.refit.canary import Canary, canary_tokens, limit_of
+from megatron_grpo.weights.refit.transport import CanaryFailedError, TransferReport, WeightTransport
+
+
+def test_the_median_difference_decides() -> None:
+    prompt = CanaryPrompt(3, (5, 6, 7, 8), expected=(-1.0, -2.0, -3.0), limit=0.1)
+    assert prompt.require([-1.0, -2.05, -9.0]) == pytest.approx(0.05), "one token may be routed to another expert"
+    with pytest.raises(CanaryError, match=r"with version 3 of the weights .* differ from the policy's by 0.2 \(median"):
+        prompt.require([-1.0, -2.2, -3.4])
+    with pytest.raises(CanaryError, match="by inf"):
+        prompt.require([math.nan, -2.0, -3.0])
+
+
+class OneEngine:
+    """A policy of two ranks and an engine, whose calls have made-up results."""
+
+    def __init__(self) -> None:
+        self.config = GenerationConfig()
+        self.calls: list[str] = []
+
+    def submit(self, method: Any, *args: Any, engines: Any = None) -> list[Any]:
+        name = method if isinstance(method, str) else method.__name__
+        self.calls.append(name)
+        results: dict[str, list[Any]] = {"policy_logprobs": [None, (-1.0, -2.0)], "admit_weights": [0.03]}
+        return results.get(name, [None])
+
+
+class Scripted(WeightTransport):
+    mode: ClassVar[RefitMode] = "reshard"
+    refused = False
+
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        self._linked = engines
+
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        self._begin_canary()
+        self._commit(version, engines, 1.0)
+        return TransferReport(version=version, bytes_sent=1, tensors=1, buckets=1)
+
+    def _complete(self, sends: Any, receives: Any, deadline: float, what: str) -> list[Any]:
+        if self.refused and what.startswith("canary"):
+            raise CanaryFailedError("engine 0 must not serve")
+        return [*sends, *receives.values()]
+
+
+def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_again() -> None:
+    one: Any = OneEngine()
+    config = RefitConfig(canary_share=1.0, weight_check_period=None, retries=3)
+    transport = Scripted(one, one, config, Canary(config, (1, 2, 3)))
+    report = transport.admit(transport.publish(1))
+    assert one.calls == ["policy_logprobs", "commit_weights", "admit_weights"]
+    assert report.checks["canary_logprob_error"] == 0.03
+    one.calls.clear()
+    transport.refused = True
+    with pytest.raises(CanaryFailedError, match="must not serve"):
+        transport.publish(2)
+    assert one.calls.count("commit_weights") == 1
+
+
+def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() -> None:
+    one: Any = OneEngine()
+    one.config = GenerationConfig(placement="colocated")
+    config = RefitConfig(canary_share=1.0, weight_check_period=None)
+    transport = Scripted(one, one, config, Canary(config, (1, 2, 3)))
+    report = transport.publish(1)
+    assert "admit_weights" not in one.calls
+    transport.admit(report)
+    assert one.calls[-1] == "admit_weights"
+    transport.admit(report)
+    assert one.calls.count("admit_weights") == 1
+
+
+def test_the_prompt_follows_from_the_seed_and_fits_the_model() -> None:
+    assert canary_tokens(1, 1000, 2048) == canary_tokens(1, 1000, 2048) != canary_tokens(2, 1000, 2048)
+    tokens = canary_tokens(1, 7, 20)
+    assert len(tokens) == 19, "one token is sampled"
+    assert set(tokens) <= set(range(7))
+
+
+def test_the_canary_keeps_to_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    canary = Canary(RefitConfig(canary_share=0.01), (1, 2))
+    followed = []
+    for step in range(21):
+        now[0] += 0.5
+        if canary.is_due():
+            followed.append(step)
+            canary.took(0.02)  # 1% of four steps
+    assert followed == [0, 4, 8, 12, 16, 20]
+    now[0] += 1000
+    assert canary.is_due()
+    canary.took(0.02)
+    assert not canary.is_due(), "long phases without refits leave no time over"
+    always = Canary(RefitConfig(canary_share=1.0), (1, 2))
+    always.took(1e6)
+    assert always.is_due()
+    assert not Canary(RefitConfig(canary=False), (1, 2)).is_due()
+
+
+def test_weights_are_compared_at_first_and_at_a_period() -> None:
+    canary = Canary(RefitConfig(weight_check_period=5), (1, 2))
+    assert [version for version in range(12) if canary.compares_weights(version, new=version == 3)] == [0, 3, 5, 10]
+    assert not Canary(RefitConfig(weight_check_period=None), (1, 2)).compares_weights(0, new=True)
+
+
+def test_the_limit_is_that_of_the_coarser_side() -> None:
+    config = Config()
+    exact: Any = replace(config, policy=replace(config.policy, precision="float32"))
+    assert limit_of(exact) < limit_of(config)
+    engine = replace(config.generation.engine, dtype="bfloat16")
+    assert limit_of(replace(exact, generation=replace(config.generation, engine=engine))) == limit_of(config)
+    quantised = replace(config.generation, engine_args={"quantization": "fp8_per_block"})
+    assert limit_of(replace(config, generation=quantised)) > limit_of(config)
