@@ -6,21 +6,17 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean, shown
-from megatron_grpo.config.loop_schema import named_for
-from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, config_groups
+from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import Positive, Temperature
-from megatron_grpo.config.suggestions import unknown_key
-from megatron_grpo.config.typed import converted, typed
+from megatron_grpo.config.typed import converted
 from megatron_grpo.controller.checkpoints import named_checkpoint
-from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
+from megatron_grpo.controller.directory import POLICY_FOLDER
+from megatron_grpo.controller.recorded_config import composes, config_of_run
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_files import report_of_rows
@@ -117,7 +113,11 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
         raise ConfigError([Problem(f"checkpoint={checkpoint}", text)])
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
-    config = _of_run(checkpoint, overrides) if is_run else _of_command_line(checkpoint, overrides)
+    config = (
+        config_of_run(checkpoint.resolve().parent.parent, overrides)
+        if is_run
+        else _of_command_line(checkpoint, overrides)
+    )
     sets = _evaluated_sets(config, files)
     # Rows are checked last, because their form follows from a valid configuration.
     problems = list(_server_problems(config)) or evaluation_problems(config) or list(_set_problems(config, sets))
@@ -154,53 +154,13 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[st
             files += [one.strip() for one in value.removeprefix("[").removesuffix("]").split(",") if one.strip()]
         elif name == OPTION:
             overrides.append(argument if equals else f"{argument}={next(rest, '')}")
-        elif equals and (name.startswith("+") or "." in name or _composes(name)):
+        elif equals and (name.startswith("+") or "." in name or composes(name)):
             overrides.append(argument)
         else:
             known = (*_OWN, DATA_KEY)
             hint = did_you_mean(name.lstrip("-"), known, "{}=...", otherwise="; --help shows what there is")
             raise ConfigError([Problem(argument, f"is not an argument{hint}")])
     return own, overrides, files
-
-
-def _composes(name: str) -> bool:
-    """Whether an argument of this name chooses an option of a group, or adds a folder of options."""
-    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
-
-
-def _of_run(checkpoint: Path, overrides: Sequence[str]) -> Config:
-    """The configuration of a checkpoint's run with some keys changed."""
-    file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    try:
-        values = read_config_file(file)
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
-    algorithm = str(values.get("algorithm", "grpo"))
-    for override in overrides:
-        if override.startswith("+") or _composes(override.partition("=")[0]):
-            text = "recipes and groups are for folders; a checkpoint has its run's configuration, of which keys change"
-            raise ConfigError([Problem(override, text)])
-        _set(values, override, algorithm)
-    config, problems = typed(values, algorithm)
-    if problems or config is None:
-        raise ConfigError(problems or [Problem(str(file), "is not the configuration of a run")])
-    return config
-
-
-def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
-    """Apply section.key=VALUE (in YAML) to a run's configuration; shared loop keys are stored under its algorithm."""
-    name, _, text = override.partition("=")
-    *sections, last = named_for(algorithm, name).split(".")
-    node: Any = values
-    for section in sections:
-        node = node.setdefault(section, {}) if isinstance(node, dict) else None
-    if not isinstance(node, dict):
-        raise ConfigError([unknown_key(name, algorithm)])
-    try:
-        node[last] = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an impossible date
-        advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
-        raise ConfigError([Problem(f"{name}={shown(text)}", advice)]) from None
 
 
 def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:

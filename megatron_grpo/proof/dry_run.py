@@ -202,7 +202,7 @@ class DryRank(PolicyRank):
 
     def __init__(self, settings: RankSettings, platform: Platform) -> None:
         super().__init__(settings, platform, load=lambda *_: None)
-        self._maker = HostMaker(settings.config, settings.shape, platform)
+        self.maker = HostMaker(settings.config, settings.shape, platform)
 
     def full_microbatches(self, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
         """Microbatches of `most_tokens` tokens in the longest sequences, as many as the pipeline holds at once.
@@ -213,7 +213,7 @@ class DryRank(PolicyRank):
         longest = min(config.max_total_sequence_length, most_tokens)
         lengths = [longest] * (most_tokens // longest)
         number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)
-        part = self._maker.place(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
+        part = self.maker.place(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
         STAGE_SHAPE[:] = part, 1, self.shape.hidden
         with _disable_current_modes():
             zeros = torch.zeros(sum(lengths) * number)

@@ -65,7 +65,7 @@ class ModelRank(ABC):
         """Whether the reference policy differs from the model that the run started from."""
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self._add_reference(settings.reference)
-        self._maker = MicrobatchMaker(config, shape, self.platform)
+        self.maker = MicrobatchMaker(config, shape, self.platform)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             is_policy = shape.value_head is None
@@ -232,7 +232,7 @@ class ModelRank(ABC):
             return output, lambda output: finish(output[0], microbatch)
 
         # Made lazily, one at a time: the index tensors of a whole step may not fit the device.
-        made = (self._maker.make(batch, indices, asked) for indices in padded)
+        made = (self.maker.make(batch, indices, asked) for indices in padded)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(itertools.tee(made, len(chunks))),  # every chunk iterates over all microbatches

@@ -1,0 +1,112 @@
+"""Files of what a step computed, which a replay of the step is compared with: run_dir/replay/step_N.parquet."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+REPLAY_FOLDER = "replay"
+_METADATA_KEY = b"megatron_grpo.replay"
+_LIBRARIES = (
+    "megatron_grpo",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "triton",
+    "vllm",
+    "transformers",
+    "numpy",
+)
+"""Distributions whose versions are recorded, where they are installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFigure:
+    """The norm of a Hugging Face tensor, and a sketch that tells how far it is from the same tensor of another run."""
+
+    kind: Literal["weight", "gradient", "update"]
+    """A weight before the step; the gradient of an optimizer step, before clipping; or the change of a weight over all
+    optimizer steps of the step."""
+    optimizer_step: int
+    """Number of the optimizer step in the step, from 0; 0 for weights and updates."""
+    name: str
+    norm: float
+    sketch: list[float]
+    """Random projections (`trainer.step_record.sketch`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """What a step computed, apart from the log-probabilities, which the file of its rollouts has."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tensors: list[TensorFigure]
+    config: dict[str, Any]
+    """The configuration of the run when it made the step."""
+    device: str
+    """Name that the vendor gives the device of a rank; "cpu" without a GPU."""
+    versions: dict[str, str] = field(default_factory=lambda: library_versions())
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed libraries that a step computes with, by distribution."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def figures_file(run_dir: Path, step: int) -> Path:
+    """The file of what a step computed."""
+    return run_dir / REPLAY_FOLDER / f"step_{step}.parquet"
+
+
+def write_figures(file: Path, figures: StepFigures) -> None:
+    """Write what a step computed; the file appears when it is complete."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        {
+            "kind": pa.string(),
+            "optimizer_step": pa.int32(),
+            "name": pa.string(),
+            "norm": pa.float64(),
+            "sketch": pa.list_(pa.float64()),
+        }
+    )
+    whole = asdict(figures)
+    table = pa.Table.from_pylist(whole.pop("tensors"), schema.with_metadata({_METADATA_KEY: json.dumps(whole)}))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}")
+    pq.write_table(table, unfinished, compression="zstd")
+    unfinished.rename(file)
+
+
+def read_figures(file: Path) -> StepFigures | None:
+    """What `write_figures` wrote; None: there is no such file.
+
+    Raises:
+        ValueError: the file is damaged, or of another version.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not file.is_file():
+        return None
+    try:
+        table = pq.read_table(file)
+        whole = json.loads((table.schema.metadata or {})[_METADATA_KEY])
+        tensors: Sequence[dict[str, Any]] = table.to_pylist()
+        return StepFigures(tensors=[TensorFigure(**row) for row in tensors], **whole)
+    except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged, or was written by another version: {error}") from None
