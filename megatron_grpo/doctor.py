@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_grpo.proof.doctor import Diagnosis
 
 USAGE = """\
-python -m megatron_grpo.doctor RUN [step=N] [tokens=N] [key=value ...] [--json]
+python -m megatron_grpo.doctor RUN [step=N] [tokens=N] [engine=true] [key=value ...] [--json]
 
 Compares the log-probabilities that a run recorded while sampling with those of its trainer and of transformers, and
 names the reason of a difference: tokens, weights, precision, layer, sampling, staleness or routing. Exit code 1 when
@@ -32,10 +32,11 @@ something is found.
   RUN        folder of a run with rollouts and checkpoints
   step       a recorded step; by default the newest whose weights there are (checkpoint step_N for step N + 1)
   tokens     most sampled tokens that are scored (2048)
+  engine     true: if nothing else explains the engine, start one with the same weights and compare its layers (false)
   key=value  keys of the run's configuration that differ now, such as policy.model.path
   --json     one JSON object instead of a table
 """
-_OWN: dict[str, Any] = {"step": Positive, "tokens": Positive}
+_OWN: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,9 +57,9 @@ def _run(arguments: Sequence[str]) -> int:
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     try:
         with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as scratch:
-            from megatron_grpo.proof.doctor import diagnose  # here: torch takes seconds to import
+            from megatron_grpo.proof.doctor import Request, diagnose  # here: torch takes seconds to import
 
-            diagnosis = diagnose(run_dir, config, model, Path(scratch), given.get("step"), given.get("tokens", 2048))
+            diagnosis = diagnose(run_dir, config, model, Path(scratch), Request(**given))
     finally:
         logging.disable(logging.NOTSET)
     print(json.dumps(_as_json(run_dir, diagnosis)) if "--json" in arguments else "\n".join(_lines(run_dir, diagnosis)))

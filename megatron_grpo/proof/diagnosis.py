@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,25 @@ def stop_token_finding(
     )
     before, after = Distance.between(recorded, base), Distance.between(recorded[~apart], base[~apart])
     return Finding("stop_token", "tokens", text, STOP_KEY, before, after)
+
+
+def first_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> tuple[str, float] | None:
+    """The first point, in the order of computation, at which hidden states differ; None: they do not.
+
+    Args:
+        ours: [tokens, width] by point (`proof.hidden_states`).
+        theirs: the same of another program, in the order of computation; only points of both are compared.
+        tolerance: largest relative difference (of norms) that rounding explains.
+
+    Returns:
+        The point and its relative difference.
+    """
+    for point in theirs:
+        if point in ours:
+            apart = float((ours[point].float() - theirs[point].float()).norm() / theirs[point].float().norm())
+            if not apart <= tolerance:
+                return point, apart
+    return None
 
 
 def where_apart(evidence: Evidence, recorded: Tensor, base: Tensor, rounding: Distance) -> str:

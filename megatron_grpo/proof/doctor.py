@@ -18,16 +18,19 @@ from megatron_grpo.proof.diagnosis import (
     Distance,
     Finding,
     best_explanation,
+    first_apart,
     record_findings,
     rounding_of,
     stop_token_finding,
     where_apart,
 )
+from megatron_grpo.proof.engine_side import engine_again
 from megatron_grpo.proof.evidence import Evidence, Weights, read_evidence
 from megatron_grpo.proof.oracle import Law, Oracle
 from megatron_grpo.proof.prompts import Rendering, configured, others
 from megatron_grpo.proof.suspects import (
     PRECISION,
+    Cause,
     Prediction,
     Side,
     layer_suspects,
@@ -40,7 +43,7 @@ from megatron_grpo.proof.suspects import (
     tensor_suspects,
     version_suspects,
 )
-from megatron_grpo.proof.trainer_side import trainer_logprobs
+from megatron_grpo.proof.trainer_side import trainer_again
 from megatron_grpo.weights.families import shape_of_folder
 
 
@@ -65,9 +68,19 @@ class Diagnosis:
     """Facts that are no mistakes, and checks that could not be made, with the reason."""
 
 
-def diagnose(
-    run_dir: Path, config: Config, model: Path, scratch: Path, step: int | None, most_tokens: int
-) -> Diagnosis:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to examine."""
+
+    step: int | None = None
+    """A recorded step; None: the newest whose weights can be had."""
+    tokens: int = 2048
+    """Most sampled tokens to score."""
+    engine: bool = False
+    """Start an engine with the same weights if nothing else explains the engine's log-probabilities."""
+
+
+def diagnose(run_dir: Path, config: Config, model: Path, scratch: Path, request: Request) -> Diagnosis:
     """Examine a recorded step.
 
     Args:
@@ -75,23 +88,22 @@ def diagnose(
         config: the run's configuration.
         model: folder of the model that the run started from.
         scratch: folder for exported checkpoints.
-        step: the step; None: the newest whose weights can be had.
-        most_tokens: sampled tokens to score.
+        request: what to examine.
 
     Raises:
         ValueError: the step cannot be examined; the text says what to do.
         RunError: a model or checkpoint cannot be loaded.
     """
     weights = Weights(run_dir, config, model, shape_of_folder(model), scratch)
-    evidence = read_evidence(run_dir, step, weights, config, most_tokens)
-    return Examination(config, model, weights, evidence).run()
+    evidence = read_evidence(run_dir, request.step, weights, config, request.tokens)
+    return Examination(config, model, weights, evidence, again=request.engine).run()
 
 
 class Examination:
     """One examination; models are loaded when they are needed."""
 
-    def __init__(self, config: Config, model: Path, weights: Weights, evidence: Evidence) -> None:
-        self._config, self._model, self._weights, self._evidence = config, model, weights, evidence
+    def __init__(self, config: Config, model: Path, weights: Weights, evidence: Evidence, *, again: bool) -> None:
+        self._config, self._model, self._weights, self._evidence, self._again = config, model, weights, evidence, again
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
         scored = evidence.rollouts
         self._found = Diagnosis(evidence.step, evidence.version, len(scored), sum(len(one.kept) for one in scored))
@@ -107,7 +119,7 @@ class Examination:
         recorded = evidence.column("prev_logprobs")
         version = evidence.step - 1
         if recorded is None or version not in self._weights.versions:
-            version, recorded = evidence.version, self._trainer(self._config.policy.precision)
+            version, recorded = evidence.version, self._trainer(evidence.version)[0]
             found.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         trainer = self._side("trainer", version, recorded, Law(temperature=engine.law.temperature))
         found.findings += self._judged(trainer, self._config.policy.precision, version)
@@ -149,10 +161,9 @@ class Examination:
     def _engine_dtype(self) -> str:
         return self._config.generation.engine.dtype or self._config.policy.precision
 
-    def _trainer(self, precision: str) -> Tensor:
-        evidence = self._evidence
-        folder = self._weights.folder(evidence.version)
-        return trainer_logprobs(self._config, folder, evidence.tokens, precision)  # type: ignore[arg-type]
+    def _trainer(self, version: int, *, hidden: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """The trainer's log-probabilities of the scored tokens, and its hidden states."""
+        return trainer_again(self._config, self._weights.folder(version), self._evidence.tokens, hidden=hidden)
 
     def _judged(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
         """What is wrong with a side, if its record differs from the oracle by more than rounding."""
@@ -203,8 +214,42 @@ class Examination:
         if coarse.mean / 3 < before.mean < 3 * coarse.mean:
             text = f"the {side.name} differs from float32 as much as a computation in bfloat16 does"
             return Finding("precision", "precision", text, PRECISION, before)
+        return self._by_layers(side, base, version) or self._unknown(side, base)
+
+    def _unknown(self, side: Side, base: Tensor) -> Finding:
         where = where_apart(self._evidence, side.recorded, base, rounding_of(base, None))
-        return Finding("unexplained", "unexplained", f"no suspect explains the {side.name}: {where}", UNKNOWN, before)
+        text, before = f"no suspect explains the {side.name}: {where}", Distance.between(side.recorded, base)
+        return Finding("unexplained", "unexplained", text, UNKNOWN[side.name], before)
+
+    def _by_layers(self, side: Side, base: Tensor, version: int) -> Finding | None:
+        """A finding from the side's own code, run again with the same weights; None: it was not asked for."""
+        if side.name == "engine" and not self._again:
+            return None
+        folder, tokens = self._weights.folder(version), self._evidence.tokens
+        law = side.law
+        if side.name == "engine":  # vLLM computes the log-probabilities of a prompt's tokens from its raw logits
+            law = Law()
+            logprobs, states = engine_again(self._config, folder, tokens)
+        else:
+            logprobs, states = self._trainer(version, hidden=True)
+        before, again = Distance.between(side.recorded, base), Distance.between(logprobs, side.predict(law=law))
+        if again.mean < before.mean / 10:
+            text = (
+                f"the {side.name} agrees with transformers when it computes again from the weights of version {version}"
+            )
+            rest = "so it had other weights or another layout in the run"
+            return Finding("other_weights", "weights", f"{text}, {rest}", UNKNOWN[side.name], before, again)
+        if self._weights.shape.post_norms:  # norms after the halves of a layer belong to different modules
+            states = {point: state for point, state in states.items() if point.count(".") == 1}
+        apart = first_apart(states, side.oracle.hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision])
+        if apart is None:
+            return None
+        point, difference = apart
+        text = (
+            f"the {side.name} computes {point} otherwise, by {difference:.1e} of its norm: the first hidden state apart"
+        )
+        cause: Cause = "routing" if point.endswith("router") else "layer"
+        return Finding("first_layer", cause, text, UNKNOWN[side.name], before, again)
 
     def _configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
         """Reasons in the configuration why two sides differ that both compute as they are told."""
@@ -272,9 +317,13 @@ class Examination:
 
 NEAREST = 4
 """Most other versions, the nearest ones, whose weights are tried as a whole."""
-UNKNOWN = (
-    "run python -m megatron_grpo.replay for the trainer's layers; compare engine settings (generation.engine_args)"
-)
+UNKNOWN = {
+    "engine": "generation.engine_args, generation.engine; engine=true compares the layers of an engine",
+    "trainer": "policy.parallel, policy.precision; python -m megatron_grpo.replay computes the step in another layout",
+}
+"""Where to look for what no suspect explains, by side."""
+LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Relative difference of hidden states that rounding explains, by precision."""
 LAW = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

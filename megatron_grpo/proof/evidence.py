@@ -90,7 +90,7 @@ class Weights:
     """
 
     def __init__(self, run_dir: Path, config: Config, model: Path, shape: ModelShape, scratch: Path) -> None:
-        self._config, self._model, self._shape, self._scratch = config, model, shape, scratch
+        self._config, self._model, self.shape, self._scratch = config, model, shape, scratch
         resumed = config.checkpointing.resume
         folders = [*run_dir.glob("checkpoints/step_*"), *([Path(resumed)] if resumed else [])]
         numbered = ((one.name.removeprefix("step_"), one / POLICY_FOLDER) for one in folders)
@@ -116,7 +116,7 @@ class Weights:
             export_checkpoint(
                 self._checkpoints[version],
                 self._model,
-                self._shape,
+                self.shape,
                 folder,
                 precision=policy.precision,
                 lora=policy.lora,

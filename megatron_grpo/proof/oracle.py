@@ -204,20 +204,40 @@ class Oracle:
                 router.weight.data = weight
 
     @torch.no_grad()
-    def chosen_experts(self, sequences: Sequence[Tokens]) -> dict[int, Tensor]:
-        """The experts of every token, [tokens of all sequences, experts of a token], int64, ascending, by layer."""
-        found: dict[int, list[Tensor]] = {number: [] for number in self.routers}
-        handles = [
-            router.register_forward_hook(lambda _, __, output, own=found[number]: own.append(output[2].sort(-1).values))
-            for number, router in self.routers.items()
-        ]
+    def hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
+        """Outputs of the embedding, of the layers and their halves, and of the experts' routers, by point.
+
+        Returns:
+            [tokens of all sequences, width] for each point of `proof.hidden_states`, in the order of computation. At a
+            router, the weight of every expert, 0 for those that were not chosen.
+        """
+        inner, found = self.model.model, dict[str, list[Tensor]]()
+        modules = {"embedding": inner.embed_tokens}
+        for number, layer in enumerate(self.layers):
+            name = f"layers.{number}"
+            routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
+            modules |= {f"{name}.self_attn": layer.self_attn, **routers, f"{name}.mlp": layer.mlp, name: layer}
+        handles = [module.register_forward_hook(_kept(point, found)) for point, module in modules.items()]
         try:
             for tokens in sequences:
-                self.model.model(tokens.ids[None], use_cache=False)
+                inner(tokens.ids[None], use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        return {number: torch.cat(pieces) for number, pieces in found.items()}
+        return {point: torch.cat(found[point]) for point in modules}
+
+
+def _kept(point: str, found: dict[str, list[Tensor]]) -> Any:
+    """A hook that keeps a module's output, [tokens, width]."""
+
+    def keep(_module: Any, _given: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if point.endswith("router"):
+            logits, weights, chosen = output
+            value = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, chosen, weights.float())
+        found.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
+
+    return keep
 
 
 def _widened(_module: Any, _given: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

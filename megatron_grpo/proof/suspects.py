@@ -185,14 +185,18 @@ def rope_suspects(side: Side) -> Iterator[Prediction]:
 
 
 def router_suspects(side: Side) -> Iterator[Prediction]:
-    """Routers in bfloat16."""
-    if side.oracle.routers:
-        with side.oracle.rounded_routers():
-            key = "generation.engine.dtype=float32 and policy.precision=float32; or policy.moe.replay_routing=true"
-            yield (
-                Suspect("router_precision", "routing", "computes the routers of experts in bfloat16", key),
-                side.predict(),
-            )
+    """Routers in bfloat16, with the number of tokens that go to other experts then."""
+    if not side.oracle.routers:
+        return
+    before = side.oracle.hidden_states(side.tokens)
+    with side.oracle.rounded_routers():
+        after, predicted = side.oracle.hidden_states(side.tokens), side.predict()
+    routers = [point for point in before if point.endswith("router")]
+    other = {point: int(((before[point] > 0) != (after[point] > 0)).any(1).sum()) for point in routers}
+    most = max(routers, key=other.__getitem__)
+    text = f"computes the routers of experts in bfloat16; tokens with other experts, most in {most}: {other[most]}"
+    key = "generation.engine.dtype=float32 and policy.precision=float32; or policy.moe.replay_routing=true"
+    yield Suspect("router_precision", "routing", f"{text} of {len(before[most])}", key), predicted
 
 
 PRECISION = "generation.engine.dtype and policy.precision (one type for both); engine_args.quantization, kv_cache_dtype"

@@ -41,7 +41,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-PROMPTS, SAMPLES, RESPONSE = 4, 2, 20
+PROMPTS, SAMPLES, RESPONSE = 4, 2, 12
 
 
 def add_tokenizer(folder: Path) -> None:
@@ -138,7 +138,8 @@ def make_run(root: Path, family: str, *overrides: str, **model_config: Any) -> R
         *overrides,
     ]
     composed = compose_typed(given)
-    assert composed.config is not None and not composed.problems, composed.problems
+    assert composed.config is not None, composed.problems
+    assert not composed.problems
     return RecordedRun(root, composed.config, [model])
 
 

@@ -18,7 +18,7 @@ from megatron_grpo import doctor
 from megatron_grpo.data.rollout_files import Learnt
 from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.proof.diagnosis import Distance, best_explanation
-from megatron_grpo.proof.doctor import Diagnosis, diagnose
+from megatron_grpo.proof.doctor import Diagnosis, Request, diagnose
 from megatron_grpo.proof.suspects import Suspect, pursue
 from tests.support.recorded_runs import EOS, RecordedRun, edited_copy, make_run, sampled
 
@@ -52,7 +52,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 def examined(run: RecordedRun, scratch: Path, step: int | None = None) -> Diagnosis:
     scratch.mkdir()
-    return diagnose(run.run_dir, run.config, run.versions[0], scratch, step, 2048)
+    return diagnose(run.run_dir, run.config, run.versions[0], scratch, Request(step=step))
 
 
 def only(found: Diagnosis) -> tuple[str, str]:
@@ -71,7 +71,8 @@ def test_a_healthy_run_has_nothing(dense: RecordedRun, tmp_path: Path) -> None:
     found = examined(dense, tmp_path / "scratch")
     assert found.findings == []
     assert (found.step, found.version) == (3, 2)
-    assert found.gap.worst < 1e-4 and set(found.sides) == {"engine", "trainer"}
+    assert found.gap.worst < 1e-4
+    assert set(found.sides) == {"engine", "trainer"}
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.layers.3.self_attn.k_norm.weight"])
@@ -160,7 +161,8 @@ def test_recorded_prompts_of_another_template_are_named(dense: RecordedRun, tmp_
     dense.write(1, sampled(dense.versions[0], dense.prompts(plain)))
     found = examined(dense, tmp_path / "scratch", step=1)
     assert only(found) == ("tokens", "wrong_template")
-    assert "plain text" in found.findings[0].text and found.findings[0].key == "data.apply_chat_template"
+    assert "plain text" in found.findings[0].text
+    assert found.findings[0].key == "data.apply_chat_template"
 
 
 def _round_routers(model: Any) -> None:
@@ -288,7 +290,9 @@ def test_the_first_group_that_reproduces_the_record_is_the_last_one() -> None:
 
     groups = [[(_suspect("far"), recorded + 0.3)], [(_suspect("near"), recorded + 1e-4)], never()]
     found = best_explanation("engine", recorded, base, groups, ROUNDING)
-    assert found is not None and found.name == "near" and found.explained > 0.99
+    assert found is not None
+    assert found.name == "near"
+    assert found.explained > 0.99
 
 
 def test_a_suspect_that_leaves_most_of_the_gap_explains_nothing() -> None:
