@@ -120,6 +120,10 @@ class Oracle:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights by their names in transformers, in memory: experts are stacked, tied weights named once."""
+        return {name: tensor.detach() for name, tensor in self._held().items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the model itself, by name."""
         stored = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in stored}
         return dict(self.model.named_parameters()) | buffers
@@ -151,7 +155,7 @@ class Oracle:
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Compute the body with other values of some tensors, by name; each has the shape of the tensor."""
-        own = self.tensors()
+        own = self._held()
         before = {name: own[name].data for name in values}
         try:
             for name, value in values.items():

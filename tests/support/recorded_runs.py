@@ -97,13 +97,12 @@ class RecordedRun:
         loader: Any = load_prompt_data(config or self.config, self.versions[0]).loader
         return [one["message_log"][0]["token_ids"] for one in loader.prompts(range(PROMPTS))]
 
-    def add_version(self, *, checkpoint: bool = True) -> Path:
-        """The next version, and its checkpoint."""
+    def add_version(self, folder: Path | None = None) -> Path:
+        """The next version, and its checkpoint; without a folder of weights, every number changes a little."""
         number = len(self.versions)
-        folder = moved(self.versions[-1], self.root / f"version_{number}", seed=number)
+        folder = folder or moved(self.versions[-1], self.root / f"version_{number}", seed=number)
         self.versions.append(folder)
-        if checkpoint:
-            save_checkpoint(folder, self.run_dir / f"checkpoints/step_{number}/megatron", self.config)
+        save_checkpoint(folder, self.run_dir / f"checkpoints/step_{number}/megatron", self.config)
         return folder
 
     def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[Learnt | None] = ()) -> None:
@@ -114,9 +113,19 @@ class RecordedRun:
         write_rollouts(rollouts_file(self.run_dir, step), groups, make_record().metadata())
 
 
-def make_run(root: Path, family: str, *overrides: str, **model_config: Any) -> RecordedRun:
-    """A run at its start; `model_config`: changes of config.json."""
-    model = prepare_model(f"tiny:{family}", False, root / "version_0", seed=1)
+def make_run(root: Path, model_of: str | Path, *overrides: str, **model_config: Any) -> RecordedRun:
+    """A run at its start.
+
+    Args:
+        root: folder for everything.
+        model_of: a family, for a tiny model of it, or the folder of a model.
+        overrides: of the configuration.
+        model_config: changes of the model's config.json.
+    """
+    if isinstance(model_of, Path):
+        model = Path(shutil.copytree(model_of, root / "version_0"))
+    else:
+        model = prepare_model(f"tiny:{model_of}", False, root / "version_0", seed=1)
     edit_config(model, **model_config)
     add_tokenizer(model)
     data = root / "train.jsonl"
@@ -197,19 +206,23 @@ def sampled(
                 ids.append(token)
                 if token == EOS:
                     break
-            response = ids[len(prompt) :]
-            whole = [*(recorded or prompts)[row], *response]
-            found.append(
-                Trajectory(
-                    prompt_idx=row,
-                    group=row,
-                    sample=sample,
-                    task_name="addition",
-                    token_ids=np.array(whole, dtype=np.int32),
-                    spans=[Span(len(whole) - len(response), len(whole), version)],
-                    logprobs=np.array(logprobs, dtype=np.float32),
-                    response="",
-                    stop_reason="stop" if response[-1] == EOS else "length",
-                )
-            )
+            found.append(rollout(row, sample, (recorded or prompts)[row], ids[len(prompt) :], logprobs, version))
     return found
+
+
+def rollout(
+    row: int, sample: int, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], version: int
+) -> Trajectory:
+    """The record of one response to the prompt of a row."""
+    whole = [*prompt, *response]
+    return Trajectory(
+        prompt_idx=row,
+        group=row,
+        sample=sample,
+        task_name="addition",
+        token_ids=np.array(whole, dtype=np.int32),
+        spans=[Span(len(prompt), len(whole), version)],
+        logprobs=np.array(logprobs, dtype=np.float32),
+        response="",
+        stop_reason="stop" if response[-1] == EOS else "length",
+    )
