@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.data.trajectory import Span, Trajectory
@@ -106,17 +107,10 @@ def test_healthy_runs(weights: Path, answers: Answers, tmp_path: Path) -> None:
 
 def test_tensors_and_versions(weights: Path, answers: Answers, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
-    old = moved(weights, tmp_path / "old", seed=6)
-    (file,) = weights.glob("*.safetensors")
-    from safetensors.torch import load_file
-
-    now = load_file(file)
-    run = make_run(tmp_path / "stale", edited_copy(old, tmp_path / "start", lambda all_: all_ | {name: now[name]}))
-    run.add_version(
-        edited_copy(
-            weights, tmp_path / "next", lambda all_: all_ | {name: load_file(next(old.glob("*.safetensors")))[name]}
-        )
-    )
+    other = moved(weights, tmp_path / "other", seed=6)
+    own, others = (load_file(next(folder.glob("*.safetensors")))[name] for folder in (weights, other))
+    run = make_run(tmp_path / "stale", edited_copy(other, tmp_path / "start", lambda now: now | {name: own}))
+    run.add_version(edited_copy(weights, tmp_path / "next", lambda now: now | {name: others}))
     run.write(2, answers.rollouts(answers.plain, version=1))
     names, found = verdict(run, tmp_path / "a")
     assert names == ["stale_tensor"]
