@@ -122,49 +122,50 @@ def record_findings(evidence: Evidence, stops: frozenset[int], *, stop_strings: 
         stops: tokens that end a response.
         stop_strings: whether texts end responses too.
     """
+    # In an environment of several turns, a limit or the environment may end a rollout behind a response's own end.
+    of_turns = {row["task_name"] for row in evidence.rows if len(joined_spans(row)) > 1}
+    single = [row for row in evidence.rows if row["task_name"] not in of_turns]
+
+    def stopped(row: dict[str, Any]) -> bool:
+        return int(row["token_ids"][row["spans"][-1][1] - 1]) in stops
+
+    def beyond(row: dict[str, Any]) -> bool:
+        return any(stops & set(row["token_ids"][start : end - 1].tolist()) for start, end, _ in row["spans"])
+
+    def surplus(row: dict[str, Any]) -> int:
+        return sum(end - start for start, end, _ in row["spans"]) - len(row["logprobs"])
+
     checks = (
-        ("stop_token", _beyond_a_stop(stops), "has tokens in the loss behind a stop token", STOP_KEY),
-        ("stop_token", _stop_at_limit(stops), "ends in a stop token and was ended by a limit of its length", STOP_KEY),
-        ("lost_tokens", _not_one_each, "has another number of sampled tokens than of log-probabilities", LOST),
-        ("truncated", _stops_without(stops, stop_strings), "has stopped, but does not end in a stop token", LOST),
+        ("stop_token", [one for one in evidence.rows if beyond(one)], "has tokens in the loss behind a stop token"),
+        (
+            "stop_token",
+            [one for one in single if one["stop_reason"] == "length" and stopped(one)],
+            "ends in a stop token, and was ended by a limit of its length",
+        ),
+        (
+            "stop_token",
+            [one for one in evidence.rows if surplus(one) == 1 and stopped(one)],
+            "counts a stop token as sampled that has no log-probability",
+        ),
+        (
+            "lost_tokens",
+            [one for one in evidence.rows if surplus(one) and not (surplus(one) == 1 and stopped(one))],
+            "has more or fewer sampled tokens than log-probabilities",
+        ),
+        (
+            "truncated",
+            [one for one in single if one["stop_reason"] == "stop" and stops and not (stop_strings or stopped(one))],
+            "has stopped without a stop token",
+        ),
     )
-    for name, is_wrong, text, key in checks:
-        wrong = [row for row in evidence.rows if is_wrong(row)]
+    for name, wrong, text in checks:
         if wrong:
             first = f"prompt {wrong[0]['prompt_idx']}, sample {wrong[0]['sample']}"
             found = f"{len(wrong)} of {len(evidence.rows)} rollouts: each {text} (first: {first})"
-            yield Finding(name, "tokens", found, key)
+            yield Finding(name, "tokens", found, STOP_KEY if name == "stop_token" else LOST)
 
 
 LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"
-
-
-def _beyond_a_stop(stops: frozenset[int]) -> Any:
-    def is_wrong(row: dict[str, Any]) -> bool:
-        ids = row["token_ids"]
-        return any(set(ids[start : end - 1].tolist()) & stops for start, end in joined_spans(row))
-
-    return is_wrong
-
-
-def _stop_at_limit(stops: frozenset[int]) -> Any:
-    def is_wrong(row: dict[str, Any]) -> bool:
-        return row["stop_reason"] == "length" and int(row["token_ids"][row["spans"][-1][1] - 1]) in stops
-
-    return is_wrong
-
-
-def _not_one_each(row: dict[str, Any]) -> bool:
-    return sum(end - start for start, end, _ in row["spans"]) != len(row["logprobs"])
-
-
-def _stops_without(stops: frozenset[int], stop_strings: bool) -> Any:
-    def is_wrong(row: dict[str, Any]) -> bool:
-        if stop_strings or not stops or row["stop_reason"] != "stop" or len(joined_spans(row)) > 1:
-            return False
-        return int(row["token_ids"][row["spans"][-1][1] - 1]) not in stops
-
-    return is_wrong
 
 
 def stop_token_finding(

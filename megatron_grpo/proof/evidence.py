@@ -42,13 +42,15 @@ class Rollout:
 
 
 def joined_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
-    """Begin and end of each response of a rollout: spans that differ in their versions alone are joined."""
+    """Begin and end of each response of a rollout: a response has several spans if its version changed."""
     joined: list[tuple[int, int]] = []
-    for start, end, _ in row["spans"]:
-        if joined and joined[-1][1] == start:
+    before = None
+    for start, end, version in row["spans"]:
+        if joined and joined[-1][1] == start and version != before:
             joined[-1] = (joined[-1][0], end)
         else:
             joined.append((start, end))
+        before = version
     return joined
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
@@ -19,6 +21,10 @@ BATCH_TOKENS = 4096
 """Most tokens of one forward pass, padding included; more if a single sequence is longer."""
 GREEDY = 1e-5
 """vLLM samples greedily below this temperature, and then does not divide the logits."""
+
+
+RouterPart = Literal["inputs", "weights", "logits", "scores"]
+"""Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,22 +196,16 @@ class Oracle:
         return {number: layer.mlp.gate for number, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
 
     @contextmanager
-    def rounded_routers(self) -> Iterator[None]:
-        """Compute the body with routers in bfloat16: their inputs, weights and logits are rounded."""
+    def rounded_routers(self, parts: Set[RouterPart]) -> Iterator[None]:
+        """Compute the body with some parts of the routers rounded to bfloat16."""
         routers = list(self.routers.values())
-        handles = []
-        weights = [router.weight.data for router in routers]
         for router in routers:
-            router.weight.data = router.weight.data.bfloat16()
-            handles.append(router.register_forward_pre_hook(lambda _, given: (given[0].bfloat16(), *given[1:])))
-            handles.append(router.register_forward_hook(_widened))
+            router.forward = partial(_rounded_forward, router.forward, parts)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-            for router, weight in zip(routers, weights, strict=True):
-                router.weight.data = weight
+            for router in routers:
+                del router.forward  # that of the class comes back
 
     @torch.no_grad()
     def hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
@@ -244,9 +244,31 @@ def _kept(point: str, found: dict[str, list[Tensor]]) -> Any:
     return keep
 
 
-def _widened(_module: Any, _given: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A router's output in float32, where it has floating point numbers."""
-    return tuple(one.float() if one.is_floating_point() else one for one in output)
+class _RoundedProduct(TorchFunctionMode):
+    """Rounds parts of matrix products; transformers' routers make one each."""
+
+    def __init__(self, parts: Set[RouterPart]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.nn.functional.linear:
+            return function(*args, **(kwargs or {}))
+        given = (
+            _rounded(one) if part in self._parts else one for part, one in zip(("inputs", "weights"), args, strict=True)
+        )
+        logits = function(*given)
+        return _rounded(logits) if "logits" in self._parts else logits
+
+
+def _rounded_forward(forward: Any, parts: Set[RouterPart], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with _RoundedProduct(parts):
+        logits, scores, chosen = forward(hidden)
+    return logits, _rounded(scores) if "scores" in parts else scores, chosen
+
+
+def _rounded(value: Tensor) -> Tensor:
+    return value.bfloat16().float()
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_grpo.proof.oracle import Law, Oracle, Tokens
+from megatron_grpo.proof.oracle import Law, Oracle, RouterPart, Tokens
 
 Cause = Literal["tokens", "weights", "precision", "layer", "sampling", "staleness", "routing", "unexplained"]
 """Kinds of reasons why training and generation differ."""
@@ -161,42 +161,52 @@ ROPE = "rope_parameters of config.json in policy.model.path, and generation.engi
 
 def rope_suspects(side: Side) -> Iterator[Prediction]:
     """Other rotary embeddings: without the model's scaling, with another factor or base, or with a scaling it lacks."""
-    config = side.oracle.model.config
-    own = getattr(config, "rope_parameters", None)
-    if not isinstance(own, dict) or "rope_type" not in own:  # a family with a set of parameters for each kind of layer
-        return
+    whole: dict[str, Any] = side.oracle.model.config.rope_parameters
+    # Some families have parameters of their own for each kind of layer.
+    of_kinds = {"": whole} if "rope_type" in whole else {f" of {kind}": one for kind, one in whole.items()}
+    for kind, own in of_kinds.items():
+        for text, rope in _other_ropes(own):
+            with side.oracle.other_rope({**whole, kind.removeprefix(" of "): rope} if kind else rope):
+                yield Suspect("rope_scaling", "layer", f"has rotary embeddings{kind} {text}", ROPE), side.predict()
+
+
+def _other_ropes(own: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(description, transformers' rope_parameters) of other rotary embeddings than a model's own."""
     plain = {"rope_type": "default", "rope_theta": own["rope_theta"]}
-    others: dict[str, dict[str, Any]] = {}
     if own["rope_type"] != "default":
-        others[f"without its scaling (rope_type={own['rope_type']}, factor={own.get('factor')})"] = plain
-    factors = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
-    if own.get("factor"):
-        scaled = ((own["factor"] * factor, own) for factor in factors)
-    else:
-        scaled = ((factor, {**plain, "rope_type": "linear"}) for factor in factors)
-    for factor, base in scaled:
-        others[f"scaled by {base['rope_type']} factor {factor:g}"] = {**base, "factor": factor}
+        yield f"without its scaling (rope_type={own['rope_type']}, factor={own.get('factor')})", plain
+    scaled = dict(own) if own.get("factor") else {**plain, "rope_type": "linear", "factor": 1.0}
+    for times in (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0):
+        factor = scaled["factor"] * times
+        yield f"scaled by factor {factor:g} (rope_type={scaled['rope_type']})", {**scaled, "factor": factor}
     for theta in (1e4, 5e5, 1e6):
         if theta != own["rope_theta"]:
-            others[f"of rope_theta={theta:g} instead of {own['rope_theta']:g}"] = {**own, "rope_theta": theta}
-    for text, rope in others.items():
-        with side.oracle.other_rope(rope):
-            yield Suspect("rope_scaling", "layer", f"has rotary embeddings {text}", ROPE), side.predict()
+            yield f"of rope_theta={theta:g} instead of {own['rope_theta']:g}", {**own, "rope_theta": theta}
 
 
 def router_suspects(side: Side) -> Iterator[Prediction]:
     """Routers in bfloat16, with the number of tokens that go to other experts then."""
     if not side.oracle.routers:
         return
-    before = side.oracle.hidden_states(side.tokens)
-    with side.oracle.rounded_routers():
-        after, predicted = side.oracle.hidden_states(side.tokens), side.predict()
-    routers = [point for point in before if point.endswith("router")]
-    other = {point: int(((before[point] > 0) != (after[point] > 0)).any(1).sum()) for point in routers}
-    most = max(routers, key=other.__getitem__)
-    text = f"computes the routers of experts in bfloat16; tokens with other experts, most in {most}: {other[most]}"
     key = "generation.engine.dtype=float32 and policy.precision=float32; or policy.moe.replay_routing=true"
-    yield Suspect("router_precision", "routing", f"{text} of {len(before[most])}", key), predicted
+    before = side.oracle.hidden_states(side.tokens)
+    product: tuple[RouterPart, ...] = ("inputs", "weights", "logits")
+    kinds: dict[str, tuple[RouterPart, ...]] = {
+        "computes the routers of experts in bfloat16": product,
+        "computes the routers of experts in bfloat16, and rounds the weights of chosen experts": (*product, "scores"),
+        "gives the routers of experts inputs and weights in bfloat16": ("inputs", "weights"),
+        "has the weights of routers in bfloat16": ("weights",),
+    }
+    for text, parts in kinds.items():
+        with side.oracle.rounded_routers(set(parts)):
+            after, predicted = side.oracle.hidden_states(side.tokens), side.predict()
+        routers = [point for point in before if point.endswith("router")]
+        other = {point: int(((before[point] > 0) != (after[point] > 0)).any(1).sum()) for point in routers}
+        most = max(routers, key=other.__getitem__)
+        counted = (
+            f"{other[most]} of {len(before[most])} tokens go to other experts in {most.removesuffix('.mlp.router')}"
+        )
+        yield Suspect("router_precision", "routing", f"{text}: {counted}", key), predicted
 
 
 PRECISION = "generation.engine.dtype and policy.precision (one type for both); engine_args.quantization, kv_cache_dtype"

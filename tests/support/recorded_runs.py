@@ -107,6 +107,7 @@ class RecordedRun:
 
     def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[Learnt | None] = ()) -> None:
         """Write the record of a step."""
+        self.run_dir.mkdir(exist_ok=True)
         record_start(self.run_dir, self.config)
         pairs = list(zip(rollouts, learnt or [None] * len(rollouts), strict=True))
         groups = [(number, pairs[number * SAMPLES : (number + 1) * SAMPLES]) for number in range(PROMPTS)]
