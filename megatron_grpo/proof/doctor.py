@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -105,8 +105,23 @@ class Examination:
     def __init__(self, config: Config, model: Path, weights: Weights, evidence: Evidence, *, again: bool) -> None:
         self._config, self._model, self._weights, self._evidence, self._again = config, model, weights, evidence, again
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
-        scored = evidence.rollouts
-        self._found = Diagnosis(evidence.step, evidence.version, len(scored), sum(len(one.kept) for one in scored))
+        self._found = Diagnosis(evidence.step, evidence.version, rollouts=0, tokens=0)
+        if weights.shape.experts is not None:
+            self._leave_out_ties()
+        scored = self._evidence.rollouts
+        self._found.rollouts, self._found.tokens = len(scored), sum(len(one.kept) for one in scored)
+
+    def _leave_out_ties(self) -> None:
+        """Leave out tokens for which rounding in float32 may have chosen other experts."""
+        before = self._evidence.rollouts
+        ties = self._oracle(self._evidence.version).first_ties(self._evidence.tokens)
+        after = [one.up_to(tie) for one, tie in zip(before, ties, strict=True)]
+        lost = sum(len(one.kept) for one in before) - sum(len(one.kept) for one in after)
+        if lost and any(len(one.kept) for one in after):
+            self._evidence = replace(self._evidence, rollouts=[one for one in after if len(one.kept)])
+            self._found.remarks.append(
+                f"{lost} tokens were left out: two experts of an earlier token have equal scores"
+            )
 
     def run(self) -> Diagnosis:
         """Examine the record, the prompts, the engine and the trainer."""
@@ -210,11 +225,23 @@ class Examination:
             return Finding(
                 "structured", "sampling", f"the engine draws only from tokens that {keys} allow", keys, before
             )
+        eight_bits = self._eight_bits(side.name)
+        if eight_bits:
+            keys = ", ".join(eight_bits)
+            return Finding("eight_bits", "precision", f"the {side.name} rounds to 8 bits: {keys}", keys, before)
         coarse = Distance.between(base, side.predict(oracle=self._oracle(version, torch.bfloat16)))
         if coarse.mean / 3 < before.mean < 3 * coarse.mean:
             text = f"the {side.name} differs from float32 as much as a computation in bfloat16 does"
             return Finding("precision", "precision", text, PRECISION, before)
         return self._by_layers(side, base, version) or self._unknown(side, base)
+
+    def _eight_bits(self, side: str) -> list[str]:
+        """Keys by which a side keeps or multiplies numbers in 8 bits, whose rounding the oracle does not show."""
+        policy, arguments = self._config.policy, self._config.generation.engine_args
+        if side == "engine":
+            return [f"generation.engine_args.{one}" for one in ("quantization", "kv_cache_dtype") if arguments.get(one)]
+        fp8 = ["policy.fp8.format"] if policy.fp8.format != "off" else []
+        return [*fp8, *(["policy.quantization"] if policy.quantization else [])]
 
     def _unknown(self, side: Side, base: Tensor) -> Finding:
         where = where_apart(self._evidence, side.recorded, base, rounding_of(base, None))

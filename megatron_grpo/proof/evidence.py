@@ -36,6 +36,11 @@ class Rollout:
         """The rollout for messages: row of the data, and number of the sample."""
         return f"prompt {self.row['prompt_idx']}, sample {self.row['sample']}"
 
+    def up_to(self, position: int) -> Rollout:
+        """The rollout with its chosen tokens up to a position, this one included."""
+        kept, whole = self.tokens.places <= position, self.tokens
+        return Rollout(self.row, Tokens(whole.ids, whole.places[kept], whole.begins[kept]), self.kept[kept])
+
     def column(self, name: str) -> Tensor:
         """A column of sampled tokens at the chosen ones: [chosen tokens], float32."""
         return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.kept]

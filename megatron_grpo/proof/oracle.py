@@ -23,6 +23,8 @@ GREEDY = 1e-5
 """vLLM samples greedily below this temperature, and then does not divide the logits."""
 
 
+TIE = 3e-5
+"""Difference of two scores of experts in float32 that rounding may turn round."""
 RouterPart = Literal["inputs", "weights", "logits", "scores"]
 """Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
 
@@ -208,6 +210,30 @@ class Oracle:
                 del router.forward  # that of the class comes back
 
     @torch.no_grad()
+    def first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
+        """Position of the first token of each sequence whose experts rounding may choose; its length if there is none.
+
+        At such a token a chosen expert and one that is not chosen have equal scores within `TIE`, so that two correct
+        programs may compute different experts for it, and different numbers for what follows.
+        """
+        closest: list[Tensor] = []
+        handles = [
+            router.register_forward_hook(lambda module, _, output: closest.append(_margins(module, output)))
+            for router in self.routers.values()
+        ]
+        found = []
+        try:
+            for tokens in sequences:
+                closest.clear()
+                self.model.model(tokens.ids[None], use_cache=False)
+                tied = (torch.stack(closest) < TIE).any(0)
+                found.append(int(tied.nonzero()[0]) if tied.any() else len(tokens.ids))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    @torch.no_grad()
     def hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
         """Outputs of the embedding, of the layers and their halves, and of the experts' routers, by point.
 
@@ -242,6 +268,17 @@ def _kept(point: str, found: dict[str, list[Tensor]]) -> Any:
         found.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
 
     return keep
+
+
+def _margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Distance of the scores of the worst chosen expert and of the best other one, [tokens], float32."""
+    scores, chosen = output[0].float(), output[2]
+    bias = getattr(router, "e_score_correction_bias", None)
+    if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias
+        scores = scores.sigmoid() + bias
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, value=True)
+    worst = scores.masked_fill(~is_chosen, torch.inf).amin(-1)
+    return (worst - scores.masked_fill(is_chosen, -torch.inf).amax(-1)).abs()
 
 
 class _RoundedProduct(TorchFunctionMode):

@@ -251,8 +251,8 @@ def test_the_command(dense: RecordedRun, tmp_path: Path, capsys: pytest.CaptureF
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["findings"]] == ["temperature"]
     assert "has temperature 2" in found["findings"][0]["text"]
-    assert doctor.main([run_dir, "step=1", "generation.temperature=2.0"]) == 1, "the trainer was at 1"
-    assert "the trainer" in capsys.readouterr().out
+    assert doctor.main([run_dir, "step=1", "generation.temperature=2.0"]) == 0, "both sides are at 2 then"
+    assert "nothing found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
