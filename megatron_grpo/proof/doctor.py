@@ -163,8 +163,10 @@ class Examination:
         return frozenset(one for one in stops if one is not None)
 
     def _oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
-        key = version, dtype
+        """The model of a version in transformers; that of the examined version and the latest other one are kept."""
+        key, kept = (version, dtype), (self._evidence.version, torch.float32)
         if key not in self._oracles:
+            self._oracles = {one: oracle for one, oracle in self._oracles.items() if one == kept}
             self._oracles[key] = Oracle(self._weights.folder(version), dtype)
         return self._oracles[key]
 
@@ -205,7 +207,7 @@ class Examination:
         if side.name == "engine":
             yield prompt_suspects(side, self._other_prompts())
         near = sorted((one for one in self._weights.versions if one != version), key=lambda one: abs(version - one))
-        yield version_suspects(side, version, {one: self._oracle(one) for one in near[:NEAREST]})
+        yield version_suspects(side, version, ((one, self._oracle(one)) for one in near[:NEAREST]))
         yield rope_suspects(side)
         yield router_suspects(side)
         yield layer_suspects(side)

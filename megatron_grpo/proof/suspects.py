@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -111,9 +111,9 @@ def with_prompt(tokens: Tokens, prompt: Tensor) -> Tokens:
     return Tokens(torch.cat([prompt, tokens.ids[first:]]), tokens.places + shift, tokens.begins + shift)
 
 
-def version_suspects(side: Side, version: int, others: Mapping[int, Oracle]) -> Iterator[Prediction]:
+def version_suspects(side: Side, version: int, others: Iterable[tuple[int, Oracle]]) -> Iterator[Prediction]:
     """All weights of another version."""
-    for number, oracle in others.items():
+    for number, oracle in others:
         behind = version - number
         steps = f"{abs(behind)} version{'s' * (abs(behind) > 1)} {'behind' if behind > 0 else 'ahead'}"
         text = f"has the weights of version {number}, {steps}, and says version {version}"

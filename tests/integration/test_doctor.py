@@ -38,6 +38,15 @@ SIZES = {
     "eos_token_id": EOS,
 }
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+OPTIONS = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -60,9 +69,14 @@ class Answers:
         template.write_text(TEMPLATES["ChatML"])
         other = replace(run.config, data=replace(run.config.data, chat_template=str(template)))
         self.prompts, self.chatml = run.prompts(), run.prompts(other)
-        asked = [(self.prompts, 1.0), (self.prompts, 0.6), (self.chatml, 1.0)]
-        calls = [{"prompts": [one for one in ids for _ in range(SAMPLES)], "temperature": t} for ids, t in asked]
-        self.plain, self.cold, self.of_chatml = ask(folder, calls, **options)
+        asked: list[tuple[list[list[int]], dict[str, float]]] = [
+            (self.prompts, {}),
+            (self.prompts, {"temperature": 0.6}),
+            (self.chatml, {}),
+            (self.prompts, OPTIONS),
+        ]
+        calls = [{"prompts": [one for one in ids for _ in range(SAMPLES)], **options_} for ids, options_ in asked]
+        self.plain, self.cold, self.of_chatml, self.filtered = ask(folder, calls, **options)
 
     def rollouts(self, answers: Sequence[Any], version: int) -> list[Trajectory]:
         numbers = [(row, sample) for row in range(PROMPTS) for sample in range(SAMPLES)]
@@ -103,6 +117,15 @@ def test_healthy_runs(weights: Path, answers: Answers, tmp_path: Path) -> None:
     later.add_version(weights)
     later.write(2, answers.rollouts(answers.plain, version=1))
     assert verdict(later, tmp_path / "c")[0] == []
+
+
+def test_filters_and_penalties(weights: Path, answers: Answers, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", weights, *(f"generation.{name}={value}" for name, value in OPTIONS.items()))
+    run.write(1, answers.rollouts(answers.filtered, version=0))
+    names, found = verdict(run, tmp_path / "a")
+    assert names == ["sampling_options"], "vLLM reports what this distribution gives"
+    assert found.sides["engine"][0].mean < 1e-5
+    assert "generation.frequency_penalty" in found.findings[0].key
 
 
 def test_tensors_and_versions(weights: Path, answers: Answers, tmp_path: Path) -> None:

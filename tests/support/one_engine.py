@@ -28,7 +28,7 @@ def ask(folder: Path, calls: Sequence[dict[str, Any]], *, spoil: str = "", dtype
 
     Args:
         folder: the engine's weights.
-        calls: what is sampled, one after the other.
+        calls: what is sampled, one after the other; further entries are vLLM's sampling options.
         spoil: "routers": they compute in bfloat16.
         dtype: type of the engine's weights and activations.
 
@@ -68,10 +68,10 @@ def _serve() -> None:
         llm.apply_model(_round_routers)
     found = []
     for number, call in enumerate(given["calls"]):
-        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in call["prompts"]]
+        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in call.pop("prompts")]
         parameters = [
             SamplingParams(
-                temperature=call["temperature"],
+                **call,
                 seed=1000 * number + one,
                 max_tokens=24,
                 logprobs=0,
