@@ -267,7 +267,9 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         if not isinstance(failure, ModelLostError):
             _save_finished_steps(run, metrics, Snapshot.of(run))
         raise failure
-    if run.config.saves and (step % run.config.checkpointing.save_period == 0 or run.callbacks.save):
+    begins_a_replay = run.config.logger.needed_by_a_replay(step) and step < loop.max_num_steps
+    due = step % run.config.checkpointing.save_period == 0 or begins_a_replay
+    if run.config.saves and (due or run.callbacks.save):
         _save(run, metrics, Snapshot.of(run))
     return metrics
 

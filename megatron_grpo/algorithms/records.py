@@ -103,13 +103,14 @@ class RolloutDumps:
         self._held = (step, groups, batch, facts)
 
     def begin(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
-        """Begin to write the rollouts of a step that logger.rollouts selects.
+        """Begin to write the rollouts of a step that logger.rollouts selects, all of them for a later replay.
 
         `batch` is None if the run does not train. `facts`: facts about the sampling of the step, for the file.
         """
         self._held = None
-        if self._config.rollouts != "off":
-            limit = self._config.rollouts_sample if self._config.rollouts == "sample" else None
+        replays = self._config.replays(step) and batch is not None
+        if self._config.rollouts != "off" or replays:
+            limit = self._config.rollouts_sample if self._config.rollouts == "sample" and not replays else None
             record = StepRecord(self._facts, facts)
             self._writing[step] = self._rollouts.tokens.dump(step, groups, batch, self._run_dir, record, sample=limit)
 

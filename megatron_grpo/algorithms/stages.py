@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.packing import OF_TOKENS, Cost, planner
+from megatron_grpo.data.replay_files import StepFigures, figures_file, write_figures
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.losses.divergence import inconsistent_sequences
@@ -119,7 +120,7 @@ def add_logprobs(
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it.
     everywhere = config.loss_fn.use_kl_in_reward
-    if config.needs_prev_logprobs:
+    if config.needs_prev_logprobs or config.logger.replays(guard.step):
         with timer.phase("logprobs"):
             finite = policy.add_logprobs(batch)
         guard.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
@@ -161,13 +162,34 @@ def learn(
     Raises:
         RunError: a gradient is not finite; no update was made from it.
     """
-    loop = config.loop
+    loop, recorded = config.loop, config.logger.replays(guard.step)
+    if not config.needs_prev_logprobs:
+        batch.fields.pop("prev_logprobs", None)  # computed for a replay: the step trains as if it had none
+    if recorded:
+        policy.begin_record()
     result = _train(config, batch, policy, loss_fn, config.policy.train_global_batch_samples, guard, "the gradient")
+    if recorded:
+        _write_figures(config, policy, result, guard)
     if loop.sync_ref_model and guard.step % loop.ref_model_sync_steps == 0:
         policy.sync_reference(loop.ref_model_mixup_alpha)
     if result is not None:
         add_derived_metrics(result.metrics)
     return result
+
+
+def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, guard: StepGuard) -> None:
+    """End the recording of a step and write what it computed, unless it had no optimizer step."""
+    tensors = policy.end_record()
+    if result is not None:
+        figures = StepFigures(
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            tensors=tensors,
+            config=asdict(config),
+            device=policy.device_name,
+        )
+        write_figures(figures_file(guard.run_dir, guard.step), figures)
 
 
 def learn_values(

@@ -134,8 +134,21 @@ class LoggerConfig(Section):
     rollouts_sample: Positive = 64
     """Rollouts written per step with rollouts=sample."""
 
+    replay_every: Positive | None = None
+    """Keep what `python -m megatron_grpo.replay` needs to do steps N, 2N, ... again: the checkpoint before each of
+    them, which checkpointing.keep_top_k does not delete, all of its rollouts, and what it computed (docs/replay.md).
+    null: nothing."""
+
     level: Literal["debug", "info", "warning"] = "info"
     """Detail of the per-process logs in run_dir/logs."""
+
+    def replays(self, step: int) -> bool:
+        """Whether the run keeps what a replay of this step needs."""
+        return self.replay_every is not None and step % self.replay_every == 0
+
+    def needed_by_a_replay(self, step: int) -> bool:
+        """Whether a replay begins with the checkpoint after this step."""
+        return self.replays(step + 1)
 
 
 @dataclass(kw_only=True)

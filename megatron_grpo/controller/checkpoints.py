@@ -66,6 +66,8 @@ class Checkpointer:
 
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
         self.config, self._look_only = config, look_only
+        self.keeps: Callable[[int], bool] = lambda step: False
+        """Says which checkpoints, by step, are never deleted."""
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
         """Called for every checkpoint that is complete."""
         self.note: Callable[[str], None] = lambda text: None
@@ -310,7 +312,8 @@ class Checkpointer:
             return
         steps = self.steps()
         for step in {*self.ranked(steps)[self.config.keep_top_k :]} - {steps[-1]}:
-            self._remove(step)
+            if not self.keeps(step):
+                self._remove(step)
 
     def ranked(self, steps: Sequence[int]) -> list[int]:
         """Steps of checkpoints that can be read, the best first; of equal ones the newest."""

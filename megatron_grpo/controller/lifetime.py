@@ -120,6 +120,7 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
             check_scoring(config, given=user_objects.rewards)  # before processes are started
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.keeping)
+        checkpointer.keeps = config.logger.needed_by_a_replay
         changes = changes_since_last_start(run_dir, config)
         one_machine = config.cluster.ray_address is None
         stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=one_machine))

@@ -98,8 +98,9 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: 
     return generation
 
 
-def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
-    settings = RankSettings(
+def policy_settings(config: Config, folder: Path) -> RankSettings:
+    """Settings of the policy's ranks; `folder`: the policy's model in Hugging Face format."""
+    return RankSettings(
         config=config.policy,
         shape=shape_of_folder(folder),
         folder=str(folder),
@@ -109,7 +110,10 @@ def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy
         seed=config.loop.seed,
         shares_cores=_shares_cores(config),
     )
-    return MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
+
+
+def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
+    return MegatronPolicy(policy_settings(config, folder), cluster.policy_options, config.cluster.startup_timeout_s)
 
 
 def _value(config: Config, cluster: RayCluster) -> MegatronValue:

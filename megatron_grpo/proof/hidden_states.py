@@ -85,8 +85,8 @@ def captured(
     Args:
         rank: a policy whose chunks are evaluated, not trained: with recomputed activations a layer would run twice.
         batch: this replica's sequences.
-        microbatches: those of the pass; sequences that no microbatch has are not captured.
-        places: [tokens of `batch`], int64: index of each token in the whole batch of all replicas.
+        microbatches: those of the pass.
+        places: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not captured.
 
     Yields:
         The pieces, which the pass fills.

@@ -1,33 +1,25 @@
-"""Runs a layout as processes on this machine, over gloo, and compares its results with transformers'."""
+"""Measures a layout on this machine, rank by rank, and compares its results with transformers'."""
 
 from __future__ import annotations
 
-import logging
 import math
-import multiprocessing
-import os
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.packing import OF_TOKENS, planner
-from megatron_grpo.platform.device import open_store, reach_store
 from megatron_grpo.proof.problem import MOE, Truth, counts_of, make_loss
+from megatron_grpo.proof.processes import run_on_ranks
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
@@ -144,57 +136,13 @@ def run_layout(task: Task) -> list[Findings]:
     Raises:
         RunError: a rank failed, died or missed the deadline; the text names it.
     """
-    world = task.parallel.world_size
-    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
-    os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
-    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
-    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the other ranks are ended after a failure
-    store, end = open_store("127.0.0.1", task.timeout_s), time.monotonic() + task.timeout_s
-    # The ranks are forked from a server that has imported everything, because imports take longer than measuring.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        ranks = start_processes(
-            _serve, (task, store.port, folder), world, join=False, daemon=True, start_method="forkserver"
-        )
-        try:
-            while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
-                if time.monotonic() >= end:
-                    pending = ranks.sentinels.values()
-                    overdue = ", ".join(f"{rank} (in {_phase(folder, rank)})" for rank in sorted(pending))
-                    raise RunError(f"rank(s) {overdue} were not done within timeout_s={task.timeout_s:g} s")
-        except ProcessRaisedException as error:
-            rank, text = error.error_index, error.msg.partition("following error:\n")[2]
-            raise RunError(f"rank {rank} failed in {_phase(folder, rank)}:\n{text}") from None
-        except ProcessExitedException as error:
-            rank, code = error.error_index, error.exit_code
-            raise RunError(f"rank {rank} died in {_phase(folder, rank)}, with exit code {code}") from None
-        finally:
-            for process in ranks.processes:
-                process.kill()
-            for process in ranks.processes:
-                process.join()
-        return [Findings(**torch.load(folder / f"{rank}.found", weights_only=True)) for rank in range(world)]
+    found = run_on_ranks(_measured, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
+    return [Findings(**one) for one in found]
 
 
-def _phase(folder: Path, rank: int) -> str:
-    """The current or last phase of a rank."""
-    file = folder / f"{rank}.phase"
-    return file.read_text() if file.exists() else "start"
-
-
-def _serve(rank: int, task: Task, port: int, folder: Path) -> None:
-    """The body of a rank's process, which writes its phase and its results into the folder."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    initialize_parallel(
-        task.parallel,
-        rank=rank,
-        store=reach_store("127.0.0.1", port, task.timeout_s),
-        seed=task.seed,
-        timeout_s=task.timeout_s,
-    )
-    found = measure(task, (folder / f"{rank}.phase").write_text)
-    torch.save({one.name: getattr(found, one.name) for one in fields(found)}, folder / f"{rank}.found")
+def _measured(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
+    found = measure(task, enter)
+    return {one.name: getattr(found, one.name) for one in fields(found)}
 
 
 TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}

@@ -15,7 +15,9 @@ from ray.exceptions import RayError
 
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.packing import Cost, planner
+from megatron_grpo.data.replay_files import TensorFigure
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.trainer.actor import RankActor
@@ -72,6 +74,32 @@ def cost_of(shape: ModelShape) -> Cost:
 
 Microbatches = list[NDArray[np.int64]]
 """For each microbatch of a replica the numbers, in the step, of its sequences: [sequences], int64."""
+
+
+def shares_of(batch: StepBatch, replicas: int) -> list[slice]:
+    """For each replica the slice of shards that it works on; all slices are equally long."""
+    each, left = divmod(len(batch.shards), replicas)
+    assert not left, "every replica has whole shards"
+    return [slice(start, start + each) for start in range(0, len(batch.shards), each)]
+
+
+def planned(
+    config: PolicyConfig, cost: Cost, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int
+) -> list[Microbatches]:
+    """Plan each replica's microbatches from the wanted sequences in its shards.
+
+    Args:
+        config: the model's section of the configuration.
+        cost: cost of computing a sequence.
+        batch: the step's batch.
+        sequences: [chosen], int64: numbers of the wanted sequences.
+        microbatch_tokens: most tokens of a microbatch, padding included.
+    """
+    shares = shares_of(batch, config.parallel.data)
+    numbers = [np.intersect1d(np.concatenate(batch.shards[mine]), sequences) for mine in shares]
+    plans = planner(config, cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbers])
+    return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
+
 
 SETTLE_S = 3.0
 """Seconds to wait, once a rank has failed, for the ends of other ranks to become known."""
@@ -201,6 +229,18 @@ class RankGroup:
         """Move weights and optimizer state back to the devices; gradients are zero."""
         self._gather(self.submit("memory.take_back"), "moving back from host memory")
 
+    def begin_record(self) -> None:
+        """Note the weights, and from now on the gradient of every optimizer step, until `end_record`."""
+        self._gather(self.submit("recorder.begin"), "recording the weights")
+
+    def end_record(self) -> list[TensorFigure]:
+        """Figures of the weights, the gradients since `begin_record`, and the change of the weights, tensor by tensor.
+
+        With expert parallelism and pipelines each stage has figures of its tensors; a tensor comes once.
+        """
+        found = self._gather(self.submit("recorder.end"), "recording the update")
+        return [figure for figures in found for figure in figures]
+
     def begin_profile(self) -> None:
         """Record operators and memory of every rank until `end_profile`."""
         self._gather([actor.begin_profile.remote() for actor in self.actors], "beginning a profile")
@@ -265,22 +305,11 @@ class RankGroup:
         return [part for share in shares for part in share.shards], finite
 
     def _shares(self, batch: StepBatch) -> list[slice]:
-        """For each replica the slice of shards that it works on; all slices are equally long."""
-        each, left = divmod(len(batch.shards), self._config.parallel.data)
-        assert not left, "every replica has whole shards"
-        return [slice(start, start + each) for start in range(0, len(batch.shards), each)]
+        return shares_of(batch, self._config.parallel.data)
 
     def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[Microbatches]:
-        """Plan each replica's microbatches from the wanted sequences in its shards.
-
-        Args:
-            batch: the step's batch.
-            sequences: [chosen], int64: numbers of the wanted sequences.
-            microbatch_tokens: most tokens of a microbatch, padding included.
-        """
-        numbers = [np.intersect1d(np.concatenate(batch.shards[mine]), sequences) for mine in self._shares(batch)]
-        plans = planner(self._config, self.cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbers])
-        return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
+        """Plan each replica's microbatches (`planned`)."""
+        return planned(self._config, self.cost, batch, sequences, microbatch_tokens)
 
     def _works(self, batch: StepBatch, plans: Sequence[Microbatches]) -> list[tuple[Any, ray.ObjectRef]]:
         """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -169,6 +170,38 @@ class ModelOptimizer:
         self.scheduler.step(1)
         self.optimizer.step_with_ready_grads()
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def own_weights(self) -> Iterator[tuple[Any, int, Tensor]]:
+        """The weights that this rank updates, in the optimizer's precision.
+
+        Yields:
+            (parameter, first element of the part in the flat parameter, the part, [elements]): with a distributed
+            optimizer parts of some parameters, else all of them.
+        """
+        distributed = [one for one in self.optimizer.chained_optimizers if isinstance(one, DistributedOptimizer)]
+        for one in distributed:
+            for parameter, start, _ in _own_ranges(one):
+                yield parameter, start, one._get_main_param_and_optimizer_states(parameter)["param"].detach()
+        if not distributed:
+            for parameter in (one for chunk in self.chunks for one in chunk.parameters() if one.requires_grad):
+                main = getattr(parameter, "main_param", None)
+                yield parameter, 0, (parameter if main is None else main).detach().view(-1)
+
+    @torch.no_grad()
+    def complete_gradients(self) -> None:
+        """Fill the gradient buffers, of which a distributed optimizer leaves each rank its own part; collective.
+
+        Each rank's part of a bucket is sent to the ranks that hold the other parts. Call between `grad_norm` and
+        `step`.
+        """
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                group = buffer.data_parallel_group
+                if not self.settings.distributed or group.size() == 1:
+                    continue
+                for bucket in buffer.buckets:
+                    parts = bucket.grad_data.chunk(group.size())
+                    dist.all_gather(list(parts), parts[group.rank()].clone(), group=group)
 
     def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
         """Load a checkpoint's moments and position in the schedule; the settings stay those of this run.

@@ -31,6 +31,7 @@ from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
+from megatron_grpo.trainer.step_record import StepRecorder
 from megatron_grpo.weights.hf_weights import load_hf_weights
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.head import HeadKernel
@@ -72,7 +73,7 @@ class ModelRank(ABC):
             replays, name = is_policy and config.moe.replay_routing, "moe" if is_policy else "value_moe"
             self.routing = StepRouting(self.chunks, config.moe, name, replays=replays)
         self.optimizer = ModelOptimizer(self.chunks, config, settings.decay_steps)
-        self.memory, self.checkpoint = DeviceMemory(self), RankCheckpoint(self)
+        self.memory, self.checkpoint, self.recorder = DeviceMemory(self), RankCheckpoint(self), StepRecorder(self)
 
     def _add_reference(self, reference: ReferenceConfig) -> None:
         """Build a copy of the model that is not trained."""
@@ -141,6 +142,7 @@ class ModelRank(ABC):
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         grad_norm = self.optimizer.grad_norm()
+        self.recorder.add_gradient()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
         shares = _on_host(metrics) if self._has_loss else None
         if self.routing is not None and math.isfinite(grad_norm):

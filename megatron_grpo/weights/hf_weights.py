@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -72,6 +72,8 @@ class AdaptedLayer(Protocol):
     """[rank, columns]."""
     lora_b: Tensor
     """[rows, rank], the rows in the order of the weight's."""
+    split: str
+    """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
 
     def merged_weight(self) -> Tensor:
         """This rank's weight plus the adapter's product, [rows, columns], in the dtype of the weight."""
@@ -175,7 +177,9 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
 
 
 @torch.no_grad()
-def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
+def iter_hf_tensors(
+    chunks: Sequence[Any], shape: ModelShape, value: Callable[[BoundEntry], Tensor | None] = BoundEntry.weight
+) -> Iterator[tuple[str, Tensor | None]]:
     """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
 
     Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
@@ -183,29 +187,55 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[
     Args:
         chunks: the rank's unwrapped Megatron GPTModels.
         shape: sizes of the whole model.
+        value: the tensor to export for a parameter, in the parameter's shape: by default its weight; None: none.
 
     Yields:
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
-        Tensors are contiguous, in the parameter's dtype, and may share memory with the model.
+        Tensors are contiguous, in the value's dtype, and may share memory with the model.
     """
     groups, here = chunks[0].pg_collection, len(_experts_of_rank(chunks[0], shape))
     for bound in bound_entries(chunks, shape):
-        if bound.entry.copy:
+        own = None if bound.entry.copy else value(bound)
+        if own is None:
             continue
         # group: ranks that together hold the parameter; split: ranks that split one matrix; replicas: equal parts.
         group, split, replicas = groups.tp, groups.tp, groups.dp_cp
         if bound.entry.per_expert:
             group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp
-        size = split.size()
-        shards = _gather(bound, group) if replicas.rank() == 0 else []
+        size, parted = split.size(), bound.entry.axis is not None or bound.entry.per_expert
+        shards = _gather(own, group, parted=parted) if replicas.rank() == 0 else []
         for part in range(group.size() // size):
             number = part * here + bound.expert
             names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
             if shards:
-                own = shards[part * size : (part + 1) * size]
-                yield from zip(names, _full_tensors(bound, own, shape), strict=True)
+                yield from zip(names, _full_tensors(bound, shards[part * size : (part + 1) * size], shape), strict=True)
             else:
                 yield from ((name, None) for name in names)
+
+
+@torch.no_grad()
+def iter_adapter_tensors(
+    chunks: Sequence[Any], shape: ModelShape, value: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Full matrices of the adapters of a pipeline stage, [rank, columns] and [rows, rank], as `iter_hf_tensors`.
+
+    Hugging Face matrices of one Megatron parameter share its A: it comes once for each. Names are peft's, without its
+    prefix. `value` is the tensor to export for a parameter, in its shape.
+    """
+    groups = chunks[0].pg_collection
+    for bound in bound_entries(chunks, shape):
+        if bound.adapted is None:
+            continue
+        names = [one.name.removesuffix(".weight") for one in bound.entry.slices(shape, bound.layer, 0, 1)]
+        for part, letter in (("lora_a", "A"), ("lora_b", "B")):
+            parted = bound.adapted.split == part
+            own = value(getattr(bound.adapted, part))
+            shards = _gather(own, groups.tp, parted=parted) if groups.dp_cp.rank() == 0 else []
+            tensors: list[Tensor | None] = [None] * len(names)
+            if shards:
+                shared = part == "lora_a" and not parted
+                tensors = [own] * len(names) if shared else [*_full_tensors(bound, shards if parted else [own], shape)]
+            yield from zip((f"{name}.lora_{letter}.weight" for name in names), tensors, strict=True)
 
 
 def _experts_of_rank(model: Any, shape: ModelShape) -> range:
@@ -217,10 +247,13 @@ def _experts_of_rank(model: Any, shape: ModelShape) -> range:
     return range(group.rank() * here, (group.rank() + 1) * here)
 
 
-def _gather(bound: BoundEntry, group: dist.ProcessGroup) -> list[Tensor]:
-    """The parameters, [...] each, of all ranks of a group; empty on ranks other than 0."""
-    own, first = bound.weight().contiguous(), group.rank() == 0
-    if group.size() == 1 or (bound.entry.axis is None and not bound.entry.per_expert):
+def _gather(own: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tensor]:
+    """The values, [...] each, of a parameter on all ranks of a group; empty on ranks other than 0.
+
+    `parted`: whether the ranks hold different parts; if not, nothing is sent.
+    """
+    own, first = own.contiguous(), group.rank() == 0
+    if group.size() == 1 or not parted:
         return [own] * group.size() if first else []
     received = [torch.empty_like(own) for _ in range(group.size())] if first else []
     dist.gather(own, received or None, group=group, group_dst=0)

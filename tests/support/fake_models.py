@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import Cost
+from megatron_grpo.data.replay_files import TensorFigure
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.group import TrainResult, cost_of
@@ -108,6 +109,13 @@ class FakePolicy(FakeModel):
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         self.log.append("reference says")
         return self._add(batch, "reference_logprobs", self._numbers(batch, self.reference_offset))
+
+    def begin_record(self) -> None:
+        self.log.append("record begins")
+
+    def end_record(self) -> list[TensorFigure]:
+        self.log.append("record ends")
+        return [TensorFigure("weight", 0, "model.norm.weight", 2.0, [1.0, -0.5])]
 
     def sync_reference(self, alpha: float) -> None:
         self.moved.append(alpha)

@@ -43,7 +43,7 @@ def ask(folder: Path, calls: Sequence[dict[str, Any]], *, spoil: str = "", dtype
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     (line,) = [one for one in done.stdout.splitlines() if one.startswith("RESULT")] or [done.stderr[-3000:]]

@@ -34,6 +34,13 @@ def loop_rules(config: Config) -> Iterator[Rule]:
     ranked_by = config.checkpointing.metric_name
     if config.saves and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         yield from _metric(config, "checkpointing.metric_name=", ranked_by)
+    replay_every = config.logger.replay_every is not None
+    text = "keeps the checkpoint before each such step; needs checkpointing.enabled=true and debug.train=true"
+    yield replay_every and not config.saves, "logger.replay_every=", text
+    text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
+    yield replay_every and config.loop.has_value_model, "logger.replay_every=", text
+    text = "needs the experts that engines chose, which are not recorded; needs policy.moe.replay_routing=false"
+    yield replay_every and config.policy.moe.replay_routing, "logger.replay_every=", text
     yield from _schedules(config)
 
 

@@ -13,6 +13,8 @@ from megatron_grpo.algorithms import grpo, samples
 from megatron_grpo.algorithms.advantages import score
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.recorded_config import config_of_values
+from megatron_grpo.data.replay_files import figures_file, read_figures
 from megatron_grpo.data.trajectory import Outcome
 from megatron_grpo.weights.families import forward_flops
 from tests.support.documented import undocumented
@@ -37,6 +39,30 @@ def test_the_stages_follow_each_other(tmp_path: Path, without_ray: FakeRay) -> N
     assert run.rollouts.fetched == [], "no token comes to the driver"
     assert run.rollouts.computed == []
     assert without_ray.gets == 0
+
+
+def test_a_step_that_is_recorded_learns_as_any_other(tmp_path: Path) -> None:
+    run = Run(tmp_path, "logger.replay_every=2")
+    run.step()
+    assert run.log == ["dump 1 begins", "policy learns", "version 1"]
+    assert read_figures(figures_file(tmp_path, 1)) is None
+    report = run.step()
+    steps = ["policy says", "dump 2 begins", "record begins", "policy learns", "record ends", "version 2"]
+    assert run.log[3:] == steps
+    first, second = run.policy.lessons
+    assert second.tokens.fields.prev_logprobs is None, "log-probabilities are for the record, not for the loss"
+    assert second.tokens.fields.present().keys() == first.tokens.fields.present().keys()
+    figures = read_figures(figures_file(tmp_path, 2))
+    assert figures is not None
+    assert (figures.loss, figures.grad_norm) == (report.metrics["loss"], report.metrics["grad_norm"])
+    assert figures.tensors == run.policy.end_record()
+    assert config_of_values(figures.config, [], "the file") == run.run.config
+
+
+def test_a_recorded_step_that_needs_log_probabilities_uses_them(tmp_path: Path) -> None:
+    run = Run(tmp_path, "logger.replay_every=1", "grpo.num_iterations=2")
+    run.step()
+    assert all(one.tokens.fields.prev_logprobs is not None for one in run.policy.lessons)
 
 
 def test_what_was_sampled_is_what_is_trained_on_dumped_and_reported(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.schema import CheckpointingConfig, Config, DataConfig
+from megatron_grpo.config.schema import CheckpointingConfig, Config, DataConfig, LoggerConfig
 from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.controller.checkpoints import Checkpointer, named_checkpoint
 from megatron_grpo.controller.directory import record_start
@@ -92,6 +92,15 @@ def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monk
 def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool, kept: list[int]) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: None}
     assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).steps() == kept
+
+
+def test_checkpoints_that_a_replay_needs_are_kept_besides(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        checkpointer = Checkpointer(tmp_path, CheckpointingConfig(keep_top_k=1, metric_name=None))
+        checkpointer.keeps = LoggerConfig(replay_every=3).needed_by_a_replay
+        checkpointer.begin(step, state_of(step, None), {}, fake_models(step, "megatron"))
+        checkpointer.finish()
+    assert checkpointer.steps() == [2, 5, 7]
 
 
 def test_without_a_metric_the_newest_are_kept(tmp_path: Path) -> None:

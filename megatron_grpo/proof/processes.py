@@ -1,0 +1,106 @@
+"""Runs a function on every rank of a layout, as processes on this machine: over gloo, or with a GPU each over NCCL."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.platform.device import open_store, reach_store
+from megatron_grpo.trainer.parallel import initialize_parallel
+
+T = TypeVar("T")
+Enter = Callable[[str], object]
+"""A function that takes the name of each phase of a rank as it begins, for messages."""
+Body = Callable[[T, Enter], dict[str, Any]]
+"""The work of a rank: from the task and `Enter` to tensors, numbers, texts, lists and dicts of them, by name."""
+
+
+def run_on_ranks(
+    body: Body[T], task: T, parallel: ParallelConfig, *, seed: int, timeout_s: float, gpus: int | None = None
+) -> list[dict[str, Any]]:
+    """Call `body(task, enter)` on every rank of a layout whose process groups are set up; returns results by rank.
+
+    Args:
+        body: a function of a module, which processes can import.
+        task: the argument, which can be pickled.
+        parallel: the layout.
+        seed: seed of the ranks' random states.
+        timeout_s: deadline of the whole call.
+        gpus: GPUs of this machine, of which each rank gets one; 0: the ranks compute on the CPU; None: they compute on
+            what this process sees.
+
+    Raises:
+        RunError: a rank failed, died or missed the deadline, which the text names; or there are fewer GPUs than ranks.
+    """
+    world = parallel.world_size
+    if gpus and gpus < world:
+        raise RunError(f"the layout has {world} ranks, and this machine {gpus} GPUs")
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
+    os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
+    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the other ranks are ended after a failure
+    store, end = open_store("127.0.0.1", timeout_s), time.monotonic() + timeout_s
+    # The ranks are forked from a server that has imported everything, because imports take longer than computing.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, body.__module__])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        given = (body, task, parallel, seed, timeout_s, gpus, store.port, folder)
+        ranks = start_processes(_serve, given, world, join=False, daemon=True, start_method="forkserver")
+        try:
+            while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
+                if time.monotonic() >= end:
+                    pending = ranks.sentinels.values()
+                    overdue = ", ".join(f"{rank} (in {_phase(folder, rank)})" for rank in sorted(pending))
+                    raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
+        except ProcessRaisedException as error:
+            rank, text = error.error_index, error.msg.partition("following error:\n")[2]
+            raise RunError(f"rank {rank} failed in {_phase(folder, rank)}:\n{text}") from None
+        except ProcessExitedException as error:
+            rank, code = error.error_index, error.exit_code
+            raise RunError(f"rank {rank} died in {_phase(folder, rank)}, with exit code {code}") from None
+        finally:
+            for process in ranks.processes:
+                process.kill()
+            for process in ranks.processes:
+                process.join()
+        return [torch.load(folder / f"{rank}.found", weights_only=True) for rank in range(world)]
+
+
+def _phase(folder: Path, rank: int) -> str:
+    """The current or last phase of a rank."""
+    file = folder / f"{rank}.phase"
+    return file.read_text() if file.exists() else "start"
+
+
+def _serve(
+    rank: int,
+    body: Body[T],
+    task: T,
+    parallel: ParallelConfig,
+    seed: int,
+    timeout_s: float,
+    gpus: int | None,
+    port: int,
+    folder: Path,
+) -> None:
+    """The body of a rank's process, which writes its phase and its results into the folder."""
+    if gpus is not None:  # before CUDA starts in this process, which then sees one GPU, or none
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = visible.split(",") if visible else [str(number) for number in range(parallel.world_size)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = numbers[rank] if gpus else ""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    store = reach_store("127.0.0.1", port, timeout_s)
+    initialize_parallel(parallel, rank=rank, store=store, seed=seed, timeout_s=timeout_s)
+    found = body(task, (folder / f"{rank}.phase").write_text)
+    torch.save(found, folder / f"{rank}.found")

@@ -1,0 +1,246 @@
+"""Does one recorded step of a run again: python -m megatron_grpo.replay RUN_DIR step=N policy.parallel.tensor=2"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+
+from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean
+from megatron_grpo.config.help import FAILED, run_command
+from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.config.section import Positive, Seconds
+from megatron_grpo.config.typed import converted
+from megatron_grpo.data.replay_files import library_versions
+
+if TYPE_CHECKING:
+    from megatron_grpo.proof.compare import Comparison, Difference
+    from megatron_grpo.proof.record import RecordedStep
+
+USAGE = """\
+python -m megatron_grpo.replay RUN_DIR step=N [section.key=value ...] [--json]
+
+Does step N of a run again on this machine, from its checkpoint and its rollouts, and compares log-probabilities, loss,
+gradients and the update of the weights: with what the run recorded, and with a second replay in which keys are changed.
+Says in which layer, tensor and token they first differ. Exit code 0: they agree; 1: they differ; 2: a mistake.
+
+  RUN_DIR        folder of the run; logger.replay_every=N of the run keeps what a replay needs (docs/replay.md)
+  step           number of the step
+  section.key    a change, of policy, reference or loss_fn: policy.parallel.tensor=2, policy.precision=float32
+  baseline       run: replay the step unchanged too, and compare the changed replay with it, hidden states included;
+                 record: compare with the record alone, where the run's own layout is too large for this machine (run)
+  device         cpu, or gpu: a GPU for each rank; auto: GPUs where there are any (auto)
+  hidden_tokens  tokens whose hidden states are compared, of the first sequences (4096)
+  timeout_s      deadline of one replay (600)
+  --json         results as JSON
+"""
+_SECTIONS = ("policy.", "reference.", "loss_fn.")
+"""Sections whose keys a replay can change; what other sections decide is recorded."""
+RECORDED, REPLAYED, CHANGED = "recorded", "replayed", "changed"
+"""Names of the sides: what the run recorded, the same again, and the replay with changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRequest:
+    """The checked command line of a replay."""
+
+    run_dir: Path
+    step: Positive
+    overrides: list[str] = field(default_factory=list)
+    baseline: Literal["run", "record"] = "run"
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    hidden_tokens: Positive = 4096
+    """Tokens whose hidden states are compared."""
+    timeout_s: Seconds = 600.0
+    """Deadline of one replay."""
+    json: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    # A step that cannot be done again exits as a mistake does: exit code 1 says that it was done and differs.
+    return run_command("replay: ", arguments, USAGE, _run)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    request = read_request(arguments)
+    record, comparisons = replay(request)
+    agrees = all(one.agrees for one in comparisons)
+    if request.json:
+        print(json.dumps(_as_json(record, comparisons)))
+    else:
+        _print(record, comparisons)
+    return 0 if agrees else FAILED
+
+
+def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
+    """Do the step again, unchanged and changed, and compare each side with those before it.
+
+    Raises:
+        ValueError: the record or the changes cannot be used; says why.
+        RunError: a rank failed, or there is no GPU for each rank.
+    """
+    warnings.filterwarnings("ignore")  # packages warn about their fallbacks
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    from megatron_grpo.proof.compare import compare, recorded, tolerances  # here: torch takes seconds to import
+    from megatron_grpo.proof.record import open_step
+    from megatron_grpo.proof.replay import replay_step
+
+    changed = open_step(request.run_dir, request.step, request.overrides) if request.overrides else None
+    record = open_step(request.run_dir, request.step)
+    if changed is not None:
+        _require_loadable(record, changed.config.policy)
+    sides = {RECORDED: (recorded(record), record.config.policy)}
+    wanted = {CHANGED: changed} if changed is not None else {}
+    if request.baseline == "run" or changed is None:
+        wanted = {REPLAYED: record, **wanted}
+    for name, one in wanted.items():
+        found = replay_step(
+            one, hidden_tokens=request.hidden_tokens, timeout_s=request.timeout_s, gpus=_gpus(request.device)
+        )
+        sides[name] = (found, one.config.policy)
+    comparisons = []
+    names = list(sides)
+    for index, second in enumerate(names):
+        for first in names[index + 1 :]:
+            limits = tolerances(sides[first][1], sides[second][1])
+            compared = compare((first, second), record, (sides[first][0], sides[second][0]), limits)
+            if compared.differences:
+                comparisons.append(compared)
+    if not comparisons:
+        text = "recorded nothing that a replay could be compared with; give a change, such as policy.parallel.tensor=2"
+        raise ConfigError([Problem(f"step={request.step}", text)])
+    return record, comparisons
+
+
+def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
+    """Raise a ConfigError if the checkpoint before the step cannot be loaded with these settings of the policy."""
+    own = record.config.policy
+    changes = {
+        "policy.lora": (own.lora.in_words, policy.lora.in_words),
+        "policy.optimizer.distributed": (own.optimizer.distributed, policy.optimizer.distributed),
+    }
+    problems = [
+        Problem(key, f"was {was} in the run, and is {now}: the state in {record.checkpoint} is of the former kind")
+        for key, (was, now) in changes.items()
+        if was != now and record.checkpoint is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _gpus(device: Literal["auto", "cpu", "gpu"]) -> int:
+    """Number of GPUs to compute on; 0: none."""
+    import torch
+
+    there = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "gpu" and not there:
+        raise ConfigError([Problem("device=gpu", "this machine has no GPU that torch sees")])
+    return there
+
+
+def _as_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """The results, in types that JSON has."""
+    return {
+        "run_dir": str(record.run_dir),
+        "step": record.step,
+        "checkpoint": None if record.checkpoint is None else str(record.checkpoint),
+        "agrees": all(one.agrees for one in comparisons),
+        "versions": {"recorded": _recorded_versions(record), "here": library_versions()},
+        "comparisons": [
+            {
+                "first": one.first,
+                "second": one.second,
+                "agrees": one.agrees,
+                "place": one.place,
+                "differences": [
+                    asdict(each) | {"agrees": each.agrees, "layer": each.layer} for each in one.differences
+                ],
+            }
+            for one in comparisons
+        ],
+    }
+
+
+def _recorded_versions(record: RecordedStep) -> dict[str, str]:
+    return {} if record.figures is None else record.figures.versions
+
+
+def _print(record: RecordedStep, comparisons: Sequence[Comparison]) -> None:
+    """Print a table for each comparison, and where its sides first differ."""
+    state = record.checkpoint or record.model
+    print(f"step {record.step} of {record.run_dir}: {len(record.trajectories)} sequences, from {state}")
+    print(f"layout {_layout(record.config.policy)}")
+    here = library_versions()
+    for name, version in _recorded_versions(record).items():
+        if here.get(name) != version:
+            print(f"{name} was {version} when the step was recorded, and is {here.get(name, 'not installed')} here")
+    for one in comparisons:
+        print(f"\n{one.first} against {one.second}")
+        for each in one.differences:
+            verdict = "ok" if each.agrees else "DIFFER"
+            apart = f"{each.difference:9.1e}  (at most {each.tolerance:.0e})"
+            print(f"  {each.quantity:17} {apart}  {verdict:6}  {_where(each)}")
+        if one.place is not None:
+            print(f"  first difference: {_sentence(one.place)}")
+
+
+def _layout(policy: PolicyConfig) -> str:
+    sizes = {name: size for name, size in asdict(policy.parallel).items() if size and size != 1}
+    return ", ".join([*(f"{name} {size}" for name, size in sizes.items()), policy.precision])
+
+
+def _where(one: Difference) -> str:
+    token = "" if one.token is None else f"token {one.token} of sequence {one.sequence}"
+    return ", ".join(part for part in (one.tensor, token) if part)
+
+
+def _sentence(place: dict[str, Any]) -> str:
+    """The place of a first difference, in words."""
+    layer = "" if place["layer"] is None else f"layer {place['layer']}, "
+    tensor = place["tensor"] or place["quantity"]
+    text = f"{layer}{tensor} ({place['quantity']})"
+    if place["token"] is not None:
+        at = f" at {place['point']}" if place["point"] else ""
+        text += f"; first token{at}: {place['token']} of sequence {place['sequence']}, id {place['token_id']}"
+    return text
+
+
+def read_request(arguments: Sequence[str]) -> ReplayRequest:
+    """The request of a command line.
+
+    Raises:
+        ValueError: an argument is wrong or missing.
+    """
+    values: dict[str, Any] = {"overrides": []}
+    kinds = get_type_hints(ReplayRequest, include_extras=True)
+    own = [name for name in kinds if name not in ("run_dir", "overrides", "json")]
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if argument == "--json":
+            values["json"] = True
+        elif equals and key in own:
+            values[key] = converted(key, text, kinds[key])
+        elif equals and key.startswith(_SECTIONS):
+            values["overrides"].append(argument)
+        elif equals and "." in key:
+            text = "changes nothing in a replay: rollouts, rewards and advantages are the recorded ones"
+            raise ConfigError([Problem(argument, f"{text}; change keys of policy, reference or loss_fn")])
+        elif equals or argument.startswith("-") or "run_dir" in values:
+            hint = did_you_mean(f"{key}=", (*(f"{name}=" for name in own), "--json"))
+            raise ValueError(f"{argument} is not an argument{hint}")
+        else:
+            values["run_dir"] = Path(os.path.expanduser(argument))
+    for name, form in (("run_dir", "RUN_DIR"), ("step", "step=N")):
+        if name not in values:
+            raise ValueError(f"{form} is missing; --help shows what there is")
+    return ReplayRequest(**values)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

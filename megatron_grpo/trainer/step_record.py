@@ -1,0 +1,127 @@
+"""What a step does to a rank's tensors, in few numbers: weights before it, gradients, and the change of the weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.weights.hf_weights import iter_adapter_tensors, iter_hf_tensors
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import ModelRank
+
+SKETCH = 64
+"""Numbers of a sketch."""
+_PIECE = 2**20 * SKETCH
+"""Elements of a tensor that are sketched at a time, so that temporaries stay small beside the tensor."""
+
+
+def sketch(tensor: Tensor, name: str) -> list[float]:
+    """Random projections of a tensor, [...], any float type: SKETCH sums over its elements, each with a random sign.
+
+    The sketch of a difference is the difference of the sketches, and the squares of a sketch's numbers add up to the
+    square of the tensor's norm in expectation, with a standard deviation of about sqrt(2 / SKETCH), 18%, of it (count
+    sketch: Charikar, Chen and Farach-Colton 2002; the estimate: Alon, Matias and Szegedy 1996). Two runs in different
+    layouts can be compared tensor by tensor although neither keeps its tensors. Every element is in exactly one sum;
+    elements of one block of SKETCH are in different ones. Signs and sums follow from
+    the name and the element's number; sums are in float64.
+    """
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    flat, sums = tensor.detach().reshape(-1), torch.zeros(SKETCH, dtype=torch.float64, device=tensor.device)
+    columns = torch.arange(SKETCH, device=flat.device)
+    for begin in range(0, len(flat), _PIECE):
+        values = flat[begin : begin + _PIECE].double()
+        values = torch.nn.functional.pad(values, (0, -len(values) % SKETCH))
+        numbers = torch.arange(begin, begin + len(values), device=flat.device)
+        blocks = (values * (1 - 2 * (_mixed(numbers + seed) & 1))).view(-1, SKETCH)
+        turned = columns + _mixed(numbers[::SKETCH] - seed)[:, None] % SKETCH
+        sums += blocks.gather(1, turned % SKETCH).sum(dim=0)
+    return sums.tolist()
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Pseudo-random bits of integers, int64 to int64: the mixing function of SplitMix64 (Steele et al. 2014)."""
+    mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15; products wrap around
+    mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return mixed ^ (mixed >> 31)
+
+
+class StepRecorder:
+    """Sketches of a rank's tensors between `begin` and `end`; all methods are collective over the ranks of the model.
+
+    The first rank of each pipeline stage has the figures of the stage's tensors, the others have none. The gradient
+    buffers serve to gather the change of the weights too: in float32 they hold a number for each trained weight, cut
+    into the parts that the ranks update. Where the optimizer keeps its weights in a form of its own
+    (policy.optimizer.precision_aware, cpu_offload) there are no figures of updates.
+    """
+
+    def __init__(self, rank: ModelRank) -> None:
+        self._rank = rank
+        self._figures: list[TensorFigure] | None = None
+        self._before: list[Tensor] = []
+        self._steps = 0
+
+    def begin(self) -> None:
+        """Note the weights; from now on `add_gradient` does something."""
+        rank, settings = self._rank, self._rank.config.optimizer
+        weights = iter_hf_tensors(rank.whole_chunks(), rank.shape)
+        self._figures, self._steps = list(_figures("weight", 0, weights)), 0
+        follows = not (settings.precision_aware or settings.cpu_offload)
+        own = rank.optimizer.own_weights() if follows else iter(())
+        self._before = [part.to("cpu", torch.float32, copy=True) for _, _, part in own]
+
+    def add_gradient(self) -> None:
+        """Note the gradient of an optimizer step, between its norm and the step; nothing unless a step is recorded."""
+        if self._figures is not None:
+            self._figures += self._of_buffers("gradient", self._steps)
+            self._steps += 1
+
+    @torch.no_grad()
+    def end(self) -> list[TensorFigure]:
+        """Note the change of the weights since `begin`, and return all figures."""
+        figures, self._figures = self._figures, None
+        assert figures is not None, "the step was begun"
+        if self._before and self._steps:
+            own = self._rank.optimizer.own_weights()
+            for (parameter, start, part), before in zip(own, self._before, strict=True):
+                change = part.float() - before.to(part.device)
+                parameter.main_grad.view(-1)[start : start + len(change)] = change
+            figures += self._of_buffers("update", 0)
+        self._before = []
+        return figures
+
+    def _of_buffers(self, kind: Literal["gradient", "update"], step: int) -> list[TensorFigure]:
+        """Figures of what the gradient buffers hold, the other ranks' parts included."""
+        rank = self._rank
+        rank.optimizer.complete_gradients()
+        chunks = rank.chunks
+        found = list(_figures(kind, step, iter_hf_tensors(chunks, rank.shape, lambda bound: _buffer(bound.parameter))))
+        if rank.config.lora.rank:
+            found += _figures(kind, step, iter_adapter_tensors(chunks, rank.shape, _gradient))
+        return found
+
+
+def _buffer(parameter: Any) -> Tensor | None:
+    """The gradient buffer of a parameter, in its shape; None: it is not trained."""
+    held: Tensor | None = getattr(parameter, "main_grad", None)
+    return held
+
+
+def _gradient(adapter: Any) -> Tensor:
+    held = _buffer(adapter)
+    assert held is not None, "adapters are trained"
+    return held
+
+
+def _figures(
+    kind: Literal["weight", "gradient", "update"], step: int, tensors: Iterator[tuple[str, Tensor | None]]
+) -> Iterator[TensorFigure]:
+    for name, tensor in tensors:
+        if tensor is not None:
+            yield TensorFigure(kind, step, name, float(tensor.double().norm()), sketch(tensor, name))

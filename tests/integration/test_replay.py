@@ -1,0 +1,59 @@
+"""Steps of a real run, done again: the same layout to the last digit, another one within rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo import replay
+from megatron_grpo.data.replay_files import figures_file
+from megatron_grpo.data.rollout_files import recorded_steps
+from tests.integration.runs import TrainingRun
+
+SHORT = (
+    "grpo.num_prompts_per_step=8",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "grpo.max_num_steps=5",
+    "policy.parallel.pipeline=1",
+    "policy.parallel.data=2",
+    "generation.parallel.pipeline=1",
+    "checkpointing.metric_name=null",
+    "checkpointing.keep_top_k=1",
+    "checkpointing.save_period=100",
+    "logger.rollouts=off",
+    "logger.replay_every=2",
+)
+
+
+def results(run: TrainingRun, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code and the comparisons of a replay of step 4."""
+    code = replay.main([str(run.run_dir), "step=4", "device=cpu", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)["comparisons"]
+
+
+@pytest.mark.slow
+def test_a_recorded_step_comes_out_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = TrainingRun(tmp_path / "run", *SHORT)
+    assert run.finish() == 0, run.log()
+    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["step_1", "step_3", "step_5"]
+    assert list(recorded_steps(run.run_dir)) == [2, 4]
+    assert all(figures_file(run.run_dir, step).is_file() for step in (2, 4))
+    code, (same,) = results(run, capsys)
+    assert code == 0, same
+    largest = {one["quantity"]: one["difference"] for one in same["differences"]}
+    assert largest.keys() == {"weights", "log-probabilities", "loss", "gradient norm", "gradients", "update"}
+    assert largest["weights"] == 0, "the checkpoint holds the weights that the step began with"
+    assert all(difference <= 1e-6 for difference in largest.values()), largest
+    code, comparisons = results(run, capsys, "policy.parallel.data=1", "policy.parallel.pipeline=2")
+    assert code == 0, comparisons
+    assert [(one["first"], one["second"]) for one in comparisons] == [
+        ("replayed", "recorded"),
+        ("changed", "recorded"),
+        ("changed", "replayed"),
+    ]

@@ -1,0 +1,133 @@
+"""The replay command on real ranks: layouts agree at float32, and a planted change is found where it was planted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_grpo import replay
+from megatron_grpo.data.rollout_files import read_rollouts
+from tests.support.recorded_run import make_recorded_run
+
+KL = {"loss_fn": {"reference_policy_kl_penalty": 0.05}}
+LORA = {"policy": {"lora": {"rank": 4, "alpha": 8}}}
+STEPS = {"policy": {"train_global_batch_samples": 6, "packing": False}, "grpo": {"seq_logprob_error_threshold": 1e9}}
+
+
+def replayed(run_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code of a replay on the CPU, and its results."""
+    code = replay.main([str(run_dir), "step=1", "device=cpu", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def layout(**sizes: Any) -> list[str]:
+    return [f"policy.parallel.{name}={str(size).lower()}" for name, size in sizes.items()]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "sizes"),
+    [
+        ("qwen3", KL, {"tensor": 2, "sequence": True}),
+        pytest.param("qwen3_moe", {}, {"expert": 2, "data": 2}),
+        pytest.param("qwen3", LORA, {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3", LORA, {"pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3", KL, {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {}, {"context": 2, "data": 2}, marks=pytest.mark.slow),
+        pytest.param("gemma3", {}, {"tensor": 2, "pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", KL, {"tensor": 2, "sequence": True, "expert": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {}, {"pipeline": 2, "expert": 2, "data": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layouts_agree_at_float32(
+    family: str, settings: dict[str, Any], sizes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_recorded_run(tmp_path, family, **settings)
+    code, found = replayed(run_dir, capsys, *layout(**sizes))
+    (compared,) = found["comparisons"]
+    apart = {one["quantity"]: one for one in compared["differences"]}
+    assert (code, found["agrees"]) == (0, True), compared
+    assert list(apart) == [
+        "weights",
+        "hidden states",
+        "log-probabilities",
+        "loss",
+        "gradient norm",
+        "gradients",
+        "update",
+    ]
+    assert apart["weights"]["difference"] == 0
+    assert 0 < apart["hidden states"]["difference"] <= 2e-5, "layouts add in another order, and nothing else differs"
+    assert 0 < apart["gradients"]["difference"] <= 2e-4
+
+
+@pytest.mark.slow
+def test_several_optimizer_steps_and_padded_batches_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_recorded_run(tmp_path, prev=True, **STEPS)
+    code, found = replayed(run_dir, capsys, *layout(data=2), "policy.packing=true")
+    of_record, _, changed = found["comparisons"]
+    assert (changed["second"], changed["agrees"]) == ("replayed", True), changed
+    assert (code, of_record["second"], of_record["agrees"]) == (1, "recorded", False), "the engine's were recorded"
+    assert [one["quantity"] for one in of_record["differences"]] == ["log-probabilities"]
+
+
+def altered(run_dir: Path, tensor: str, change: torch.Tensor | float, row: int) -> str:
+    """An override that names a copy of the run's model with one row of a tensor changed."""
+    source, target = run_dir.with_name("model"), run_dir.with_name("altered")
+    shutil.copytree(source, target)
+    (file,) = target.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[tensor][row] += change
+    save_file(tensors, file, metadata={"format": "pt"})
+    return f"policy.model.path={target}"
+
+
+def test_one_changed_weight_of_one_layer_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_recorded_run(tmp_path)
+    change = torch.zeros(96)
+    change[7] = 0.05
+    override = altered(run_dir, "model.layers.2.mlp.down_proj.weight", change, 3)
+    code, found = replayed(run_dir, capsys, override, *layout(pipeline=2))
+    (compared,) = found["comparisons"]
+    assert code == 1
+    assert not found["agrees"]
+    place = compared["place"]
+    assert (place["quantity"], place["layer"]) == ("weights", 2)
+    assert place["tensor"] == "model.layers.2.mlp.down_proj.weight"
+    assert place["point"] == "layers.2.mlp"
+    hidden = next(one for one in compared["differences"] if one["quantity"] == "hidden states")
+    assert (hidden["tensor"], hidden["layer"]) == ("layers.2.mlp", 2)
+
+
+def test_a_changed_embedding_is_found_at_the_first_token_that_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_recorded_run(tmp_path)
+    row = next(iter(read_rollouts(run_dir, 1)))["token_ids"]
+    token_id = int(row[4])
+    assert token_id not in row[:4]
+    code, found = replayed(run_dir, capsys, altered(run_dir, "model.embed_tokens.weight", 0.5, token_id))
+    place = found["comparisons"][0]["place"]
+    assert code == 1
+    assert place["tensor"] == "model.embed_tokens.weight"
+    assert (place["point"], place["sequence"], place["token"], place["token_id"]) == ("embedding", 0, 4, token_id)
+
+
+def test_what_cannot_be_replayed_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = make_recorded_run(tmp_path, step=2)
+    cases = {
+        ("step=1",): "has no rollouts in",
+        ("step=2",): "begins with the state of",
+        ("step=2", "grpo.max_num_steps=3"): "changes nothing in a replay",
+        ("step=2", "policy.paralel.tensor=2"): "did you mean policy.parallel.tensor",
+        (): "step=N is missing",
+    }
+    for arguments, expected in cases.items():
+        assert replay.main([str(run_dir), *arguments]) == 2
+        assert expected in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""A run's folder as a step leaves it, without Ray: configuration, rollouts of a made-up step, and a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.config.typed import typed
+from megatron_grpo.controller.directory import record_start
+from megatron_grpo.data.rollout_files import Learnt, RunFacts, StepRecord, rollouts_file, write_rollouts
+from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.proof.models import prepare_model
+from megatron_grpo.weights.families import shape_of_folder
+from tests.support.recording import make_facts
+
+PROMPTS, SAMPLES = 3, 4
+
+
+def make_recorded_run(
+    folder: Path, family: str = "qwen3", *, step: int = 1, prev: bool = False, **sections: Any
+) -> Path:
+    """The folder of a run that made step `step`: `PROMPTS` prompts with `SAMPLES` responses of different lengths.
+
+    Args:
+        folder: folder of the test.
+        family: family of the tiny model.
+        prev: whether the step knew the policy's log-probabilities, which are then those of the engine.
+        sections: values of the configuration by section, over float32 and no KL penalty.
+    """
+    model = prepare_model(f"tiny:{family}", False, folder / "model", 0)
+    values = {
+        "policy": {"model": {"path": str(model)}, "precision": "float32", "microbatch_tokens": 64, "threads": 1},
+        "grpo": {"num_prompts_per_step": PROMPTS, "num_generations_per_prompt": SAMPLES, "max_num_steps": 4},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "data": {"train_path": "prompts.jsonl"},
+    }
+    for name, section in sections.items():
+        values.setdefault(name, {}).update(section)
+    config, problems = typed(values, "grpo")
+    assert config is not None
+    assert not problems, problems
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    record_start(run_dir, config)
+    vocab = shape_of_folder(model).vocab
+    facts = RunFacts(
+        prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_num_steps=4, vocab=vocab, vocabulary=None
+    )
+    record = StepRecord(facts, make_facts())
+    write_rollouts(rollouts_file(run_dir, step), list(_groups(vocab, prev)), record.metadata())
+    return run_dir
+
+
+def _groups(vocab: int, prev: bool) -> Any:
+    """The groups of the step: random tokens, one response in two spans, one without a reward."""
+    draw = np.random.default_rng(0)
+    for group in range(PROMPTS):
+        prompt = draw.integers(0, vocab, 3 + group)
+        rollouts = []
+        for sample in range(SAMPLES):
+            sampled = int(draw.integers(3, 17))
+            start, end = len(prompt), len(prompt) + sampled
+            spans = [Span(start, start + 1, 0), Span(start + 2, end, 0)] if sample == 1 else [Span(start, end, 0)]
+            count = sum(span.end - span.start for span in spans)
+            one = Trajectory(
+                prompt_idx=group,
+                group=group,
+                sample=sample,
+                token_ids=np.concatenate([prompt, draw.integers(0, vocab, sampled)]).astype(np.int32),
+                spans=spans,
+                logprobs=-draw.random(count).astype(np.float32),
+                response="",
+                stop_reason="length" if sample == 2 else "stop",
+                reward=None if (group, sample) == (1, 3) else float(sample),
+            )
+            advantages = np.full(count, float(draw.normal()), dtype=np.float32)
+            rollouts.append((one, Learnt(advantages, one.logprobs if prev else None)))
+        yield group, rollouts

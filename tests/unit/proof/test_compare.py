@@ -1,0 +1,167 @@
+"""Comparisons of two sides of a step: what counts as rounding, and where the sides first differ."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.config.schema import Fp8Config, PolicyConfig
+from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.proof.compare import TOLERANCES, Difference, compare, tolerances
+from megatron_grpo.proof.record import RecordedStep, open_step
+from megatron_grpo.proof.replay import Replayed
+from megatron_grpo.trainer.group import TrainResult
+from tests.support.recorded_run import make_recorded_run
+
+LIMITS = TOLERANCES["float32"]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> RecordedStep:
+    return open_step(make_recorded_run(tmp_path_factory.mktemp("run")), 1)
+
+
+def side(record: RecordedStep, **changes: Any) -> Replayed:
+    """Hidden states of ones, log-probabilities of -1, and tensors of norm 1 whose sketch has one number."""
+    tokens = int(record.lengths.sum())
+    points = ["embedding", "layers.0.mlp", "layers.0", "layers.1.mlp", "layers.1", "norm"]
+    names = [
+        "model.embed_tokens.weight",
+        *(f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 1, 10)),
+        "lm_head.weight",
+    ]
+    tensors = [TensorFigure(kind, 0, name, 1.0, [1.0]) for kind in ("weight", "gradient", "update") for name in names]
+    hidden = {point: torch.ones(tokens, 4) for point in points}
+    given = {
+        "logprobs": -torch.ones(tokens),
+        "result": TrainResult(0.5, 2.0, 0.1),
+        "tensors": tensors,
+        "hidden": hidden,
+    }
+    return Replayed(**{**given, **changes})
+
+
+def apart(record: RecordedStep, other: Replayed) -> dict[str, Difference]:
+    found = compare(("other", "one"), record, (other, side(record)), LIMITS)
+    return {one.quantity: one for one in found.differences}
+
+
+def moved(record: RecordedStep, kind: str, *names: str, by: float) -> Replayed:
+    """Tensors of a kind whose names contain one of these, moved by a share of their norm."""
+
+    def change(one: TensorFigure) -> TensorFigure:
+        hit = one.kind == kind and any(name in one.name for name in names)
+        return TensorFigure(one.kind, 0, one.name, 1.0, [1.0 + by]) if hit else one
+
+    return side(record, tensors=[change(one) for one in side(record).tensors])
+
+
+def test_equal_sides_agree_in_everything(record: RecordedStep) -> None:
+    found = compare(("a", "b"), record, (side(record), side(record)), LIMITS)
+    assert found.agrees
+    assert found.place is None
+    assert [one.quantity for one in found.differences] == list(LIMITS), "in the order of computation"
+    assert {one.difference for one in found.differences} == {0.0}
+
+
+def test_what_only_one_side_knows_is_not_compared(record: RecordedStep) -> None:
+    found = apart(record, side(record, logprobs=None, tensors=[], hidden={}))
+    assert list(found) == ["loss", "gradient norm"]
+    assert not apart(record, side(record, logprobs=None, tensors=[], hidden={}, result=None))
+
+
+def test_the_first_point_in_the_order_of_computation_is_named_with_its_first_token(record: RecordedStep) -> None:
+    hidden = side(record).hidden
+    first = int(record.lengths[0])
+    hidden["layers.1.mlp"][first + 2, 1] += 1e-2  # the third token of the second sequence
+    hidden["layers.1.mlp"][first + 3, 1] += 5.0
+    hidden["layers.1"][0] += 9.0
+    found = apart(record, side(record, hidden=hidden))["hidden states"]
+    assert (found.tensor, found.layer, found.sequence, found.token) == ("layers.1.mlp", 1, 1, 2)
+    assert found.token_id == record.trajectories[1].token_ids[2]
+    assert found.difference == pytest.approx(2.5, rel=1e-3), (
+        "the largest of the point, relative to the token's norm of 2"
+    )
+
+
+def test_tokens_that_were_not_captured_are_left_out_and_nan_is_not(record: RecordedStep) -> None:
+    hidden = {"norm": side(record).hidden["norm"]}
+    hidden["norm"][5:] = math.nan
+    same = {"norm": hidden["norm"].clone()}
+    pair = (side(record, hidden=hidden), side(record, hidden=same))
+    assert compare(("a", "b"), record, pair, LIMITS).agrees
+    hidden["norm"][2, 3] = math.nan
+    (broken,) = [one for one in compare(("a", "b"), record, pair, LIMITS).differences if not one.agrees]
+    assert (broken.quantity, broken.token) == ("hidden states", 2)
+
+
+def test_weights_are_named_forwards_and_gradients_backwards(record: RecordedStep) -> None:
+    names = ("layers.1.", "layers.10.", "layers.0.")
+    weights = apart(record, moved(record, "weight", *names, by=1e-3))["weights"]
+    assert (weights.layer, weights.agrees) == (0, False)
+    gradients = apart(record, moved(record, "gradient", *names, by=1e-2))["gradients"]
+    assert (gradients.layer, gradients.difference) == (10, pytest.approx(1e-2))
+    head = apart(record, moved(record, "gradient", "lm_head", "embed", by=1e-2))["gradients"]
+    assert (head.tensor, head.layer) == ("lm_head.weight", None)
+
+
+def test_a_tensor_that_is_rounding_alone_is_measured_against_all(record: RecordedStep) -> None:
+    """The gradient of a bias of keys is zero but for rounding."""
+    noise = [TensorFigure("gradient", 0, "model.layers.0.self_attn.k_proj.bias", 1e-7, [1e-7])]
+    other = [TensorFigure("gradient", 0, "model.layers.0.self_attn.k_proj.bias", 1e-7, [-1e-7])]
+    one = side(record, tensors=[*side(record).tensors, *noise])
+    two = side(record, tensors=[*side(record).tensors, *other])
+    assert compare(("a", "b"), record, (one, two), LIMITS).agrees
+
+
+def test_a_tensor_that_one_side_lacks_differs(record: RecordedStep) -> None:
+    lacking = side(record, tensors=[one for one in side(record).tensors if "layers.1." not in one.name])
+    found = apart(record, lacking)
+    assert (found["weights"].tensor, found["weights"].difference) == ("model.layers.1.mlp.up_proj.weight", math.inf)
+
+
+def test_the_update_is_compared_as_a_whole(record: RecordedStep) -> None:
+    found = apart(record, moved(record, "update", "layers.1.", by=0.04))["update"]
+    assert found.difference == pytest.approx(0.04 / math.sqrt(5))
+    assert (found.tensor, found.agrees) == ("model.layers.1.mlp.up_proj.weight", True)
+    assert not apart(record, moved(record, "update", "layers.1.", by=0.06))["update"].agrees
+
+
+def test_log_probabilities_and_numbers_of_the_step(record: RecordedStep) -> None:
+    logprobs = side(record).logprobs
+    assert logprobs is not None
+    logprobs[int(record.lengths[0]) + 4] += 1e-3
+    found = apart(record, side(record, logprobs=logprobs, result=TrainResult(0.5 + 1e-4, 2.0 + 1e-3, 0.1)))
+    assert (found["log-probabilities"].sequence, found["log-probabilities"].token) == (1, 4)
+    assert found["loss"].difference == pytest.approx(1e-4), "absolute below 1"
+    assert found["gradient norm"].difference == pytest.approx(5e-4)
+    place = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record)), LIMITS).place
+    assert place is not None
+    assert (place["quantity"], place["sequence"], place["token"]) == ("log-probabilities", 1, 4)
+
+
+def test_the_coarser_precision_decides() -> None:
+    plain, half = PolicyConfig(precision="float32"), PolicyConfig(precision="bfloat16")
+    eight = PolicyConfig(precision="bfloat16", fp8=Fp8Config(format="hybrid"))
+    assert tolerances(plain, plain) is TOLERANCES["float32"]
+    assert tolerances(plain, half) is TOLERANCES["bfloat16"]
+    assert tolerances(eight, plain) is TOLERANCES["fp8"]
+
+
+def test_values_of_sampled_tokens_come_to_their_places(record: RecordedStep, tmp_path: Path) -> None:
+    tokens = record.tokens()
+    assert tokens.lengths == record.lengths.tolist()
+    rows = zip(tokens.fields.sampled.split(tokens.lengths), record.trajectories, strict=True)  # type: ignore[union-attr]
+    for sampled, one in rows:
+        places = [place for span in one.spans for place in range(span.start, span.end)]
+        assert torch.nonzero(sampled)[:, 0].tolist() == places
+    generation = tokens.fields.generation_logprobs
+    assert generation is not None
+    first = record.trajectories[0]
+    assert generation[first.spans[0].start : first.spans[0].end].tolist() == first.logprobs.tolist()
+    with pytest.raises(ValueError, match="has no such values"):
+        record.at_sampled(record.prev_logprobs)
