@@ -17,9 +17,12 @@ from torch import Tensor
 from megatron_grpo import doctor
 from megatron_grpo.data.rollout_files import Learnt
 from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.proof import trainer_side
 from megatron_grpo.proof.diagnosis import Distance, best_explanation
 from megatron_grpo.proof.doctor import Diagnosis, Request, diagnose
+from megatron_grpo.proof.prompts import TEMPLATES
 from megatron_grpo.proof.suspects import Suspect, pursue
+from megatron_grpo.trainer.rank import PolicyRank
 from tests.support.recorded_runs import EOS, RecordedRun, edited_copy, make_run, sampled
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -146,8 +149,6 @@ CHATML = "the chat template of ChatML"
 
 def test_a_template_of_which_the_engine_alone_knew_is_named(dense: RecordedRun, tmp_path: Path) -> None:
     template = tmp_path / "chatml.jinja"
-    from megatron_grpo.proof.prompts import TEMPLATES
-
     template.write_text(TEMPLATES["ChatML"])
     other = replace(dense.config, data=replace(dense.config.data, chat_template=str(template)))
     dense.write(1, sampled(dense.versions[0], dense.prompts(other), recorded=dense.prompts()))
@@ -230,6 +231,25 @@ def test_types_of_the_two_sides_that_differ_are_named(dense: RecordedRun, tmp_pa
     run = replace(dense, config=replace(dense.config, generation=generation))
     run.write(1, sampled(run.versions[0], run.prompts(), dtype=torch.bfloat16))
     assert only(examined(run, tmp_path / "scratch", step=1)) == ("precision", "precision")
+
+
+class SpoiledRank(PolicyRank):
+    """A trainer that multiplies by another matrix in one place than its weights say."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        with torch.no_grad():
+            self.chunks[0].decoder.layers[2].mlp.linear_fc2.weight.mul_(torch.linspace(0.9, 1.1, 96))
+
+
+def test_what_no_suspect_explains_is_found_layer_by_layer(
+    dense: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_side, "PolicyRank", SpoiledRank)
+    dense.write(1, sampled(dense.versions[0], dense.prompts()))
+    found = examined(dense, tmp_path / "scratch", step=1)
+    assert only(found) == ("layer", "first_layer")
+    assert "the trainer computes layers.2.mlp otherwise" in found.findings[0].text
 
 
 def test_a_filter_of_sampling_is_named(dense: RecordedRun, tmp_path: Path) -> None:
