@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.proof.evidence import Evidence, joined_spans
-from megatron_grpo.proof.suspects import Cause, Prediction, Suspect, residual
+from megatron_grpo.proof.suspects import Cause, Prediction, Side, Suspect, residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +212,22 @@ def first_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolera
     return None
 
 
-def where_apart(evidence: Evidence, recorded: Tensor, base: Tensor, rounding: Distance) -> str:
-    """Where a record that nothing explains differs from the oracle, as text."""
+def rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[int]:
+    """Numbers of the rollouts whose record differs from the oracle by more than rounding explains.
+
+    Args:
+        side: the record.
+        base: [tokens], float32: the oracle's log-probabilities.
+        rounding: distance that rounding explains.
+    """
+    pairs = zip(side.recorded.split(side.lengths), base.split(side.lengths), strict=True)
+    return [number for number, (own, other) in enumerate(pairs) if not Distance.between(own, other).within(rounding)]
+
+
+def where_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
+    """Where a record that nothing explains differs from the oracle, as text; `lengths`: tokens of each rollout."""
     apart = residual(recorded, base) > rounding.worst
-    lengths = [len(one.kept) for one in evidence.rollouts]
-    pieces: Sequence[Tensor] = apart.split(lengths)
+    pieces: Sequence[Tensor] = apart.split(list(lengths))
     first = [int(piece.nonzero()[0]) for piece in pieces if piece.any()]
     rollouts = f"{len(first)} of {len(lengths)} rollouts"
     text = f"{float(apart.float().mean()):.1%} of the tokens, in {rollouts}, differ by more than {rounding.worst:.1g}"

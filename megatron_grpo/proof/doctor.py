@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,20 +20,22 @@ from megatron_grpo.proof.diagnosis import (
     best_explanation,
     first_apart,
     record_findings,
+    rollouts_apart,
     rounding_of,
     stop_token_finding,
     where_apart,
 )
 from megatron_grpo.proof.engine_side import engine_again
-from megatron_grpo.proof.evidence import Evidence, Weights, read_evidence
-from megatron_grpo.proof.oracle import Law, Oracle
+from megatron_grpo.proof.evidence import Evidence, Rollout, Weights, read_evidence
+from megatron_grpo.proof.oracle import Law, Oracle, Tokens
 from megatron_grpo.proof.prompts import Rendering, configured, others
 from megatron_grpo.proof.suspects import (
     PRECISION,
     Cause,
     Prediction,
     Side,
-    layer_suspects,
+    SideName,
+    gate_up_suspects,
     prompt_suspects,
     residual,
     rope_suspects,
@@ -134,7 +136,7 @@ class Examination:
         recorded = evidence.column("prev_logprobs")
         version = evidence.step - 1
         if recorded is None or version not in self._weights.versions:
-            version, recorded = evidence.version, self._trainer(evidence.version)[0]
+            version, recorded = evidence.version, self._trainer(evidence.version, evidence.tokens)[0]
             found.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         trainer = self._side("trainer", version, recorded, Law(temperature=engine.law.temperature))
         found.findings += self._judged(trainer, self._config.policy.precision, version)
@@ -170,17 +172,20 @@ class Examination:
             self._oracles[key] = Oracle(self._weights.folder(version), dtype)
         return self._oracles[key]
 
-    def _side(self, name: str, version: int, recorded: Tensor | None, law: Law) -> Side:
+    def _side(self, name: SideName, version: int, recorded: Tensor | None, law: Law) -> Side:
         assert recorded is not None, "generation always records its log-probabilities"
-        return Side(name, self._oracle(version), self._evidence.tokens, law, recorded)  # type: ignore[arg-type]
+        rollouts, tokens = self._evidence.rollouts, self._evidence.tokens
+        return Side(name, self._oracle(version), rollouts, tokens, law, recorded)
 
     @property
     def _engine_dtype(self) -> str:
         return self._config.generation.engine.dtype or self._config.policy.precision
 
-    def _trainer(self, version: int, *, hidden: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """The trainer's log-probabilities of the scored tokens, and its hidden states."""
-        return trainer_again(self._config, self._weights.folder(version), self._evidence.tokens, hidden=hidden)
+    def _trainer(
+        self, version: int, tokens: Sequence[Tokens], *, hidden: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The trainer's log-probabilities of sequences, and its hidden states."""
+        return trainer_again(self._config, self._weights.folder(version), tokens, hidden=hidden)
 
     def _judged(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
         """What is wrong with a side, if its record differs from the oracle by more than rounding."""
@@ -196,21 +201,26 @@ class Examination:
             if stop is not None:
                 yield stop
                 return
-        groups = self._groups(side, base, version)
-        yield best_explanation(side.name, side.recorded, base, groups, rounding) or self._unexplained(
-            side, base, version
-        )
+        apart = rollouts_apart(side, base, rounding)  # one of several engines may be wrong
+        part, base = side.of_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
+        groups = self._groups(part, base, version)
+        finding = best_explanation(part.name, part.recorded, base, groups, rounding)
+        finding = finding or self._unexplained(part, base, version)
+        if len(apart) < len(side.rollouts):
+            text = f"{finding.text} (in {len(apart)} of {len(side.rollouts)} rollouts)"
+            finding = replace(finding, text=text)
+        yield finding
 
     def _groups(self, side: Side, base: Tensor, version: int) -> Iterator[Iterable[Prediction]]:
         """Suspects in groups; a group is computed only if none before it explains the record."""
         yield sampling_suspects(side)
         if side.name == "engine":
-            yield prompt_suspects(side, self._other_prompts())
+            yield prompt_suspects(side, self._other_prompts(side.rollouts))
         near = sorted((one for one in self._weights.versions if one != version), key=lambda one: abs(version - one))
         yield version_suspects(side, version, ((one, self._oracle(one)) for one in near[:NEAREST]))
         yield rope_suspects(side)
         yield router_suspects(side)
-        yield layer_suspects(side)
+        yield gate_up_suspects(side)
         yield rounded_weight_suspects(side)
         earlier = [one for one in near if one < version]
         for one in dict.fromkeys([*earlier[:1], *earlier[-1:]]):
@@ -246,7 +256,7 @@ class Examination:
         return [*fp8, *(["policy.quantization"] if policy.quantization else [])]
 
     def _unknown(self, side: Side, base: Tensor) -> Finding:
-        where = where_apart(self._evidence, side.recorded, base, rounding_of(base, None))
+        where = where_apart(side.lengths, side.recorded, base, rounding_of(base, None))
         text, before = f"no suspect explains the {side.name}: {where}", Distance.between(side.recorded, base)
         return Finding("unexplained", "unexplained", text, UNKNOWN[side.name], before)
 
@@ -254,13 +264,12 @@ class Examination:
         """A finding from the side's own code, run again with the same weights; None: it was not asked for."""
         if side.name == "engine" and not self._again:
             return None
-        folder, tokens = self._weights.folder(version), self._evidence.tokens
-        law = side.law
+        folder, tokens, law = self._weights.folder(version), side.tokens, side.law
         if side.name == "engine":  # vLLM computes the log-probabilities of a prompt's tokens from its raw logits
             law = Law()
             logprobs, states = engine_again(self._config, folder, tokens)
         else:
-            logprobs, states = self._trainer(version, hidden=True)
+            logprobs, states = self._trainer(version, tokens, hidden=True)
         before, again = Distance.between(side.recorded, base), Distance.between(logprobs, side.predict(law=law))
         if again.mean < before.mean / 10:
             text = (
@@ -333,14 +342,15 @@ class Examination:
             return []
         return list(others(self._config, self._model, sorted(self._configured.prompts)))
 
-    def _other_prompts(self) -> dict[str, tuple[str, list[Tensor]]]:
-        """Prompts of the scored rollouts under other settings, by description, with the key of the setting."""
+    def _other_prompts(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, list[Tokens]]]:
+        """Rollouts behind prompts of other settings, by description, with the key of the setting."""
         settings = [] if self._configured is None else [self._configured, *self._others]
         found = {}
         for one in settings:
-            prompts = [torch.tensor(one.prompts[rollout.row["prompt_idx"]]) for rollout in self._evidence.rollouts]
-            if all(len(prompt) for prompt in prompts):
-                found[one.text] = (one.key, prompts)
+            prompts = [one.prompts[rollout.row["prompt_idx"]] for rollout in rollouts]
+            if all(prompts):
+                sequences = [rollout.behind(prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+                found[one.text] = (one.key, sequences)
         return found
 
 

@@ -41,6 +41,13 @@ class Rollout:
         kept, whole = self.tokens.places <= position, self.tokens
         return Rollout(self.row, Tokens(whole.ids, whole.places[kept], whole.begins[kept]), self.kept[kept])
 
+    def behind(self, prompt: Sequence[int]) -> Tokens:
+        """The sequence with another prompt, token ids, before its first response."""
+        whole, first = self.tokens, int(self.row["spans"][0][0])
+        shift = len(prompt) - first
+        ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), whole.ids[first:]])
+        return Tokens(ids, whole.places + shift, whole.begins + shift)
+
     def column(self, name: str) -> Tensor:
         """A column of sampled tokens at the chosen ones: [chosen tokens], float32."""
         return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.kept]

@@ -9,10 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_grpo.proof.evidence import Rollout
 from megatron_grpo.proof.oracle import Law, Oracle, RouterPart, Tokens
 
 Cause = Literal["tokens", "weights", "precision", "layer", "sampling", "staleness", "routing", "unexplained"]
 """Kinds of reasons why training and generation differ."""
+SideName = Literal["engine", "trainer"]
 LARGEST = 40.0
 """Differences are cut to this size, as in the metrics of a step (docs/metrics.md)."""
 
@@ -43,13 +45,30 @@ def residual(recorded: Tensor, predicted: Tensor) -> Tensor:
 class Side:
     """A source of recorded log-probabilities, and the oracle for it."""
 
-    name: Literal["engine", "trainer"]
+    name: SideName
     oracle: Oracle
+    rollouts: Sequence[Rollout]
     tokens: Sequence[Tokens]
+    """The sequences of the rollouts, or with other prompts."""
     law: Law
     """The distribution that the configuration says."""
     recorded: Tensor
     """[tokens], float32."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Scored tokens of each rollout."""
+        return [len(one.kept) for one in self.rollouts]
+
+    def of_rollouts(self, numbers: Sequence[int]) -> Side:
+        """The side with some of its rollouts."""
+        pieces = self.recorded.split(self.lengths)
+        return replace(
+            self,
+            rollouts=[self.rollouts[number] for number in numbers],
+            tokens=[self.tokens[number] for number in numbers],
+            recorded=torch.cat([pieces[number] for number in numbers]),
+        )
 
     def predict(self, **changes: Any) -> Tensor:
         """The oracle's log-probabilities, [tokens], float32; `changes`: fields of the side."""
@@ -97,18 +116,10 @@ def _fitted_temperature(side: Side) -> tuple[float, Tensor]:
     return best
 
 
-def prompt_suspects(side: Side, prompts: Mapping[str, tuple[str, Sequence[Tensor]]]) -> Iterator[Prediction]:
-    """Other prompts before the same responses; `prompts`: by description, the key and the prompts, [tokens] each."""
-    for text, (key, others) in prompts.items():
-        tokens = [with_prompt(one, other) for one, other in zip(side.tokens, others, strict=True)]
+def prompt_suspects(side: Side, others: Mapping[str, tuple[str, Sequence[Tokens]]]) -> Iterator[Prediction]:
+    """Other prompts before the same responses; `others`: by description, the key and the sequences."""
+    for text, (key, tokens) in others.items():
         yield Suspect("wrong_template", "tokens", f"has seen another prompt: {text}", key), side.predict(tokens=tokens)
-
-
-def with_prompt(tokens: Tokens, prompt: Tensor) -> Tokens:
-    """A sequence with other tokens, [prompt tokens], int64, before its first response."""
-    first = int(tokens.begins.min())
-    shift = len(prompt) - first
-    return Tokens(torch.cat([prompt, tokens.ids[first:]]), tokens.places + shift, tokens.begins + shift)
 
 
 def version_suspects(side: Side, version: int, others: Iterable[tuple[int, Oracle]]) -> Iterator[Prediction]:
@@ -123,7 +134,7 @@ def version_suspects(side: Side, version: int, others: Iterable[tuple[int, Oracl
 REFIT = "refit.mode=broadcast (another transport, with vLLM's own loaders), and report the transport that failed"
 
 
-def layer_suspects(side: Side) -> Iterator[Prediction]:
+def gate_up_suspects(side: Side) -> Iterator[Prediction]:
     """Gate and up matrices in each other's place: in all layers, and in each layer."""
     oracle = side.oracle
     swaps = [_swapped(layer) for layer in _by_layer(oracle.tensors(), len(oracle.layers))]

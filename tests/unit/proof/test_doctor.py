@@ -95,6 +95,14 @@ def test_an_engine_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_pat
     assert "version 1, 1 version behind" in found.findings[0].text
 
 
+def test_one_of_two_engines_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
+    behind, right = (sampled(dense.versions[number], dense.prompts(), version=2) for number in (1, 2))
+    dense.write(3, [*behind[:4], *right[4:]])
+    found = examined(dense, tmp_path / "scratch")
+    assert only(found) == ("staleness", "version_behind")
+    assert found.findings[0].text.endswith("(in 4 of 8 rollouts)")
+
+
 @pytest.mark.parametrize("layers", [[2], [0, 1, 2, 3]], ids=["one layer", "every layer"])
 def test_swapped_gate_and_up_are_named(dense: RecordedRun, tmp_path: Path, layers: list[int]) -> None:
     def swap(now: dict[str, Tensor]) -> dict[str, Tensor]:
