@@ -241,11 +241,14 @@ class Examination:
         if eight_bits:
             keys = ", ".join(eight_bits)
             return Finding("eight_bits", "precision", f"the {side.name} rounds to 8 bits: {keys}", keys, before)
+        by_layers = self._by_layers(side, base, version)
+        if by_layers is not None:
+            return by_layers
         coarse = Distance.between(base, side.predict(oracle=self._oracle(version, torch.bfloat16)))
-        if coarse.mean / 3 < before.mean < 3 * coarse.mean:
+        if all(one / 3 < seen < 3 * one for one, seen in ((coarse.mean, before.mean), (coarse.worst, before.worst))):
             text = f"the {side.name} differs from float32 as much as a computation in bfloat16 does"
             return Finding("precision", "precision", text, PRECISION, before)
-        return self._by_layers(side, base, version) or self._unknown(side, base)
+        return self._unknown(side, base)
 
     def _eight_bits(self, side: str) -> list[str]:
         """Keys by which a side keeps or multiplies numbers in 8 bits, whose rounding the oracle does not show."""
