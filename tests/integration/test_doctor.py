@@ -191,3 +191,18 @@ def test_bfloat16(weights: Path, tmp_path: Path) -> None:
     answers = Answers(run.versions[0], run, dtype="bfloat16")
     run.write(1, answers.rollouts(answers.plain, version=0))
     assert verdict(run, tmp_path / "a")[0] == []
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["as transformers", "another epsilon"])
+def test_an_engine_is_asked_again(weights: Path, answers: Answers, tmp_path: Path, right: bool) -> None:
+    options = [] if right else ["generation.engine_args.hf_overrides={rms_norm_eps: 0.05}"]
+    run = make_run(tmp_path / "run", weights, *options)
+    draw = np.random.default_rng(0)
+    rollouts = answers.rollouts(answers.plain, version=0)
+    for one in rollouts:
+        one.logprobs = (one.logprobs + draw.normal(0, 0.5, len(one.logprobs))).astype(np.float32)
+    run.write(1, rollouts)
+    (tmp_path / "a").mkdir()
+    (found,) = diagnose(run.run_dir, run.config, run.versions[0], tmp_path / "a", Request(engine=True)).findings
+    assert found.name == ("other_weights" if right else "first_layer")
+    assert right or "computes layers.0.self_attn otherwise" in found.text
