@@ -36,8 +36,8 @@ class Distance:
 
 
 FLOAT32 = Distance(3e-5, 1e-3)
-"""Rounding of a forward pass in float32. Layouts differ by at most 2e-5 at a token (`proof.ranks.TOLERANCES`); engines have
-other kernels, so they are allowed more at single tokens."""
+"""Rounding of a forward pass in float32. Layouts differ by at most 2e-5 at a token (`proof.ranks.TOLERANCES`); engines
+have other kernels, so they are allowed more at single tokens."""
 MARGIN = 3.0
 """Two programs that round to bfloat16 differ from float32 by at most this factor of what transformers does."""
 
