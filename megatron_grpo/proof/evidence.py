@@ -191,12 +191,13 @@ def read_evidence(run_dir: Path, step: int | None, weights: Weights, config: Con
     for number in candidates:
         rows = [row for row in rows_of_file(number, files[number]) if row["failure"] is None and row["spans"]]
         version = _most_frequent_version(rows)
-        if version in weights.versions:
+        if version is not None and version in weights.versions:
             scored = _scored(rows, version, config, most_tokens)
-            return Evidence(number, version, rows, scored)
+            if scored:
+                return Evidence(number, version, rows, scored)
         if step is not None:
             have = ", ".join(map(str, weights.versions))
-            text = f"step={step} was sampled by version {version}, and there are weights of version(s) {have}"
+            text = f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}"
             raise ValueError(f"{text}; take a step N + 1 after a checkpoint step_N (checkpointing.save_period)")
     raise ValueError(f"{run_dir} has no recorded step whose weights can be had; keep checkpoints, or record step 1")
 
