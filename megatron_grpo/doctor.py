@@ -1,4 +1,4 @@
-"""Says why generation and training differ: python -m megatron_grpo.doctor RUN [step=N] [key=value ...]"""
+"""Says why generation and training differ: python -m megatron_grpo.doctor RUN_DIR [step=N] [key=value ...]"""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from megatron_grpo.proof.doctor import Diagnosis
 
 USAGE = """\
-python -m megatron_grpo.doctor RUN [step=N] [tokens=N] [engine=true] [key=value ...] [--json]
+python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=value ...] [--json]
 
 Compares the log-probabilities that a run recorded while sampling with those of its trainer and of transformers, and
 names the reason of a difference: tokens, weights, precision, layer, sampling, staleness or routing. Exit code 1 when
 something is found.
 
-  RUN        folder of a run with rollouts and checkpoints
+  RUN_DIR    folder of a run with rollouts and checkpoints
   step       a recorded step; by default the newest whose weights there are (checkpoint step_N for step N + 1)
   tokens     most sampled tokens that are scored (2048)
   engine     true: if nothing else explains the engine, start one with the same weights and compare its layers (false)
