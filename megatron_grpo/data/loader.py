@@ -177,6 +177,15 @@ class PromptLoader(Batches):
 
     def _first_waiting(self, number: int) -> list[DatumSpec]:
         rows, self._waiting = self._waiting[:number], self._waiting[number:]
+        return self.prompts(rows)
+
+    def prompts(self, rows: Sequence[int]) -> list[DatumSpec]:
+        """The prompts of some rows, without a change of the position.
+
+        Raises:
+            ValueError: no prompt can be made of a row.
+            IndexError: there is no such row.
+        """
         return [self._dataset[row] for row in rows]
 
     def state_dict(self) -> dict[str, Any]:

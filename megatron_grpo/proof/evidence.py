@@ -1,0 +1,225 @@
+"""The evidence that a run leaves of one step: recorded rollouts, and the weights of each version that can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.directory import POLICY_FOLDER
+from megatron_grpo.data.rollout_files import recorded_steps, rows_of_file
+from megatron_grpo.data.trajectory import Span
+from megatron_grpo.proof.oracle import Tokens
+from megatron_grpo.weights.hf_export import export_checkpoint
+from megatron_grpo.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A recorded rollout, with its sampled tokens that one weight version alone explains."""
+
+    row: dict[str, Any]
+    """The row of the file (`read_rollouts`)."""
+    tokens: Tokens
+    kept: Tensor
+    """[chosen tokens], int64: index of each chosen token among all sampled tokens of the rollout."""
+
+    @property
+    def name(self) -> str:
+        """The rollout for messages: row of the data, and number of the sample."""
+        return f"prompt {self.row['prompt_idx']}, sample {self.row['sample']}"
+
+    def up_to(self, position: int) -> Rollout:
+        """The rollout with its chosen tokens up to a position, this one included."""
+        kept, whole = self.tokens.places <= position, self.tokens
+        return Rollout(self.row, Tokens(whole.ids, whole.places[kept], whole.begins[kept]), self.kept[kept])
+
+    def behind(self, prompt: Sequence[int]) -> Tokens:
+        """The sequence with another prompt, token ids, before its first response."""
+        whole, first = self.tokens, int(self.row["spans"][0][0])
+        shift = len(prompt) - first
+        ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), whole.ids[first:]])
+        return Tokens(ids, whole.places + shift, whole.begins + shift)
+
+    def column(self, name: str) -> Tensor:
+        """A column of sampled tokens at the chosen ones: [chosen tokens], float32."""
+        return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.kept]
+
+
+def joined_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
+    """Begin and end of each response of a rollout: a response has several spans if its version changed."""
+    joined: list[tuple[int, int]] = []
+    before = None
+    for start, end, version in row["spans"]:
+        if joined and joined[-1][1] == start and version != before:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+        before = version
+    return joined
+
+
+def rollout_of(row: dict[str, Any], version: int, *, recomputed: bool) -> Rollout | None:
+    """The tokens of a row that `version` alone explains; None: it has none.
+
+    Args:
+        row: row of the file of rollouts.
+        version: a weight version.
+        recomputed: whether the engines computed their cache anew after a refit. If not, tokens after a change of
+            version depend on several versions, and are left out.
+    """
+    spans = [Span(*one) for one in row["spans"]]
+    places = [np.arange(span.start, span.end) for span in spans]
+    of_version = np.repeat([span.version == version for span in spans], [len(one) for one in places])
+    if not recomputed:
+        of_version = np.logical_and.accumulate(of_version)
+    begins = np.concatenate([np.full(end - start, start) for start, end in joined_spans(row)] or [np.zeros(0, int)])
+    kept = np.flatnonzero(of_version[: len(row["logprobs"])])
+    if not len(kept):
+        return None
+    at = np.concatenate(places)[kept]
+    ids = torch.from_numpy(np.array(row["token_ids"], dtype=np.int64))
+    tokens = Tokens(ids, torch.from_numpy(at).long(), torch.from_numpy(begins[kept]).long())
+    return Rollout(row, tokens, torch.from_numpy(kept))
+
+
+class Weights:
+    """Folders in Hugging Face format with the weights of a run's versions; checkpoints are exported when asked for.
+
+    Version N is the policy after N steps; version 0 is the model that the run started from.
+
+    Args:
+        run_dir: the run's folder.
+        config: the run's configuration.
+        model: folder of the model that the run started from.
+        shape: sizes of the model.
+        scratch: folder for exported checkpoints.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, model: Path, shape: ModelShape, scratch: Path) -> None:
+        self._config, self._model, self.shape, self._scratch = config, model, shape, scratch
+        resumed = config.checkpointing.resume
+        folders = [*run_dir.glob("checkpoints/step_*"), *([Path(resumed)] if resumed else [])]
+        numbered = ((one.name.removeprefix("step_"), one / POLICY_FOLDER) for one in folders)
+        self._checkpoints = {int(number): one for number, one in numbered if number.isdigit() and one.is_dir()}
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions whose weights can be had, in ascending order."""
+        return sorted({0, *self._checkpoints})
+
+    def folder(self, version: int) -> Path:
+        """The folder with the weights of a version, in the precision of the run.
+
+        Raises:
+            RunError: the checkpoint cannot be loaded.
+        """
+        if version not in self._checkpoints:
+            assert version == 0, f"{version} is not among {self.versions}"
+            return self._model
+        folder = self._scratch / f"version_{version}"
+        if not folder.exists():
+            policy = self._config.policy
+            export_checkpoint(
+                self._checkpoints[version],
+                self._model,
+                self.shape,
+                folder,
+                precision=policy.precision,
+                lora=policy.lora,
+                adapters_of=None,
+                quantization=None,
+            )
+        return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The recorded rollouts of one step."""
+
+    step: int
+    version: int
+    """Weight version that sampled most tokens of the step; only its tokens are scored."""
+    rows: list[dict[str, Any]]
+    """All rollouts of the step that did not fail."""
+    rollouts: list[Rollout]
+    """Rollouts that are scored."""
+
+    @property
+    def tokens(self) -> list[Tokens]:
+        """The scored sequences."""
+        return [one.tokens for one in self.rollouts]
+
+    def column(self, name: str) -> Tensor | None:
+        """A column at the scored tokens, [tokens], float32; None: the step did not record it."""
+        if any(one.row[name] is None for one in self.rollouts):
+            return None
+        return torch.cat([one.column(name) for one in self.rollouts])
+
+    @property
+    def last(self) -> Tensor:
+        """[tokens], bool: whether the token is the last sampled one of its rollout."""
+        return torch.cat([one.kept == len(one.row["logprobs"]) - 1 for one in self.rollouts])
+
+
+def read_evidence(run_dir: Path, step: int | None, weights: Weights, config: Config, most_tokens: int) -> Evidence:
+    """The rollouts of a step; without `step`, of the newest whose weights can be had.
+
+    Args:
+        run_dir: the run's folder.
+        step: a recorded step.
+        weights: the weights of the run's versions.
+        config: the run's configuration.
+        most_tokens: sampled tokens to score, of whole rollouts, the first samples of all prompts first.
+
+    Raises:
+        ValueError: nothing is recorded, or the weights of no recorded step can be had; the text says what to do.
+    """
+    files = recorded_steps(run_dir)
+    if not files:
+        raise ValueError(f"{run_dir} has no rollouts; record a run with logger.rollouts=all (docs/debugging.md)")
+    if step is not None and step not in files:
+        raise ValueError(f"step={step} is not recorded in {run_dir}; there are steps {min(files)} to {max(files)}")
+    candidates = [step] if step is not None else sorted(files, key=lambda one: (one - 1 in weights.versions, one))[::-1]
+    for number in candidates:
+        rows = [row for row in rows_of_file(number, files[number]) if row["failure"] is None and row["spans"]]
+        version = _most_frequent_version(rows)
+        if version is not None and version in weights.versions:
+            scored = _scored(rows, version, config, most_tokens)
+            if scored:
+                return Evidence(number, version, rows, scored)
+        if step is not None:
+            have = ", ".join(map(str, weights.versions))
+            text = f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}"
+            raise ValueError(f"{text}; take a step N + 1 after a checkpoint step_N (checkpointing.save_period)")
+    raise ValueError(f"{run_dir} has no recorded step whose weights can be had; keep checkpoints, or record step 1")
+
+
+def _most_frequent_version(rows: Sequence[dict[str, Any]]) -> int | None:
+    spans = [Span(*one) for one in chain.from_iterable(row["spans"] for row in rows)]
+    counts: dict[int, int] = {}
+    for span in spans:
+        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    return max(counts, key=lambda version: (counts[version], version), default=None)
+
+
+def _scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_tokens: int) -> list[Rollout]:
+    recomputed = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+    chosen: list[Rollout] = []
+    total = 0
+    for row in sorted(rows, key=lambda row: (row["sample"], row["group"])):
+        rollout = rollout_of(row, version, recomputed=recomputed)
+        if rollout is None:
+            continue
+        total += len(rollout.kept)
+        if chosen and total > most_tokens:
+            break
+        chosen.append(rollout)
+    return chosen

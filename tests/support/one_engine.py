@@ -1,0 +1,109 @@
+"""A vLLM engine in a process of its own, whose model a test may spoil: python -m tests.support.one_engine JSON"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+def ask(folder: Path, calls: Sequence[dict[str, Any]], *, spoil: str = "", dtype: str = "float32") -> list[Any]:
+    """Responses of one engine to several calls, each {"prompts": token ids, "temperature": ...}.
+
+    Args:
+        folder: the engine's weights.
+        calls: what is sampled, one after the other; further entries are vLLM's sampling options.
+        spoil: "routers": they compute in bfloat16.
+        dtype: type of the engine's weights and activations.
+
+    Returns:
+        For each call and each of its prompts, [token ids, log-probabilities under which they were drawn].
+    """
+    given = {"folder": str(folder), "calls": list(calls), "spoil": spoil, "dtype": dtype}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(given),
+        env=os.environ | ENVIRONMENT,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("RESULT")] or [done.stderr[-3000:]]
+    assert line.startswith("RESULT"), line
+    found: list[Any] = json.loads(line.removeprefix("RESULT"))
+    return found
+
+
+def _serve() -> None:
+    from vllm import LLM, SamplingParams
+
+    given = json.loads(sys.stdin.read())
+    llm = LLM(
+        given["folder"],
+        dtype=given["dtype"],
+        max_model_len=160,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",
+    )
+    if given["spoil"] == "routers":
+        llm.apply_model(_round_routers)
+    found = []
+    for number, call in enumerate(given["calls"]):
+        prompts: list[Any] = [{"prompt_token_ids": ids} for ids in call.pop("prompts")]
+        parameters = [
+            SamplingParams(
+                **call,
+                seed=1000 * number + one,
+                max_tokens=24,
+                logprobs=0,
+                detokenize=False,
+                stop_token_ids=[2],
+            )
+            for one in range(len(prompts))
+        ]
+        outputs = [output.outputs[0] for output in llm.generate(prompts, parameters, use_tqdm=False)]
+        found.append(
+            [
+                [
+                    list(one.token_ids),
+                    [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)],
+                ]
+                for one in outputs
+            ]
+        )
+    print("RESULT" + json.dumps(found))
+
+
+def _round_routers(model: Any) -> None:
+    """vLLM's layers of experts get router logits whose inputs, weights and outputs were rounded."""
+
+    def rounded(gate: Any, given: tuple[Tensor, ...], output: Any) -> Any:
+        logits = torch.nn.functional.linear(given[0].bfloat16(), gate.weight.bfloat16()).float()
+        return (logits, *output[1:]) if isinstance(output, tuple) else logits
+
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(rounded)
+
+
+if __name__ == "__main__":
+    _serve()
