@@ -1,0 +1,85 @@
+"""Simulates runs on up to thousands of GPUs: the real controller over ranks and engines that only pass time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from header import header
+from simulated_parts import Times
+from simulated_run import FAULTS, MODES, Case, as_json
+
+from megatron_grpo.cluster.machines import prepare_ray_environment
+
+HERE = Path(__file__).resolve().parent
+DEADLINE_S = 1800.0
+
+
+def main() -> None:
+    options = _options()
+    prepare_ray_environment()  # the cases' processes inherit it
+    cases = [_case(options, g, m, f) for g in options.gpus for m in options.modes for f in options.faults]
+    results = [_measured(case) for case in cases]
+    print(json.dumps({**header("scale"), "results": results}, indent=2))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["colocated"])
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["none"])
+    parser.add_argument("--profile")
+    for name, (default, text) in {
+        "steps": (3, "measured steps, after one to warm up"),
+        "samples-per-gpu": (4, "samples of a step for each GPU"),
+        "group": (16, "samples of a prompt"),
+        "minibatches": (2, "optimizer steps of a step"),
+        "tensor": (4, "tensor-parallel ranks of the policy"),
+        "pipeline": (4, "pipeline stages of the policy"),
+        "engine-tensor": (4, "GPUs of an engine"),
+        "longest": (8192, "most tokens of a response"),
+        "hosts": (4, "processes that share all ranks, engines, rollout workers and environments"),
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
+    for name, (number, text) in {
+        "speed-up": (4.0, "simulated seconds in a second"),
+        "token-s": (0.015, "seconds of a decoding step with one response"),
+        "response-s": (0.0001, "seconds that each further response adds to a decoding step"),
+        "train-tokens-per-s": (1000.0, "tokens that a GPU trains on in a second"),
+        "refit-gb-per-s": (25.0, "gigabytes that a GPU sends or receives in a second"),
+        "message-s": (5e-5, "seconds of a message of a refit beside its bytes"),
+        "median-tokens": (1000.0, "median of the log-normal lengths of responses"),
+        "sigma": (0.8, "standard deviation of the logarithm of the lengths"),
+        "right": (0.5, "share of the responses with reward 1"),
+        "lost-after-s": (10.0, "seconds of a step after which an engine is lost"),
+    }.items():
+        parser.add_argument(f"--{name}", type=float, default=number, help=f"{text} (default: {number:g})")
+    return parser.parse_args()
+
+
+def _case(options: argparse.Namespace, gpus: int, mode: str, fault: str) -> Case:
+    given = vars(options)
+    times = Times(**{name: given[name] for name in Times.__dataclass_fields__})
+    names = set(Case.__dataclass_fields__) - {"gpus", "mode", "fault", "times"}
+    return Case(gpus=gpus, mode=mode, fault=fault, times=times, **{name: given[name] for name in names})
+
+
+def _measured(case: Case) -> dict[str, Any]:
+    """Figures of a case, in a process of its own."""
+    print(f"{case.gpus} GPUs, {case.mode}, {case.fault}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="scale_", ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, str(HERE / "simulated_run.py"), as_json(case), str(file), folder]
+        subprocess.run(command, cwd=HERE.parent, stdout=sys.stderr, timeout=DEADLINE_S, check=True)
+        figures: dict[str, Any] = json.loads(file.read_text())
+    return figures
+
+
+if __name__ == "__main__":
+    main()
