@@ -171,4 +171,4 @@ def metrics_of_a_token(loss_fn: LossFunction, names: Iterable[str]) -> dict[str,
     entries = {name: ones for name in {"loss_mask", "advantages", *names} & set(loss_fn.reads) | {"loss_mask"}}
     one = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
     _, metrics = loss_fn(ones.clone().requires_grad_(), TokenFields(**entries), one)
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: float(value.detach()) for name, value in metrics.items()}
