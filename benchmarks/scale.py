@@ -54,6 +54,7 @@ def _options() -> argparse.Namespace:
         "train-tokens-per-s": (1000.0, "tokens that a GPU trains on in a second"),
         "refit-gb-per-s": (25.0, "gigabytes that a GPU sends or receives in a second"),
         "message-s": (5e-5, "seconds of a message of a refit beside its bytes"),
+        "move-s": (0.5, "seconds in which a GPU's state moves to host memory or back"),
         "median-tokens": (1000.0, "median of the log-normal lengths of responses"),
         "sigma": (0.8, "standard deviation of the logarithm of the lengths"),
         "right": (0.5, "share of the responses with reward 1"),

@@ -15,7 +15,7 @@ from simulated_parts import RIGHT, WRONG, Member, Times
 
 from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.config.errors import EngineLostError
-from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.arguments import VllmSettings
@@ -198,6 +198,14 @@ class SimulatedEngine:
         """Go on decoding with this version."""
         self._require_alive()
         self._decoder.resume(version)
+
+    async def sleep(self) -> None:
+        """Pass the time in which the engine's memory moves."""
+        await self._times.pass_by(self._times.move_s)
+
+    async def wake(self, part: EngineMemory) -> None:
+        """Pass the time in which a part of the engine's memory moves."""
+        await self._times.pass_by(self._times.move_s)
 
     def shutdown(self) -> None:
         """Nothing: the host ends with the run."""

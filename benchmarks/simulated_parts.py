@@ -44,6 +44,8 @@ class Times:
     """Gigabytes (10^9) that a GPU sends or receives in a second."""
     message_s: float
     """Seconds of a message of a refit beside its bytes."""
+    move_s: float
+    """Seconds in which a GPU's weights or optimizer state, or an engine's part, move to host memory or back."""
     median_tokens: float
     """Tokens of half of the responses, at most: lengths are log-normal."""
     sigma: float
@@ -102,7 +104,12 @@ class SimulatedRank:
     def __init__(self, times: Times, name: str, rank: int, threads: int) -> None:
         self._times, self._rank, self._speed = times, rank, 1.0
         self._metrics: dict[str, float] = {}
-        self._calls: Mapping[str, Callable[..., Any]] = {"connect_shards": self._connect, "send_shards": self._send}
+        self._calls: Mapping[str, Callable[..., Any]] = {
+            "connect_shards": self._connect,
+            "send_shards": self._send,
+            "memory.give_up": self._move,
+            "memory.take_back": self._move,
+        }
 
     def set_speed(self, speed: float) -> None:
         """From now on compute at this share of the usual speed."""
@@ -156,6 +163,9 @@ class SimulatedRank:
         tokens = sum(int(lengths[one].sum()) for one in map(list, microbatches))
         bubble = 1 + (parallel.pipeline - 1) / max(len(microbatches), 1)
         return tokens / (self._times.train_tokens_per_s * ranks * self._speed) * bubble
+
+    async def _move(self, *_: Any) -> None:
+        await self._times.pass_by(self._times.move_s)
 
     async def _connect(self, rendezvous: Rendezvous) -> None:
         self._member = Member(self._times, rendezvous, "source", self._rank)
