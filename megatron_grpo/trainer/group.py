@@ -278,16 +278,19 @@ class RankGroup:
             sequences: [chosen], int64: numbers of the wanted sequences.
             microbatch_tokens: most tokens of a microbatch, padding included.
         """
-        numbers = [np.intersect1d(np.concatenate(batch.shards[mine]), sequences) for mine in self._shares(batch)]
+        is_wanted = np.zeros(len(batch), dtype=np.bool_)
+        is_wanted[sequences] = True
+        held = [np.sort(np.concatenate(batch.shards[mine])) for mine in self._shares(batch)]
+        numbers = [own[is_wanted[own]] for own in held]
         plans = planner(self._config, self.cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbers])
         return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
 
     def _works(self, batch: StepBatch, plans: Sequence[Microbatches]) -> list[tuple[Any, ray.ObjectRef]]:
         """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""
         works = []
+        places = np.zeros(len(batch), dtype=np.int64)
         for mine, plan in zip(self._shares(batch), plans, strict=True):
             numbers = np.concatenate(batch.shards[mine])
-            places = np.zeros(len(batch), dtype=np.int64)
             places[numbers] = np.arange(len(numbers))
             works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
         return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
