@@ -36,15 +36,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["none"])
     parser.add_argument("--profile")
     for name, (default, text) in {
-        "steps": (3, "measured steps, after one to warm up"),
-        "samples-per-gpu": (4, "samples of a step for each GPU"),
+        "steps": (2, "measured steps, after one to warm up"),
+        "samples-per-gpu": (2, "samples of a step for each GPU"),
         "group": (16, "samples of a prompt"),
         "minibatches": (2, "optimizer steps of a step"),
         "tensor": (4, "tensor-parallel ranks of the policy"),
         "pipeline": (4, "pipeline stages of the policy"),
         "engine-tensor": (4, "GPUs of an engine"),
         "longest": (8192, "most tokens of a response"),
-        "hosts": (4, "processes that share all ranks, engines, rollout workers and environments"),
+        "hosts": (2, "processes that share all ranks, engines, rollout workers and environments"),
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     for name, (number, text) in {
