@@ -1,4 +1,13 @@
-"""Simulates runs on up to thousands of GPUs: the real controller over ranks and engines that only pass time."""
+"""Simulates runs on up to thousands of GPUs: the real controller over ranks and engines that only pass time.
+
+    python benchmarks/scale.py --gpus 512 1024 2048 4096 --result benchmarks/results/DATE_scale_cpu.json
+    python benchmarks/scale.py --gpus 64 --modes separate async oversampling --faults none slow_engine lost_engine
+
+Every case runs in a process of its own, on a Ray of its own (simulated_run.py). The result has for each case what a step
+costs the driver (CPU seconds by thread, memory, calls and bytes), what it costs Ray's other processes, and the seconds of
+the simulated cluster by phase. Cases that the file of --result has are not measured again, so a command that was
+interrupted goes on. Without --result the JSON is printed. docs/scale.md says what is simulated and what is not.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +16,43 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from header import header
+from header import commit, header
 from simulated_parts import Times
 from simulated_run import FAULTS, MODES, Case, as_json
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
 
 HERE = Path(__file__).resolve().parent
-DEADLINE_S = 1800.0
+DEADLINE_S = 3600.0
 
 
 def main() -> None:
     options = _options()
     prepare_ray_environment()  # the cases' processes inherit it
     cases = [_case(options, g, m, f) for g in options.gpus for m in options.modes for f in options.faults]
-    results = [_measured(case) for case in cases]
-    print(json.dumps({**header("scale"), "results": results}, indent=2))
+    found: dict[str, Any] = {**header("scale"), "results": []}
+    if options.result is not None and options.result.exists():
+        found = json.loads(options.result.read_text())
+    for case in cases:
+        if any(one["case"] == json.loads(as_json(case)) for one in found["results"]):
+            continue
+        found["results"].append(_measured(case))
+        if options.result is not None:
+            options.result.write_text(json.dumps(found, indent=2) + "\n")
+    if options.result is None:
+        print(json.dumps(found, indent=2))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["colocated"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["separate"])
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["none"])
-    parser.add_argument("--profile")
+    parser.add_argument("--result", type=Path, help="file that keeps the results; without it they are printed")
+    parser.add_argument("--profile", help="file for cProfile's figures of the driver's main thread")
     for name, (default, text) in {
         "steps": (2, "measured steps, after one to warm up"),
         "samples-per-gpu": (2, "samples of a step for each GPU"),
@@ -72,14 +90,14 @@ def _case(options: argparse.Namespace, gpus: int, mode: str, fault: str) -> Case
 
 
 def _measured(case: Case) -> dict[str, Any]:
-    """Figures of a case, in a process of its own."""
-    print(f"{case.gpus} GPUs, {case.mode}, {case.fault}", file=sys.stderr)
+    """Figures of a case, in a process of its own; and the case itself."""
+    print(f"{case.gpus} GPUs, {case.mode}, fault: {case.fault}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="scale_", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "figures.json"
         command = [sys.executable, str(HERE / "simulated_run.py"), as_json(case), str(file), folder]
         subprocess.run(command, cwd=HERE.parent, stdout=sys.stderr, timeout=DEADLINE_S, check=True)
         figures: dict[str, Any] = json.loads(file.read_text())
-    return figures
+    return {**figures, "commit": commit(HERE), "case": json.loads(as_json(case))}
 
 
 if __name__ == "__main__":
