@@ -3,10 +3,10 @@
     python benchmarks/scale.py --gpus 512 1024 2048 4096 --result benchmarks/results/DATE_scale_cpu.json
     python benchmarks/scale.py --gpus 64 --modes separate async oversampling --faults none slow_engine lost_engine
 
-Every case runs in a process of its own, on a Ray of its own (simulated_run.py). The result has for each case what a step
-costs the driver (CPU seconds by thread, memory, calls and bytes), what it costs Ray's other processes, and the seconds of
-the simulated cluster by phase. Cases that the file of --result has are not measured again, so a command that was
-interrupted goes on. Without --result the JSON is printed. docs/scale.md says what is simulated and what is not.
+Every case runs in a process of its own, on a Ray of its own (simulated_run.py). The result has for each case what a
+step costs the driver (CPU seconds by thread, memory, calls and bytes), what it costs Ray's other processes, and the
+seconds of the simulated cluster by phase. Cases that the file of --result has are not measured again, so a command that
+was interrupted goes on. Without --result the JSON is printed. docs/scale.md says what is simulated and what is not.
 """
 
 from __future__ import annotations

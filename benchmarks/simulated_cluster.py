@@ -1,8 +1,8 @@
-"""Logical actors: thousands of them in a few processes of Ray, under handles that the driver's code uses like Ray's own.
+"""Logical actors: thousands of them in a few processes of Ray, under handles that are used like Ray's own.
 
-`LogicalRay` takes the place of the name `ray` in a module of the driver, whose code stays as it is. It makes an actor of a
-listed class in one of the hosts, which are Ray actors. A call of a logical actor is one call of its host: one task, with
-the same arguments, the same references to its results, and the same bytes as the call of an actor of its own.
+`LogicalRay` takes the place of the name `ray` in a module of the driver, whose code stays as it is. It makes an actor
+of a listed class in one of the hosts, which are Ray actors. A call of a logical actor is one call of its host: one
+task, with the same arguments and the same references to its results as the call of an actor of its own.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class LogicalRay:
     def kill(self, actor: Any) -> None:
         """As `ray.kill`."""
         if isinstance(actor, LogicalActor):
-            actor._host.end.remote(actor._number)  # noqa: SLF001 - a handle of this module
+            actor._host.end.remote(actor._number)
         else:
             ray.kill(actor)
 

@@ -1,7 +1,7 @@
 """One case of scale.py, in a process of its own: steps of GRPO on a simulated cluster, and what they cost the driver.
 
-The driver's code is that of a run (`algorithms`, the handles of ranks, engines and rollout workers, the refit's plan and
-attempts), and so are rollout workers and environments. Ranks and engines are those of simulated_parts.py and
+The driver's code is that of a run (`algorithms`, the handles of ranks, engines and rollout workers, the refit's plan
+and attempts), and so are rollout workers and environments. Ranks and engines are those of simulated_parts.py and
 simulated_engine.py. All of them share a few processes (simulated_cluster.py).
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,8 +96,8 @@ class Case:
 
     gpus: int
     mode: str
-    """colocated: policy and engines share all GPUs and take turns. separate: each has half of the GPUs, in turns. async:
-    each has half, and samples are drawn a step ahead. oversampling: as async, and more prompts are under way."""
+    """colocated: policy and engines share all GPUs and take turns. separate: each has half of the GPUs, in turns.
+    async: each has half, and samples are drawn a step ahead. oversampling: as async, with more prompts under way."""
     fault: str
     """none; slow_engine, slow_rank: one of them has `SLOW` of the usual speed; lost_engine: one ends in a step."""
     steps: int
@@ -192,7 +193,7 @@ class Usage:
     """CPU seconds of the driver's threads and of Ray's processes, at one moment."""
 
     threads: dict[str, float] = field(default_factory=dict)
-    """Of the driver, by name of the thread."""
+    """Of the driver, by name of the thread; "main" includes what a mark spends."""
     processes: dict[str, float] = field(default_factory=dict)
     """Of other processes, by kind: raylet, gcs_server, hosts, and the others of Ray."""
     resident_bytes: dict[str, int] = field(default_factory=dict)
@@ -231,12 +232,16 @@ class Record:
     usages: list[Usage] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     """Calls of logical actors by the driver so far."""
+    marking_s: list[float] = field(default_factory=list)
+    """CPU seconds of each mark itself, which are left out of the step that it begins."""
     reports: list[StepReport] = field(default_factory=list)
 
     def mark(self) -> None:
         """A step begins, or the last one has ended."""
         self.meter.mark()
+        began = time.thread_time()
         self.usages.append(Usage.now())
+        self.marking_s.append(time.thread_time() - began)
         self.calls.append(simulated_cluster.calls_made())
 
 
@@ -299,7 +304,7 @@ def _train(run: GRPORun, case: Case, record: Record) -> None:
 
 def _break(run: GRPORun, case: Case) -> None:
     """Bring the case's fault about, at the beginning of the second step."""
-    engines, ranks = run.transport._generation.engines, run.policy.actors  # type: ignore[union-attr]  # noqa: SLF001
+    engines, ranks = run.rollouts.tokens.engines, run.policy.actors
     if case.fault == "slow_engine":
         engines[len(engines) // 2].set_speed.remote(SLOW)
     elif case.fault == "slow_rank":
@@ -409,9 +414,11 @@ def _loader(case: Case) -> PromptLoader:
 def _figures(case: Case, run: GRPORun, record: Record) -> dict[str, Any]:
     """Medians over the measured steps, and the simulated seconds of each."""
     marks, reports = record.meter.marks, record.reports[1:]
-    wall, cpu, moved = ([b - a for a, b in zip(column[1:], column[2:], strict=False)] for column in zip(*marks))
-    calls = [b - a for a, b in zip(record.calls[1:], record.calls[2:], strict=False)]
-    steps = list(zip(record.usages[1:], record.usages[2:], strict=False))
+    columns = [*zip(*marks, strict=True), record.calls]
+    wall, cpu, moved, calls = ([end - begin for begin, end in pairwise(column[1:])] for column in columns)
+    marking = record.marking_s[1:-1]
+    cpu = [seconds - spent for seconds, spent in zip(cpu, marking, strict=True)]
+    steps = list(pairwise(record.usages[1:]))
     outcomes = [report.sampled for report in reports]
     return {
         "gpus": case.gpus,
@@ -426,6 +433,7 @@ def _figures(case: Case, run: GRPORun, record: Record) -> dict[str, Any]:
         "driver_cpu_s": round(statistics.median(cpu), 3),
         "driver_cpu_s_by_step": _rounded(cpu),
         "driver_threads_cpu_s": _between(steps, "threads"),
+        "marking_cpu_s": _rounded(marking),
         "driver_peak_gib": round(record.meter.peak_bytes / 2**30, 3),
         "driver_bytes": int(statistics.median(moved)),
         "other_processes_cpu_s": _between(steps, "processes"),

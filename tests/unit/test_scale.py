@@ -1,4 +1,4 @@
-"""benchmarks/scale.py: the decoder of a simulated engine, handles of logical actors, and a small run with a lost engine."""
+"""benchmarks/scale.py: the decoder of a simulated engine, logical actors, and a small run with a lost engine."""
 
 from __future__ import annotations
 
