@@ -3,10 +3,10 @@
     python benchmarks/scale.py --gpus 512 1024 2048 4096 --result benchmarks/results/DATE_scale_cpu.json
     python benchmarks/scale.py --gpus 64 --modes separate async oversampling --faults none slow_engine lost_engine
 
-Every case runs in a process of its own, on a Ray of its own (simulated_run.py). The result has for each case what a
-step costs the driver (CPU seconds by thread, memory, calls and bytes), what it costs Ray's other processes, and the
-seconds of the simulated cluster by phase. Cases that the file of --result has are not measured again, so a command that
-was interrupted goes on. Without --result the JSON is printed. docs/scale.md says what is simulated and what is not.
+The cases run one after the other in a process of their own (simulated_run.py). The result has for each what a step
+costs the driver (CPU seconds by thread, memory, calls and bytes), what it costs Ray's other processes, and the seconds
+of the simulated cluster by phase. Cases that the file of --result has are not measured again, so a command that was
+interrupted goes on. Without --result the JSON is printed. docs/scale.md says what is simulated and what is not.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from header import commit, header
 from simulated_parts import Times
-from simulated_run import FAULTS, MODES, Case, as_json
+from simulated_run import FAULTS, MODES, Case
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
 
 HERE = Path(__file__).resolve().parent
-DEADLINE_S = 3600.0
+LOOK_S = 0.2
+"""Seconds between two looks for the next figures."""
 
 
 def main() -> None:
@@ -36,10 +40,9 @@ def main() -> None:
     found: dict[str, Any] = {**header("scale"), "results": []}
     if options.result is not None and options.result.exists():
         found = json.loads(options.result.read_text())
-    for case in cases:
-        if any(one["case"] == json.loads(as_json(case)) for one in found["results"]):
-            continue
-        found["results"].append(_measured(case))
+    missing = [case for case in cases if asdict(case) not in [one["case"] for one in found["results"]]]
+    for figures in _measured(missing):
+        found["results"].append(figures)
         if options.result is not None:
             options.result.write_text(json.dumps(found, indent=2) + "\n")
     if options.result is None:
@@ -89,15 +92,29 @@ def _case(options: argparse.Namespace, gpus: int, mode: str, fault: str) -> Case
     return Case(gpus=gpus, mode=mode, fault=fault, times=times, **{name: given[name] for name in names})
 
 
-def _measured(case: Case) -> dict[str, Any]:
-    """Figures of a case, in a process of its own; and the case itself."""
-    print(f"{case.gpus} GPUs, {case.mode}, fault: {case.fault}", file=sys.stderr)
+def _measured(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Figures of each case as soon as they are there, and the case itself."""
     with tempfile.TemporaryDirectory(prefix="scale_", ignore_cleanup_errors=True) as folder:
-        file = Path(folder) / "figures.json"
-        command = [sys.executable, str(HERE / "simulated_run.py"), as_json(case), str(file), folder]
-        subprocess.run(command, cwd=HERE.parent, stdout=sys.stderr, timeout=DEADLINE_S, check=True)
-        figures: dict[str, Any] = json.loads(file.read_text())
-    return {**figures, "commit": commit(HERE), "case": json.loads(as_json(case))}
+        file = Path(folder) / "figures.jsonl"
+        file.touch()
+        command = [sys.executable, str(HERE / "simulated_run.py"), json.dumps([*map(asdict, cases)]), str(file), folder]
+        with subprocess.Popen(command, cwd=HERE.parent, stdout=sys.stderr) as process, file.open() as lines:
+            for case in cases:
+                print(f"{case.gpus} GPUs, {case.mode}, fault: {case.fault}", file=sys.stderr)
+                yield {**_next_line(lines, process), "commit": commit(HERE), "case": asdict(case)}
+
+
+def _next_line(lines: TextIO, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Wait for the next line of a file that a process writes; SystemExit if the process ends without it."""
+    text = ""
+    while not text.endswith("\n"):
+        has_ended = process.poll() is not None
+        text += lines.readline()
+        if has_ended and not text.endswith("\n"):
+            raise SystemExit(f"the simulation ended with exit code {process.returncode}")
+        time.sleep(LOOK_S)
+    figures: dict[str, Any] = json.loads(text)
+    return figures
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from megatron_grpo.cluster.process_log import begin_process_log
 AT_ONCE = 1_000_000
 """Most calls that a host runs at once: all that come."""
 
-_calls = count()
+_calls, _numbers = count(), count()
 
 
 def calls_made() -> int:
@@ -63,6 +63,12 @@ class Host:
         actor = await self._actors.pop(number)
         if hasattr(actor, "die"):
             actor.die()
+
+
+def start_hosts(number: int) -> list[Any]:
+    """Start hosts, as Ray actors."""
+    kind = ray.remote(num_cpus=0, max_concurrency=AT_ONCE)(Host)
+    return [kind.remote(f"host {index}") for index in range(number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +129,12 @@ class LogicalRay:
     """The module `ray` for the driver's code, with logical actors of some classes.
 
     Args:
-        hosts: number of processes that share the logical actors.
+        hosts: the processes that share the logical actors, from `start_hosts`.
         kinds: by class of actors, what is made in the place of one of them.
     """
 
-    def __init__(self, hosts: int, kinds: Mapping[type, Callable[..., Any]]) -> None:
-        host = ray.remote(num_cpus=0, max_concurrency=AT_ONCE)(Host)
-        self.hosts = [host.remote(f"host {number}") for number in range(hosts)]
-        self._kinds, self._next, self._numbers = dict(kinds), cycle(self.hosts), count()
+    def __init__(self, hosts: Sequence[Any], kinds: Mapping[type, Callable[..., Any]]) -> None:
+        self._kinds, self._next = dict(kinds), cycle(hosts)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ray, name)
@@ -148,7 +152,7 @@ class LogicalRay:
 
     def make(self, kind: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogicalActor:
         """Make a logical actor in the next host."""
-        host, number = next(self._next), next(self._numbers)
+        host, number = next(self._next), next(_numbers)
         host.make.remote(number, kind, args, kwargs)
         return LogicalActor(host, number)
 

@@ -1,4 +1,4 @@
-"""One case of scale.py, in a process of its own: steps of GRPO on a simulated cluster, and what they cost the driver.
+"""The cases of scale.py in a process of their own: steps of GRPO on simulated clusters, and what they cost the driver.
 
 The driver's code is that of a run (`algorithms`, the handles of ranks, engines and rollout workers, the refit's plan
 and attempts), and so are rollout workers and environments. Ranks and engines are those of simulated_parts.py and
@@ -15,9 +15,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,7 @@ import ray
 import simulated_cluster
 from data_plane_parts import TASK, MadeUpPrompts, Sizes
 from driver_meter import Meter
-from simulated_cluster import LogicalRay
+from simulated_cluster import LogicalRay, start_hosts
 from simulated_engine import SimulatedEngine
 from simulated_parts import SimulatedRank, Times
 
@@ -245,20 +245,27 @@ class Record:
         self.calls.append(simulated_cluster.calls_made())
 
 
-def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """The figures of a case."""
-    config = compose_config(case.overrides(folder))
+def measure(cases: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
+    """The figures of each case, one after the other on one Ray with the same hosts."""
     with ExitStack() as stack:
-        stack.enter_context(driver_log(Path(config.run_dir), config.logger.level))
+        stack.enter_context(driver_log(folder, "info"))
         _start_ray()
         stack.callback(ray.shutdown)
-        kinds: dict[type, Any] = {
-            RankActor: partial(SimulatedRank, case.times),
-            VllmEngine: partial(SimulatedEngine, case.times),
-            RolloutWorker: RolloutWorker,
-            EnvironmentWorker: EnvironmentWorker,
-        }
-        cluster: Any = LogicalRay(case.hosts, kinds)
+        hosts = start_hosts(max(case.hosts for case in cases))
+        for number, case in enumerate(cases):
+            yield _measured(case, hosts[: case.hosts], folder / f"case_{number}")
+
+
+def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
+    config = compose_config(case.overrides(folder))
+    kinds: dict[type, Any] = {
+        RankActor: partial(SimulatedRank, case.times),
+        VllmEngine: partial(SimulatedEngine, case.times),
+        RolloutWorker: RolloutWorker,
+        EnvironmentWorker: EnvironmentWorker,
+    }
+    cluster: Any = LogicalRay(hosts, kinds)
+    with ExitStack() as stack:
         modules = (rank_group, engine_group, worker_group, environment_pool)
         stack.enter_context(cluster.in_place_of_ray(modules))
         began = time.perf_counter(), time.process_time()
@@ -267,6 +274,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         record = Record()
         gc.collect()
         gc.freeze()  # as a run does when it is up
+        stack.callback(gc.unfreeze)
         with record.meter.watching():
             _train(run, case, record)
             record.mark()
@@ -472,13 +480,14 @@ def _rounded(values: Any) -> Any:
     return [round(value, 3) for value in values]
 
 
-def as_json(case: Case) -> str:
-    """A case as the argument of this script."""
-    return json.dumps(asdict(case))
+def main() -> None:
+    """Measure the cases of the first argument (JSON), and append a line of JSON for each to the file of the second."""
+    given, file, folder = sys.argv[1:]
+    cases = [Case(**{**fields, "times": Times(**fields["times"])}) for fields in json.loads(given)]
+    for figures in measure(cases, Path(folder)):
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(figures) + "\n")
 
 
 if __name__ == "__main__":
-    given, file, folder = sys.argv[1:]
-    fields = json.loads(given)
-    figures = measure(Case(**{**fields, "times": Times(**fields["times"])}), Path(folder))
-    Path(file).write_text(json.dumps(figures))
+    main()
