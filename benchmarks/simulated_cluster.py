@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, cycle
@@ -113,28 +113,39 @@ class LogicalActor:
 class LogicalClass:
     """A class whose actors are logical, like `ray.actor.ActorClass`."""
 
-    cluster: LogicalRay
     kind: Callable[..., Any]
+    hosts: Iterator[Any]
+    """The hosts of its actors, in turn."""
 
     def options(self, **_: Any) -> LogicalClass:
         """The class itself: its actors have no resources of their own."""
         return self
 
     def remote(self, *args: Any, **kwargs: Any) -> LogicalActor:
-        """Make an actor."""
-        return self.cluster.make(self.kind, args, kwargs)
+        """Make an actor in the next host."""
+        host, number = next(self.hosts), next(_numbers)
+        host.make.remote(number, self.kind, args, kwargs)
+        return LogicalActor(host, number)
 
 
 class LogicalRay:
     """The module `ray` for the driver's code, with logical actors of some classes.
 
+    Actors that call others have hosts of their own: a stream of answers within one process may end too early.
+
     Args:
-        hosts: the processes that share the logical actors, from `start_hosts`.
+        hosts: the processes that share the logical actors, from `start_hosts`, at least two.
         kinds: by class of actors, what is made in the place of one of them.
+        callers: the classes of which the actors call other logical actors.
     """
 
-    def __init__(self, hosts: Sequence[Any], kinds: Mapping[type, Callable[..., Any]]) -> None:
-        self._kinds, self._next = dict(kinds), cycle(hosts)
+    def __init__(
+        self, hosts: Sequence[Any], kinds: Mapping[type, Callable[..., Any]], callers: Collection[type]
+    ) -> None:
+        half = len(hosts) // 2
+        assert half, "callers and others need a host each"
+        of_callers, of_others = cycle(hosts[:half]), cycle(hosts[half:])
+        self._kinds = {kind: (made, of_callers if kind in callers else of_others) for kind, made in kinds.items()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ray, name)
@@ -147,14 +158,8 @@ class LogicalRay:
 
     def _remote(self, kind: Any, options: Mapping[str, Any]) -> Any:
         if kind in self._kinds:
-            return LogicalClass(self, self._kinds[kind])
+            return LogicalClass(*self._kinds[kind])
         return ray.remote(**options)(kind) if options else ray.remote(kind)
-
-    def make(self, kind: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogicalActor:
-        """Make a logical actor in the next host."""
-        host, number = next(self._next), next(_numbers)
-        host.make.remote(number, kind, args, kwargs)
-        return LogicalActor(host, number)
 
     def kill(self, actor: Any) -> None:
         """As `ray.kill`."""

@@ -264,7 +264,7 @@ def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
         RolloutWorker: RolloutWorker,
         EnvironmentWorker: EnvironmentWorker,
     }
-    cluster: Any = LogicalRay(hosts, kinds)
+    cluster: Any = LogicalRay(hosts, kinds, callers=[RolloutWorker])
     with ExitStack() as stack:
         modules = (rank_group, engine_group, worker_group, environment_pool)
         stack.enter_context(cluster.in_place_of_ray(modules))
