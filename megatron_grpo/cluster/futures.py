@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,23 +42,26 @@ def gather(
     Raises:
         RunError: a worker died, its call raised, or the deadline passed; the message names the worker and the reason.
     """
-    end = time.monotonic() + deadline_s
-    index = {ref: i for i, ref in enumerate(refs)}
-    results: dict[ray.ObjectRef, Any] = {}
-    pending = list(refs)
-    logger.debug("%s: waits up to %g s for %s", what, deadline_s, listed([name(i) for i in range(len(refs))]))
+    names = [name(i) for i in range(len(refs))]
+    logger.debug("%s: waits up to %g s for %s", what, deadline_s, listed(names))
     with phase(what):
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if not done:
-                raise overdue(what, [name(index[ref]) for ref in pending], deadline_s)
+        try:
+            # One call for all: waiting for one reference at a time takes time quadratic in their number. It raises as
+            # soon as one call has failed.
+            return list(ray.get(list(refs), timeout=deadline_s))
+        except RayError:
+            ready, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        index = {ref: i for i, ref in enumerate(refs)}
+        others = [names[index[ref]] for ref in pending]
+        for ref in ready:
             try:
-                results[done[0]] = ray.get(done[0])
+                ray.get(ref)
             except RayError as error:
-                failed = index[done[0]]
-                others = report_hanging([name(failed), *(name(index[ref]) for ref in pending)])
-                raise RunError(f"{what}: {name(failed)} {explain(error)}{others}") from error
-    return [results[ref] for ref in refs]
+                failed = names[index[ref]]
+                raise RunError(f"{what}: {failed} {explain(error)}{report_hanging([failed, *others])}") from error
+        if pending:
+            raise overdue(what, others, deadline_s)
+        return list(ray.get(list(refs)))  # the last ones came after the deadline, and before they were looked for
 
 
 def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:

@@ -259,17 +259,19 @@ class RolloutPool:
         Raises:
             SamplingError: an engine or an environment failed.
         """
-        found = []
-        for one in batches:
-            for call, worker in list(one.calls.items()):
-                while ray.wait([call], timeout=0)[0]:
-                    try:
-                        reference = next(call)
-                    except StopIteration:
-                        del one.calls[call]
-                        break
-                    (numbers,) = self._workers.gather({worker: reference}, self._timeout_s, "generation")
-                    found += [Complete(one.batch, number, worker) for number in numbers]
+        found: list[Complete] = []
+        waiting = {call: (one, worker) for one in batches for call, worker in one.calls.items()}
+        # One question for all workers, since this is called for every prompt or two that become complete.
+        while waiting and (ready := ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]):
+            for call in ready:
+                one, worker = waiting[call]
+                try:
+                    reference = next(call)
+                except StopIteration:
+                    del one.calls[call], waiting[call]
+                    continue
+                (numbers,) = self._workers.gather({worker: reference}, self._timeout_s, "generation")
+                found += [Complete(one.batch, number, worker) for number in numbers]
         return found
 
     def take(self, complete: Sequence[Complete]) -> list[SampledGroup]:
@@ -324,7 +326,7 @@ class RolloutPool:
     def take_engine_counts(self) -> list[EngineCounts]:
         """Take each engine's counts since the last call; zeros for a failed engine, which its next request reports."""
         calls = [engine.take_counts.remote() for engine in self._engines]
-        over, _ = ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)
+        over = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])
         counts = []
         for call in calls:
             try:

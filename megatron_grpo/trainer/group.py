@@ -96,7 +96,10 @@ def planned(
         microbatch_tokens: most tokens of a microbatch, padding included.
     """
     shares = shares_of(batch, config.parallel.data)
-    numbers = [np.intersect1d(np.concatenate(batch.shards[mine]), sequences) for mine in shares]
+    is_wanted = np.zeros(len(batch), dtype=np.bool_)
+    is_wanted[sequences] = True
+    held = [np.sort(np.concatenate(batch.shards[mine])) for mine in shares]
+    numbers = [own[is_wanted[own]] for own in held]
     plans = planner(config, cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbers])
     return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
 
@@ -314,9 +317,9 @@ class RankGroup:
     def _works(self, batch: StepBatch, plans: Sequence[Microbatches]) -> list[tuple[Any, ray.ObjectRef]]:
         """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""
         works = []
+        places = np.zeros(len(batch), dtype=np.int64)
         for mine, plan in zip(self._shares(batch), plans, strict=True):
             numbers = np.concatenate(batch.shards[mine])
-            places = np.zeros(len(batch), dtype=np.int64)
             places[numbers] = np.arange(len(numbers))
             works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
         return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from megatron_grpo.cluster import futures
 from megatron_grpo.cluster.futures import NAMED, gather, listed
@@ -30,10 +30,17 @@ def play_ray(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
             time.sleep(timeout)
         return done, [ref for ref in refs if ref not in done]
 
-    def get(ref: str) -> Any:
-        if isinstance(answers[ref], Exception):
-            raise answers[ref]
-        return answers[ref]
+    def get(refs: str | list[str], timeout: float | None = None) -> Any:
+        """As Ray's: a failure is raised at once, beside calls that are not over."""
+        wanted = [refs] if isinstance(refs, str) else refs
+        for ref in wanted:
+            if isinstance(answers[ref], Exception):
+                raise answers[ref]
+        if any(answers[ref] is NEVER for ref in wanted):
+            assert timeout is not None
+            time.sleep(timeout)
+            raise GetTimeoutError
+        return answers[refs] if isinstance(refs, str) else [answers[ref] for ref in refs]
 
     monkeypatch.setattr(futures, "ray", SimpleNamespace(wait=wait, get=get, ObjectRef=str))
 

@@ -1,0 +1,493 @@
+"""The cases of scale.py in a process of their own: steps of GRPO on simulated clusters, and what they cost the driver.
+
+The driver's code is that of a run (`algorithms`, the handles of ranks, engines and rollout workers, the refit's plan
+and attempts), and so are rollout workers and environments. Ranks and engines are those of simulated_parts.py and
+simulated_engine.py. All of them share a few processes (simulated_cluster.py).
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import ray
+import simulated_cluster
+from data_plane_parts import TASK, MadeUpPrompts, Sizes
+from driver_meter import Meter
+from simulated_cluster import LogicalRay, start_hosts
+from simulated_engine import SimulatedEngine
+from simulated_parts import SimulatedRank, Times
+
+from megatron_grpo.algorithms.context import GRPORun, Placement, default_grpo_save_state
+from megatron_grpo.algorithms.grpo import grpo_step
+from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.records import RolloutDumps, run_facts
+from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.controller.startup import make_transport, start_rollouts
+from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.environments import pool as environment_pool
+from megatron_grpo.environments.worker import EnvironmentWorker
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.sampler import engine_group, worker_group
+from megatron_grpo.sampler.arguments import VllmSettings
+from megatron_grpo.sampler.engine import VllmEngine
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.sampler.worker import RolloutWorker
+from megatron_grpo.trainer import group as rank_group
+from megatron_grpo.trainer.actor import RankActor
+from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.refit.transport import WeightTransport
+
+PROMPT_TOKENS = 128
+OBJECT_STORE_BYTES = 4 * 2**30
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 5120,
+    "intermediate_size": 25_600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
+"""config.json of a dense model of 32 billion parameters (the sizes of Qwen3-32B), which nobody loads."""
+
+MODES = ("colocated", "separate", "async", "oversampling")
+FAULTS = ("none", "slow_engine", "slow_rank", "lost_engine")
+SLOW = 0.3
+"""Share of the usual speed of a slow engine or rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is simulated."""
+
+    gpus: int
+    mode: str
+    """colocated: policy and engines share all GPUs and take turns. separate: each has half of the GPUs, in turns.
+    async: each has half, and samples are drawn a step ahead. oversampling: as async, with more prompts under way."""
+    fault: str
+    """none; slow_engine, slow_rank: one of them has `SLOW` of the usual speed; lost_engine: one ends in a step."""
+    steps: int
+    """Steps that are measured, after one to warm up."""
+    samples_per_gpu: int
+    group: int
+    """Samples of a prompt."""
+    minibatches: int
+    """Optimizer steps of a step."""
+    tensor: int
+    pipeline: int
+    engine_tensor: int
+    longest: int
+    """Most tokens of a response."""
+    hosts: int
+    """Processes that share all logical actors."""
+    lost_after_s: float
+    """Simulated seconds from the beginning of a step to the end of an engine that is lost."""
+    times: Times
+    profile: str | None = None
+    """File for cProfile's figures of the driver's main thread in the measured steps."""
+
+    @property
+    def training_gpus(self) -> int:
+        """Ranks of the policy."""
+        return self.gpus if self.mode == "colocated" else self.gpus // 2
+
+    @property
+    def engines(self) -> int:
+        """Number of engines."""
+        sampling = self.gpus if self.mode == "colocated" else self.gpus - self.training_gpus
+        return sampling // self.engine_tensor
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        return self.gpus * self.samples_per_gpu
+
+    def overrides(self, folder: Path) -> list[str]:
+        """The configuration of the run, whose files are in `folder`."""
+        model = folder / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(MODEL))
+        sequence = PROMPT_TOKENS + self.longest
+        ahead = {
+            "async": ["grpo.async_grpo.max_trajectory_age_steps=1"],
+            "oversampling": [
+                "grpo.async_grpo.max_trajectory_age_steps=2",
+                "grpo.async_grpo.oversampling_factor=1.5",
+            ],
+        }.get(self.mode)
+        asynchronous = [
+            "grpo.async_grpo.enabled=true",
+            "loss_fn.use_importance_sampling_correction=true",
+            "loss_fn.truncated_importance_sampling_type=tis",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+        ]
+        return [
+            f"run_dir={folder / 'run'}",
+            f"policy.model.path={model}",
+            f"policy.parallel.tensor={self.tensor}",
+            f"policy.parallel.pipeline={self.pipeline}",
+            f"policy.parallel.data={self.training_gpus // (self.tensor * self.pipeline)}",
+            f"policy.max_total_sequence_length={sequence}",
+            f"policy.microbatch_tokens={2 * sequence}",
+            f"policy.train_global_batch_samples={self.samples // self.minibatches}",
+            f"generation.placement={'colocated' if self.mode == 'colocated' else 'separate'}",
+            f"generation.parallel.tensor={self.engine_tensor}",
+            f"generation.parallel.data={self.engines}",
+            f"generation.max_new_tokens={self.longest}",
+            f"generation.engine_restarts={0 if self.mode == 'colocated' else 1}",
+            f"data.max_input_seq_length={PROMPT_TOKENS}",
+            "data.train_path=made_up.jsonl",
+            "data.apply_chat_template=false",
+            f"env.{TASK}.type=reward_functions",
+            f"env.{TASK}.reward_funcs=[simulated_parts.right_answer]",
+            f"grpo.num_prompts_per_step={self.samples // self.group}",
+            f"grpo.num_generations_per_prompt={self.group}",
+            f"grpo.max_num_steps={1 + self.steps}",
+            "grpo.val_period=0",
+            "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
+            "loss_fn.reference_policy_kl_penalty=0",
+            "checkpointing.enabled=false",
+            "logger.progress=false",
+            *(asynchronous if ahead else []),
+            *(ahead or []),
+        ]
+
+
+@dataclass
+class Usage:
+    """CPU seconds of the driver's threads and of Ray's processes, at one moment."""
+
+    threads: dict[str, float] = field(default_factory=dict)
+    """Of the driver, by name of the thread; "main" includes what a mark spends."""
+    processes: dict[str, float] = field(default_factory=dict)
+    """Of other processes, by kind: raylet, gcs_server, hosts, and the others of Ray."""
+    resident_bytes: dict[str, int] = field(default_factory=dict)
+    """Resident memory, by kind of process."""
+
+    @staticmethod
+    def now() -> Usage:
+        """What was used so far."""
+        usage, own = Usage(), psutil.Process()
+        for thread in own.threads():
+            name = "main" if thread.id == own.pid else _comm(thread.id)
+            usage.threads[name] = usage.threads.get(name, 0.0) + thread.user_time + thread.system_time
+        for process in own.children(recursive=True):
+            try:
+                name, times, memory = process.name(), process.cpu_times(), process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+            kind = "hosts" if "Host" in name else name if name in ("raylet", "gcs_server") else "others"
+            usage.processes[kind] = usage.processes.get(kind, 0.0) + times.user + times.system
+            usage.resident_bytes[kind] = usage.resident_bytes.get(kind, 0) + memory
+        return usage
+
+
+def _comm(thread: int) -> str:
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+    except OSError:
+        return "ended"
+
+
+@dataclass
+class Record:
+    """What is noted while steps are made."""
+
+    meter: Meter = field(default_factory=Meter)
+    usages: list[Usage] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    """Calls of logical actors by the driver so far."""
+    marking_s: list[float] = field(default_factory=list)
+    """CPU seconds of each mark itself, which are left out of the step that it begins."""
+    reports: list[StepReport] = field(default_factory=list)
+
+    def mark(self) -> None:
+        """A step begins, or the last one has ended."""
+        self.meter.mark()
+        began = time.thread_time()
+        self.usages.append(Usage.now())
+        self.marking_s.append(time.thread_time() - began)
+        self.calls.append(simulated_cluster.calls_made())
+
+
+def measure(cases: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
+    """The figures of each case, one after the other on one Ray with the same hosts."""
+    with ExitStack() as stack:
+        stack.enter_context(driver_log(folder, "info"))
+        _start_ray()
+        stack.callback(ray.shutdown)
+        hosts = start_hosts(max(case.hosts for case in cases))
+        for number, case in enumerate(cases):
+            yield _measured(case, hosts[: case.hosts], folder / f"case_{number}")
+
+
+def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
+    config = compose_config(case.overrides(folder))
+    kinds: dict[type, Any] = {
+        RankActor: partial(SimulatedRank, case.times),
+        VllmEngine: partial(SimulatedEngine, case.times),
+        RolloutWorker: RolloutWorker,
+        EnvironmentWorker: EnvironmentWorker,
+    }
+    cluster: Any = LogicalRay(hosts, kinds, callers=[RolloutWorker])
+    with ExitStack() as stack:
+        modules = (rank_group, engine_group, worker_group, environment_pool)
+        stack.enter_context(cluster.in_place_of_ray(modules))
+        began = time.perf_counter(), time.process_time()
+        run = _bring_up(config, case, stack)
+        startup = {"wall_s": time.perf_counter() - began[0], "driver_cpu_s": time.process_time() - began[1]}
+        record = Record()
+        gc.collect()
+        gc.freeze()  # as a run does when it is up
+        stack.callback(gc.unfreeze)
+        with record.meter.watching():
+            _train(run, case, record)
+            record.mark()
+        return {**_figures(case, run, record), "startup": _rounded(startup)}
+
+
+def _start_ray() -> None:
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+
+
+def _train(run: GRPORun, case: Case, record: Record) -> None:
+    profiler = cProfile.Profile() if case.profile else None
+
+    def step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
+        record.mark()
+        if len(record.usages) == 2:
+            _break(run, case)
+            if profiler is not None:
+                profiler.enable()
+        report = grpo_step(run, batches)
+        assert report is not None, "prompts are used up"
+        record.reports.append(report)
+        return report
+
+    train_steps(run, step)
+    if profiler is not None:
+        profiler.disable()
+        profiler.dump_stats(str(case.profile))
+
+
+def _break(run: GRPORun, case: Case) -> None:
+    """Bring the case's fault about, at the beginning of the second step."""
+    engines, ranks = run.rollouts.tokens.engines, run.policy.actors
+    if case.fault == "slow_engine":
+        engines[len(engines) // 2].set_speed.remote(SLOW)
+    elif case.fault == "slow_rank":
+        ranks[len(ranks) // 2].set_speed.remote(SLOW)
+    elif case.fault == "lost_engine":
+        engines[len(engines) // 2].die_after.remote(case.lost_after_s)
+
+
+def _bring_up(config: Config, case: Case, stack: ExitStack) -> GRPORun:
+    """Bring up a run like `algorithms.setup`, without placing processes on GPUs."""
+    run_dir, folder = Path(config.run_dir), Path(config.policy.model.path)
+    generation = _generation(config, folder, stack)
+    policy = _policy(config, folder, stack)
+    transport = make_transport(policy, generation, config.refit, run_dir)
+    stack.callback(transport.close)
+    rollouts = start_rollouts(config, folder, generation, stack, restore=transport.restore)
+    for part in (generation, policy, rollouts):
+        part.wait_ready()
+    placement = Placement()
+    if config.generation.colocated:
+        generation.sleep()
+        placement = Placement(generation, policy)
+    loader = _loader(case)
+    settings = SamplingSettings(max_new_tokens=config.generation.max_new_tokens)
+    buffer = None
+    if config.loop.async_grpo.enabled:
+        kind = OrderedBuffer if config.loop.async_grpo.oversampling_factor is None else Oversampling
+        buffer = kind(rollouts, loader, config.loop, settings, 0)
+    _publish_first(transport, placement)
+    logger = RunLogger(run_dir, config)
+    stack.callback(logger.close)
+    return GRPORun(
+        config=config,
+        run_dir=run_dir,
+        policy=policy,
+        transport=transport,
+        placement=placement,
+        rollouts=rollouts,
+        settings=settings,
+        dumps=RolloutDumps(rollouts, config.logger, run_dir, run_facts(config, folder)),
+        loader=loader,
+        val_prompts=[],
+        loss_fn=ClippedPGLossFn(config.loss_fn),
+        logger=logger,
+        checkpointer=Checkpointer(run_dir, config.checkpointing),
+        state=default_grpo_save_state(),
+        waiting=[],
+        buffer=buffer,
+    )
+
+
+def _publish_first(transport: WeightTransport, placement: Placement) -> None:
+    began = time.perf_counter(), time.process_time()
+    transport.connect()
+    wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
+    print(f"links are made: {wall_s:.1f} s, {cpu_s:.1f} s of the driver's CPU time", file=sys.stderr)
+    with placement.refit(StepTimer()):
+        transport.publish(0)
+
+
+def _generation(config: Config, folder: Path, stack: ExitStack) -> VllmGeneration:
+    settings = VllmSettings(
+        model_path=str(folder),
+        config=config.generation,
+        precision=config.policy.precision,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
+    )
+    timeout_s = config.cluster.startup_timeout_s
+    generation = VllmGeneration(settings, actor_options=lambda engine: {}, startup_timeout_s=timeout_s)
+    stack.callback(generation.shutdown)
+    generation.start()
+    return generation
+
+
+def _policy(config: Config, folder: Path, stack: ExitStack) -> MegatronPolicy:
+    settings = RankSettings(
+        config=config.policy,
+        shape=shape_of_folder(folder),
+        folder=str(folder),
+        temperature=config.generation.temperature,
+        decay_steps=config.decay_steps,
+        seed=config.loop.seed,
+    )
+    policy = MegatronPolicy(settings, lambda rank: {}, config.cluster.startup_timeout_s)
+    stack.callback(policy.shutdown)
+    policy.start()
+    return policy
+
+
+def _loader(case: Case) -> PromptLoader:
+    prompts = case.samples // case.group
+    made_up = MadeUpPrompts(
+        Sizes(
+            samples=case.samples,
+            tokens=case.longest,
+            replicas=1,
+            group=case.group,
+            minibatches=case.minibatches,
+            steps=case.steps + 3,  # those that are sampled ahead
+        )
+    )
+    order = Visits([len(made_up)], [1.0], shuffle=True, seed=0)
+    return PromptLoader(cast(Prompts, made_up), prompts_per_batch=prompts, order=order)
+
+
+def _figures(case: Case, run: GRPORun, record: Record) -> dict[str, Any]:
+    """Medians over the measured steps, and the simulated seconds of each."""
+    marks, reports = record.meter.marks, record.reports[1:]
+    columns = [*zip(*marks, strict=True), record.calls]
+    wall, cpu, moved, calls = ([end - begin for begin, end in pairwise(column[1:])] for column in columns)
+    marking = record.marking_s[1:-1]
+    cpu = [seconds - spent for seconds, spent in zip(cpu, marking, strict=True)]
+    steps = list(pairwise(record.usages[1:]))
+    outcomes = [report.sampled for report in reports]
+    return {
+        "gpus": case.gpus,
+        "mode": case.mode,
+        "fault": case.fault,
+        "ranks": len(run.policy.actors),
+        "engines": case.engines,
+        "rollout_workers": len(run.rollouts.tokens.actors),
+        "samples": case.samples,
+        "mean_tokens": round(statistics.fmean(one.response_tokens for step in outcomes for one in step), 1),
+        "calls": statistics.median(calls),
+        "driver_cpu_s": round(statistics.median(cpu), 3),
+        "driver_cpu_s_by_step": _rounded(cpu),
+        "driver_threads_cpu_s": _between(steps, "threads"),
+        "marking_cpu_s": _rounded(marking),
+        "driver_peak_gib": round(record.meter.peak_bytes / 2**30, 3),
+        "driver_bytes": int(statistics.median(moved)),
+        "other_processes_cpu_s": _between(steps, "processes"),
+        "other_processes_gib": _rounded({k: v / 2**30 for k, v in record.usages[-1].resident_bytes.items()}),
+        "wall_s": round(statistics.median(wall), 3),
+        "simulated_step_s": _rounded([case.times.speed_up * seconds for seconds in wall]),
+        "simulated_phases_s": _phases(case, reports),
+        "metrics": {
+            name: round(statistics.median(report.metrics[name] for report in reports), 3)
+            for name in ("exposed_generation_s", "trajectory_age", "oversampling_left_over", "engine_restarts")
+            if all(name in report.metrics for report in reports)
+        },
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _phases(case: Case, reports: list[StepReport]) -> dict[str, float]:
+    names = dict.fromkeys(name for report in reports for name in report.timing)
+    medians = {n: statistics.median(report.timing.get(n, 0.0) for report in reports) for n in names}
+    return {name: round(case.times.speed_up * seconds, 2) for name, seconds in medians.items()}
+
+
+def _between(steps: list[tuple[Usage, Usage]], what: str) -> dict[str, float]:
+    """Median over steps of the CPU seconds by name."""
+    found: dict[str, float] = {}
+    for name in getattr(steps[-1][1], what):
+        found[name] = statistics.median(
+            max(getattr(end, what).get(name, 0.0) - getattr(begin, what).get(name, 0.0), 0.0) for begin, end in steps
+        )
+    return _rounded({name: seconds for name, seconds in sorted(found.items()) if seconds >= 0.005})
+
+
+def _rounded(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {name: round(value, 3) for name, value in values.items()}
+    return [round(value, 3) for value in values]
+
+
+def main() -> None:
+    """Measure the cases of the first argument (JSON), and append a line of JSON for each to the file of the second."""
+    given, file, folder = sys.argv[1:]
+    cases = [Case(**{**fields, "times": Times(**fields["times"])}) for fields in json.loads(given)]
+    for figures in measure(cases, Path(folder)):
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(figures) + "\n")
+
+
+if __name__ == "__main__":
+    main()
