@@ -3,6 +3,7 @@ that takes on a GPU."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
 from megatron_grpo.trainer.dry.layers import Quantizable
 from megatron_grpo.trainer.dry.tracker import DryMode, Moments
+from megatron_grpo.trainer.dry.work import Work
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
 from megatron_grpo.trainer.model.megatron_config import require_fp8
@@ -52,11 +54,13 @@ class DryReport:
     """Bytes at the peak, by kind of tensor."""
     moments: Moments
     """The fullest moment of each sort."""
+    work: Counter[Work]
+    """Work of the operators of all phases, and how often each was done."""
+    passes: Counter[tuple[str, int]]
+    """Forward passes of microbatches, by phase and model chunk."""
 
 
-def dry_run(
-    config: Config, shape: ModelShape, rank: int, *, expert_skew: float = 1.0, moves: bool = True
-) -> DryReport:
+def dry_run(config: Config, shape: ModelShape, rank: int, *, expert_skew: float = 1.0, moves: bool = True) -> DryReport:
     """Run the phases of two steps on a rank, whose microbatches are full, and all of whose tokens are sampled.
 
     The second step shows the peak, since the optimizer's moments appear in the first. A process that calls this cannot
@@ -96,7 +100,7 @@ def tracked_run(
     destroy_parallel()
     initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
     try:
-        with replaced_names(expert_skew), fake or nullcontext(), mode:
+        with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
             with mode.phase("build"):
                 settings = RankSettings(
                     config=_without_engine(config.policy),
@@ -120,7 +124,7 @@ def tracked_run(
                 _move(policy, config, mode)
     finally:
         destroy_parallel()
-    return DryReport(mode.peak, mode.peaks, mode.held, mode.holders, mode.moments)
+    return DryReport(mode.peak, mode.peaks, mode.held, mode.holders, mode.moments, mode.log.found, mode.log.passes)
 
 
 def _without_engine(policy: PolicyConfig) -> PolicyConfig:

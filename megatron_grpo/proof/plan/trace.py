@@ -21,10 +21,16 @@ from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.proof.dry_run import DryReport
+    from megatron_grpo.trainer.dry.work import Work
 
 _SHALLOW = 2
 """Layers of the shallower of two dry runs, of each model chunk: with one layer alone, some tensors of one layer never
 meet those of the next."""
+
+
+_REFIT = "refit"
+"""The phase whose buffers depend on the bytes of the model rather than on its layers; they are those of the deeper run,
+which fill whole buckets if the model does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,11 @@ def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, d
         high: the rank with more layers, by one step of depth.
         factor: steps of depth from `low` to the rank in question.
     """
-    moments = {sort: _line(low.moments[sort], high.moments[sort], factor) for sort in low.moments if sort in high.moments}
+    moments = {
+        sort: _line(low.moments[sort], high.moments[sort], factor)
+        for sort in low.moments
+        if sort in high.moments and sort[0] != _REFIT
+    }
     phases: dict[str, int] = {}
     fullest = next(iter(moments))
     for sort, moment in moments.items():
@@ -121,15 +131,43 @@ def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, d
         fullest = sort if sum(moment.values()) > sum(moments[fullest].values()) else fullest
     before, after = low.moments[fullest], high.moments[fullest]
     slope = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in after}
+    held = {name: low.held[name] + (high.held[name] - low.held[name]) * factor for name in low.held}
+    if _REFIT in high.phases:
+        phases[_REFIT] = held["onload"] + high.phases[_REFIT] - high.held["onload"]
     report = replace(
         low,
         peak_bytes=sum(moments[fullest].values()),
         phases={name: phases[name] for name in low.phases if name in phases},
-        held={name: low.held[name] + (high.held[name] - low.held[name]) * factor for name in low.held},
+        held=held,
         holders=moments[fullest],
         moments=moments,
+        work=_more_work(low.work, high.work, factor),
     )
     return report, slope
+
+
+def _more_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
+    """The work of a rank with more layers.
+
+    Operators of a layer occur more often. Sizes of others grow with the number of layers, such as the messages of
+    buckets of gradients: their operations and bytes are added up and extrapolated, in as many operators as `high` has.
+    """
+    found: Counter[Work] = Counter()
+    grown: dict[Work, list[float]] = {}
+    for work in low.keys() | high.keys():
+        before, after = low[work], high[work]
+        if after >= before > 0:
+            found[work] = before + (after - before) * factor
+        else:
+            total = grown.setdefault(work._replace(flops=0.0, nbytes=0, sizes=(0, 0, 0, 1)), [0.0, 0.0, 0])
+            weight = before + (after - before) * factor
+            total[0] += weight * work.flops
+            total[1] += weight * work.nbytes
+            total[2] += after
+    for work, (flops, nbytes, number) in grown.items():
+        number = max(int(number), 1)
+        found[work._replace(flops=max(flops, 0.0) / number, nbytes=max(int(nbytes), 0) // number)] += number
+    return found
 
 
 def _line(low: Mapping[str, int], high: Mapping[str, int], factor: int) -> dict[str, int]:

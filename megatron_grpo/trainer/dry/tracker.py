@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_grpo.trainer.dry.work import LOG, WorkLog
+
 GRANULE = 512
 """CUDA's caching allocator rounds sizes up to a multiple of this many bytes."""
 
@@ -166,12 +168,24 @@ class DryMode(MemoryTracker):
     """A tracker that also answers what tensors without numbers, and ranks without peers, cannot.
 
     A number that the host reads is 1. Collectives do nothing: their outputs exist already. A boolean index selects
-    every row, and the mask of routed tokens as many as tokens have experts, `top_k` each.
+    every row, and the mask of routed tokens as many as tokens have experts, `top_k` each. Operators' work is in `log`.
     """
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
         self._top_k = top_k
+        self.log = WorkLog()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The body is a phase of memory and of work."""
+        before, self.log.phase, token = self.log.phase, name, LOG.set(self.log)
+        try:
+            with super().phase(name):
+                yield
+        finally:
+            self.log.phase = before
+            LOG.reset(token)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -179,6 +193,7 @@ class DryMode(MemoryTracker):
         """Answer, or run the operator and count what it makes."""
         name = func.name()
         if name in IN_PLACE and args[0].is_floating_point():
+            self.log.note_writer(name, args)
             return args[0]
         if name == "aten::_local_scalar_dense":
             number = args[0]
@@ -186,11 +201,15 @@ class DryMode(MemoryTracker):
         if name == "aten::masked_select":
             made = args[0].new_zeros(args[1].shape[-1] * self._top_k)
             self.follow(made)
+            self.log.note_operator(func, args, made)
             return made
         if name.startswith("c10d::"):
+            self.log.note_message(name, args)
             done = [_done() if "Work" in str(one.type) else args[0] for one in func._schema.returns]
             return done[0] if len(done) == 1 else tuple(done)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.log.note_operator(func, args, result)
+        return result
 
 
 def _done() -> Any:
