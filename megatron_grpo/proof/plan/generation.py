@@ -151,13 +151,13 @@ def _expert_numbers(shape: ModelShape) -> int:
 
 def _weights(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> int:
     """Bytes of a rank's weights; norms are left out."""
-    tensor, total = shard.tensor.parts, 0.0
+    tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
         numbers = _attention_numbers(shape, tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
-            numbers += (last - first) * _expert_numbers(shape) / shard.expert_tensor.parts
+            numbers += (last - first) * _expert_numbers(shape) / shard.expert_tensor.count
             numbers += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
             total += width * shape.hidden * shape.experts.count
         else:
