@@ -1,4 +1,4 @@
-"""Dry runs of a layout's distinct ranks, in processes of their own; where exact, two shallow ones stand for a deep one."""
+"""Dry runs of a layout's distinct ranks, in their own processes; where exact, two shallow ones stand for a deep one."""
 
 from __future__ import annotations
 
