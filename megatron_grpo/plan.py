@@ -104,6 +104,12 @@ def _table(plan: Plan) -> Iterator[str]:
         each = "" if not one.bytes_per_layer else f", {one.bytes_per_layer / GIB:.3f} for each of {one.layers} layers"
         yield f"  {one.bytes / GIB:7.2f} GiB  {one.kind}{each}"
     yield ""
+    if plan.times is not None:
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.times.phase_s.items())
+        kind = "" if plan.times.asynchronous_s is None else f" ({plan.times.synchronous_s:.1f} s if synchronous)"
+        yield f"a step: {plan.times.step_s:.1f} s{kind}, {plan.times.tokens_per_s_per_gpu:,.0f} tokens a second and GPU"
+        yield f"  seconds by phase: {phases}"
+        yield ""
     yield from (f"assumed: {one}" for one in plan.assumptions)
     yield f"planned in {plan.planned_s:.0f} s"
 

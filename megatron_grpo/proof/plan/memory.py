@@ -53,6 +53,8 @@ class RankMemory:
     """Bytes besides tensors: CUDA's context, cuBLAS, NCCL, fragmentation, and a sleeping engine."""
     holders: list[Holder]
     """Tensors at the peak, the largest first."""
+    asleep: int
+    """Bytes of tensors that stay while engines have the GPU in turn; 0: not run."""
 
     @property
     def phase(self) -> str:
@@ -86,7 +88,16 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware) -> RankMem
         if size >= 2**20
     ]
     parts = reserve_parts(config, peak, hardware)
-    return RankMemory(trace.stage, trace.rank, trace.layers, trace.expert_skew, phases, sum(parts.values()), holders)
+    return RankMemory(
+        trace.stage,
+        trace.rank,
+        trace.layers,
+        trace.expert_skew,
+        phases,
+        sum(parts.values()),
+        holders,
+        report.held.get("offload", 0),
+    )
 
 
 def _name(kind: str) -> str:

@@ -6,11 +6,22 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_grpo.config.schema import Config
+from megatron_grpo.proof.plan.generation import (
+    EngineSize,
+    Lengths,
+    engine_size,
+    log_normal_lengths,
+    recorded_lengths,
+)
 from megatron_grpo.proof.plan.hardware import Hardware, hardware
 from megatron_grpo.proof.plan.memory import GIB, RankMemory, advice, fullest, rank_memory, reserve_parts
+from megatron_grpo.proof.plan.step import StepTimes, step_times
 from megatron_grpo.proof.plan.trace import RankTrace, submit_traces
 from megatron_grpo.weights.shape import ModelShape
 
@@ -24,6 +35,10 @@ class Plan:
     hardware: Hardware
     ranks: list[RankMemory]
     """Distinct ranks of the policy, with balanced and with skewed experts."""
+    engine: EngineSize | None
+    """An engine's fullest rank; None: the step has no engines."""
+    times: StepTimes | None
+    """Seconds by phase; None: engines have no room for a sequence."""
     planned_s: float
     """Seconds that the plan took."""
 
@@ -46,12 +61,44 @@ class Plan:
                 f"in {worst.phase}{skew}; {advice(self.config, self.shape, worst)}"
             )
 
+        yield from self._engine_problems()
+
+    def _engine_problems(self) -> Iterator[str]:
+        """Engines without room for one sequence, or that leave too little of shared GPUs."""
+        if self.engine is None:
+            return
+        generation, has = self.config.generation, self.hardware.memory_gib
+        longest = self.config.policy.max_total_sequence_length
+        if self.engine.most_sequences(longest) < 1:
+            tensor = generation.parallel.tensor
+            yield (
+                f"an engine's GPU has {self.engine.weight_bytes / GIB:.1f} GiB of weights and room for "
+                f"{self.engine.cache_tokens} tokens, and the longest sequence has {longest}; "
+                f"generation.parallel.tensor={2 * tensor} splits them over more GPUs"
+            )
+        if not generation.colocated:
+            return
+        share = generation.engine.gpu_memory_utilization
+        beside = max(one.asleep for one in self.ranks) + self.hardware.reserve_gib * GIB
+        if share * has * GIB + beside > has * GIB:
+            yield (
+                f"an engine that is awake takes {share:g} of {has:.1f} GiB, and the offloaded policy keeps "
+                f"{beside / GIB:.1f} GiB; generation.engine.gpu_memory_utilization="
+                f"{int(100 * (1 - beside / GIB / has)) / 100:g} leaves enough"
+            )
+
     def as_dict(self) -> dict[str, Any]:
-        """The plan for JSON; sizes in GiB and bytes, times in seconds."""
+        """The plan for JSON; sizes in GiB and bytes, times in seconds; null where engines have no room."""
+        times = self.times
         return {
             "fits": not self.problems,
             "peak_gib": round(self.fullest.peak / GIB, 3),
             "ranks": [rank_dict(one) for one in self.ranks],
+            "step_s": None if times is None else round(times.step_s, 3),
+            "phase_s": None if times is None else {name: round(one, 3) for name, one in times.phase_s.items()},
+            "tokens_per_s_per_gpu": None if times is None else round(times.tokens_per_s_per_gpu, 1),
+            "refit_s": None if times is None else round(times.refit_s, 4),
+            "refit_bytes": None if times is None else times.refit_bytes,
             "assumptions": self.assumptions,
         }
 
@@ -71,7 +118,13 @@ class Plan:
             found.append(f"experts are balanced, or those of a rank have {self.config.plan.expert_skew:g} x the mean")
         if self.config.value_model is not None:
             found.append("the value model is left out")
-        return found
+        if self.engine is not None:
+            found.append(
+                f"an engine's GPU has {self.engine.weight_bytes / GIB:.1f} GiB of weights, "
+                f"{self.engine.activation_bytes / GIB:.1f} GiB of activations and graphs, and a cache of "
+                f"{self.engine.cache_tokens} tokens"
+            )
+        return found + ([] if self.times is None else self.times.assumptions)
 
 
 def rank_dict(rank: RankMemory) -> dict[str, Any]:
@@ -113,6 +166,27 @@ def as_planned(config: Config) -> Config:
     )
 
 
+def lengths_of(config: Config) -> Lengths:
+    """Lengths of the samples of a step: those of plan.*, or of a recorded run.
+
+    Raises:
+        ValueError: plan.lengths_from has no rollouts.
+    """
+    plan, longest = config.plan, config.generation.max_new_tokens
+    if plan.workload == "pretrain":
+        tokens = config.policy.max_total_sequence_length
+        number = plan.global_batch_samples or config.policy.train_global_batch_samples or config.samples_per_step
+        return Lengths(0.0, np.full(number, float(tokens)), f"{number} sequences of {tokens} tokens")
+    if plan.lengths_from is not None:
+        try:
+            return recorded_lengths(Path(plan.lengths_from), config.samples_per_step)
+        except OSError as error:
+            raise ValueError(f"plan.lengths_from={plan.lengths_from} has no rollouts: {error}") from None
+    prompt = plan.prompt_tokens or max(config.data.max_input_seq_length // 4, 1)
+    mean = plan.response_tokens or max(longest // 2, 1)
+    return log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
+
+
 def make_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, moves: bool = True) -> Plan:
     """Plan a run, with dry runs in the processes of `pool`.
 
@@ -135,4 +209,9 @@ def make_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, m
         pending += submit_traces(pool, config, shape, expert_skew=config.plan.expert_skew, moves=False)
     traces: list[RankTrace] = [one.result(deadline) for one in pending]
     ranks = [rank_memory(config, one, gpu) for one in traces]
-    return Plan(config, shape, gpu, ranks, time.monotonic() - began)
+    engine = None if config.plan.workload == "pretrain" else engine_size(config, shape, gpu)
+    lengths, times = lengths_of(config), None
+    if engine is None or engine.most_sequences(float(lengths.totals.mean())):
+        balanced = [one for one in traces if one.expert_skew == 1.0]
+        times = step_times(config, shape, balanced, gpu, lengths, workload=config.plan.workload)
+    return Plan(config, shape, gpu, ranks, engine, times, time.monotonic() - began)
