@@ -50,6 +50,11 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
     if task == "check":
+        if config.cluster.gpu is not None:
+            from megatron_grpo.proof.plan.whole import fit_remarks  # imported here, because NumPy takes long to import
+
+            for remark in fit_remarks(config):
+                print(f"{remark.subject} {remark.text}", flush=True)
         print(f"configuration is fine: {summary(config, _check_start(config))}")
     elif task == "train":
         start(config)

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import FAILED, run_command
+from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.proof.plan.memory import GIB
+from megatron_grpo.proof.plan.page import write_plan
+from megatron_grpo.proof.plan.search import search
+from megatron_grpo.proof.plan.tables import plan_table, search_table
 from megatron_grpo.proof.plan.trace import tracing
-from megatron_grpo.proof.plan.whole import Plan, make_plan, profile
+from megatron_grpo.proof.plan.whole import profile, submit_plan
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import download_config, known_shape
 
 USAGE = """\
-python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=value …] [--json]
+python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=value …] [--search]
+                               [--json] [--html FILE]
 
   +exp=NAME      a recipe, and keys of it to change, as for megatron_grpo.train; plan.* are the plan's own
   cluster.gpu=G  a100, h100, h200, b200 or gb200; or plan.hardware=FILE.yaml
+  --search       try other layouts on the same GPUs; plan.search_s limits the seconds
   --json         print one JSON object instead of a table
+  --html FILE    also write one page with pictures of memory and time
 
 Says whether a run fits, and how long a step takes, from dry runs of its ranks; needs no GPU and no weights, only the
 model's config.json. Exit code 1: the run does not fit.
@@ -36,12 +45,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    as_json, overrides = _options(arguments)
+    options, overrides = _options(arguments)
     config, shape = _read(overrides)
+    found, layouts = None, None
     with tracing() as pool:
-        plan = make_plan(config, shape, pool)
-    print(json.dumps(plan.as_dict(), indent=1) if as_json else "\n".join(_table(plan)))
-    return 0 if not plan.problems else FAILED
+        if options.search:
+            layouts = search(config, shape, pool, budget_s=config.plan.search_s)
+            found = layouts.best[0].plan if layouts.best else None
+        else:
+            found = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
+    if options.json:
+        shown = found if layouts is None else layouts
+        print(json.dumps(None if shown is None else shown.as_dict(), indent=1))
+    else:
+        print("\n".join([*(search_table(layouts) if layouts else ()), *(plan_table(found) if found else ())]))
+    if options.html is not None and found is not None:
+        write_plan(options.html, found)
+    return 0 if found is not None and not found.problems else FAILED
 
 
 def _read(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
@@ -69,49 +89,33 @@ def _read(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     return config, shape
 
 
-def _options(arguments: Sequence[str]) -> tuple[bool, list[str]]:
-    """(whether to print JSON, the arguments that belong to the recipe)."""
-    overrides = []
-    for word in arguments:
-        if word.startswith("--") and word != "--json" and not word.startswith("--config-dir"):
-            raise ValueError(f"{word} is no option; there is --json")
-        if word != "--json":
+@dataclass(slots=True)
+class Options:
+    """The options of a command line."""
+
+    search: bool = False
+    json: bool = False
+    html: Path | None = None
+    """File for the page; None: no page is written."""
+
+
+def _options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """The options, and the arguments that belong to the recipe; ValueError: there is no such option."""
+    options, overrides, rest = Options(), [], iter(arguments)
+    for word in rest:
+        name, _, value = word.partition("=")
+        if word in ("--json", "--search"):
+            setattr(options, word.removeprefix("--"), True)
+        elif name == "--html":
+            text = value or next(rest, "")
+            if not text:
+                raise ValueError("--html needs a file")
+            options.html = Path(text)
+        elif word.startswith("--") and name != OPTION:
+            raise ValueError(f"{word} is no option; there are --search, --json and --html FILE")
+        else:
             overrides.append(word)
-    return "--json" in arguments, overrides
-
-
-def _table(plan: Plan) -> Iterator[str]:
-    worst, config, has = plan.fullest, plan.config, plan.hardware.memory_gib
-    verdict = "does not fit" if plan.problems else "fits"
-    yield (
-        f"{config.name} on {config.cluster.num_nodes} x {config.cluster.gpus} {plan.hardware.name}: {verdict}; "
-        f"the fullest GPU takes {worst.peak / GIB:.1f} of {has:.1f} GiB"
-    )
-    yield from (f"  {one}" for one in plan.problems)
-    yield ""
-    names = list(dict.fromkeys(name for rank in plan.ranks for name in rank.phases))
-    yield "tensors in GiB  layers  experts  " + "".join(f"{name:>12}" for name in names) + "     reserve        peak"
-    for rank in plan.ranks:
-        sizes = "".join(f"{rank.phases[name] / GIB:12.2f}" if name in rank.phases else " " * 12 for name in names)
-        skew = f"x {rank.expert_skew:g}" if plan.shape.experts is not None else ""
-        yield (
-            f"policy stage {rank.stage:<3}{rank.layers:6}  {skew:>7}  {sizes}{rank.reserve / GIB:12.2f}"
-            f"{rank.peak / GIB:12.2f}"
-        )
-    yield ""
-    yield f"largest tensors at the peak of stage {worst.stage}, in {worst.phase}:"
-    for one in worst.holders[:6]:
-        each = "" if not one.bytes_per_layer else f", {one.bytes_per_layer / GIB:.3f} for each of {one.layers} layers"
-        yield f"  {one.bytes / GIB:7.2f} GiB  {one.kind}{each}"
-    yield ""
-    if plan.times is not None:
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.times.phase_s.items())
-        kind = "" if plan.times.asynchronous_s is None else f" ({plan.times.synchronous_s:.1f} s if synchronous)"
-        yield f"a step: {plan.times.step_s:.1f} s{kind}, {plan.times.tokens_per_s_per_gpu:,.0f} tokens a second and GPU"
-        yield f"  seconds by phase: {phases}"
-        yield ""
-    yield from (f"assumed: {one}" for one in plan.assumptions)
-    yield f"planned in {plan.planned_s:.0f} s"
+    return options, overrides
 
 
 if __name__ == "__main__":

@@ -44,3 +44,6 @@ class PlanConfig(Section):
 
     timeout_s: Seconds = 1800.0
     """Deadline of all dry runs of a plan."""
+
+    search_s: Seconds = 240.0
+    """Seconds for the dry runs of --search, which begins with the layouts of the best estimates."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.engines import NCCL_SENDING, nccl_bytes
 from megatron_grpo.proof.plan.hardware import Hardware
 from megatron_grpo.proof.plan.trace import RankTrace
 from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.proof.dry_run import DryReport
 
 GIB = 2**30
 GRAPHS_GIB = 1.0
@@ -49,6 +52,8 @@ class RankMemory:
     expert_skew: float
     phases: dict[str, int]
     """Most bytes of tensors in each phase."""
+    parts: dict[str, dict[str, int]]
+    """The same bytes by kind of tensor; kinds of STATIC, and "activations" for all others."""
     reserve: int
     """Bytes besides tensors: CUDA's context, cuBLAS, NCCL, fragmentation, and a sleeping engine."""
     holders: list[Holder]
@@ -79,6 +84,7 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware) -> RankMem
     if config.plan.workload == "pretrain":
         phases = {name: size for name, size in phases.items() if name in _TRAINING}
     peak = max(phases.values())
+    by_phase = {name: _parts(report, name, size) for name, size in phases.items()}
     moment = max(
         (sizes for sort, sizes in report.moments.items() if sort[0] in phases), key=lambda sizes: sum(sizes.values())
     )
@@ -94,10 +100,19 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware) -> RankMem
         trace.layers,
         trace.expert_skew,
         phases,
+        by_phase,
         sum(parts.values()),
         holders,
         report.held.get("offload", 0),
     )
+
+
+def _parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
+    """The bytes of a phase by kind. Of a refit, for which a deep rank has no moment of its own, those before it."""
+    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, "onload")]
+    fullest = min(moments, key=lambda one: abs(sum(one.values()) - size), default={})
+    found = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
+    return {**found, "activations": size - sum(found.values())}
 
 
 def _name(kind: str) -> str:

@@ -33,6 +33,10 @@ _REFIT = "refit"
 which fill whole buckets if the model does."""
 
 
+class LateError(RunError):
+    """A dry run that is not done by its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankTrace:
     """The dry run of one rank, for all ranks like it."""
@@ -222,20 +226,22 @@ class PendingTrace:
         """Wait until `deadline` (of time.monotonic), and return the rank's trace.
 
         Raises:
-            RunError: a dry run failed, or is not done; the text names the rank.
+            LateError: a dry run is not done; the text names the rank.
+            RunError: a dry run failed.
         """
         where = f"the dry run of rank {self.rank} (pipeline stage {self.stage})"
         try:
             reports = [one.result(max(0.0, deadline - time.monotonic())) for one in self.futures]
         except TimeoutError:
-            raise RunError(f"{where} is not done within plan.timeout_s") from None
+            raise LateError(f"{where} is not done in time; plan.timeout_s is its deadline") from None
         except Exception as error:  # whatever the rank's code raises: the layout does not build
             raise RunError(f"{where} failed: {type(error).__name__}: {error}") from error
         if len(reports) == 1:
             return RankTrace(self.stage, self.rank, self.layers, self.expert_skew, reports[0], {})
         low, high = self.depths
         step = high - low
-        report, slope = at_depth(*reports, (self.layers - low) // step)
+        shallow, deep = reports
+        report, slope = at_depth(shallow, deep, (self.layers - low) // step)
         per_layer = {kind: size // step for kind, size in slope.items() if size > 0}
         return RankTrace(self.stage, self.rank, self.layers, self.expert_skew, report, per_layer)
 

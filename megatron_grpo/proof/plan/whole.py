@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.proof.plan.generation import (
     EngineSize,
@@ -22,8 +23,9 @@ from megatron_grpo.proof.plan.generation import (
 from megatron_grpo.proof.plan.hardware import Hardware, hardware
 from megatron_grpo.proof.plan.memory import GIB, RankMemory, advice, fullest, rank_memory, reserve_parts
 from megatron_grpo.proof.plan.step import StepTimes, step_times
-from megatron_grpo.proof.plan.trace import RankTrace, submit_traces
+from megatron_grpo.proof.plan.trace import PendingTrace, submit_traces, tracing
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.source import known_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +189,37 @@ def lengths_of(config: Config) -> Lengths:
     return log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
 
 
-def make_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, moves: bool = True) -> Plan:
-    """Plan a run, with dry runs in the processes of `pool`.
+@dataclass(frozen=True, slots=True)
+class PendingPlan:
+    """A plan whose dry runs are on their way."""
+
+    config: Config
+    shape: ModelShape
+    hardware: Hardware
+    traces: list[PendingTrace]
+    began: float
+
+    def result(self, deadline: float) -> Plan:
+        """Wait for the dry runs, until `deadline` (of time.monotonic).
+
+        Raises:
+            LateError: a dry run is not done.
+            RunError: a dry run failed.
+            ValueError: plan.lengths_from has no rollouts.
+        """
+        config, shape, gpu = self.config, self.shape, self.hardware
+        traces = [one.result(deadline) for one in self.traces]
+        ranks = [rank_memory(config, one, gpu) for one in traces]
+        engine = None if config.plan.workload == "pretrain" else engine_size(config, shape, gpu)
+        lengths, times = lengths_of(config), None
+        if engine is None or engine.most_sequences(float(lengths.totals.mean())):
+            balanced = [one for one in traces if one.expert_skew == 1.0]
+            times = step_times(config, shape, balanced, gpu, lengths, workload=config.plan.workload)
+        return Plan(config, shape, gpu, ranks, engine, times, time.monotonic() - self.began)
+
+
+def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, moves: bool = True) -> PendingPlan:
+    """Begin the dry runs of a plan.
 
     Args:
         config: the run's configuration, without problems.
@@ -197,21 +228,33 @@ def make_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, m
         moves: whether the phases between training and generation are run too.
 
     Raises:
-        RunError: a dry run failed, or did not end in time.
         ValueError: there is no profile of the hardware.
     """
     began = time.monotonic()
     gpu, config = profile(config), as_planned(config)
-    deadline = began + config.plan.timeout_s
-    moves = moves and config.plan.workload == "rl"
-    pending = submit_traces(pool, config, shape, moves=moves)
+    traces = submit_traces(pool, config, shape, moves=moves and config.plan.workload == "rl")
     if shape.experts is not None and config.plan.expert_skew > 1:
-        pending += submit_traces(pool, config, shape, expert_skew=config.plan.expert_skew, moves=False)
-    traces: list[RankTrace] = [one.result(deadline) for one in pending]
-    ranks = [rank_memory(config, one, gpu) for one in traces]
-    engine = None if config.plan.workload == "pretrain" else engine_size(config, shape, gpu)
-    lengths, times = lengths_of(config), None
-    if engine is None or engine.most_sequences(float(lengths.totals.mean())):
-        balanced = [one for one in traces if one.expert_skew == 1.0]
-        times = step_times(config, shape, balanced, gpu, lengths, workload=config.plan.workload)
-    return Plan(config, shape, gpu, ranks, engine, times, time.monotonic() - began)
+        traces += submit_traces(pool, config, shape, expert_skew=config.plan.expert_skew, moves=False)
+    return PendingPlan(config, shape, gpu, traces, began)
+
+
+def fit_remarks(config: Config) -> Iterator[Problem]:
+    """Remarks of --check on a run that does not fit the GPUs of cluster.gpu, or whose layout does not build.
+
+    Nothing is planned without cluster.gpu, on CPUs, or when the model is not on this machine. Dry runs take seconds to
+    minutes, and leave out the phases between training and generation.
+    """
+    shape = known_shape(config)
+    if config.cluster.gpu is None or not config.cluster.gpus or shape is None or not config.debug.train:
+        return
+    subject = f"cluster.gpu={config.cluster.gpu}"
+    try:
+        with tracing() as pool:
+            plan = submit_plan(config, shape, pool, moves=False).result(time.monotonic() + config.plan.timeout_s)
+    except RunError as error:
+        yield Problem(subject, f"the run could not be planned: {error}")
+        return
+    yield from (Problem(subject, f"does not fit: {text}") for text in plan.problems)
+    if not plan.problems:
+        seconds = f"planned in {plan.planned_s:.0f} s"
+        yield Problem(subject, f"fits: {plan.fullest.peak / GIB:.1f} of {plan.hardware.memory_gib:.1f} GiB, {seconds}")
