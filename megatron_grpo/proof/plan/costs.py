@@ -13,8 +13,9 @@ from megatron_grpo.proof.plan.hardware import Hardware
 if TYPE_CHECKING:
     from megatron_grpo.trainer.dry.work import Work
 
-TILE = (128, 256)
-"""Rows and columns of the result that one multiprocessor computes at a time."""
+TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5), (16, 64, 0.25))
+"""Rows and columns of the result that one multiprocessor computes at a time, and the relative speed of such kernels:
+smaller tiles read more for each operation. cuBLAS chooses by heuristics; here the fastest is taken."""
 
 _GRADIENTS = "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"
 _PARAMETERS = "allgather_into_tensor_coalesced_"
@@ -87,13 +88,19 @@ def product_s(hardware: Hardware, work: Work) -> float:
     (m, k, n, number), reached = work.sizes, hardware.efficiency
     if not work.flops:
         return 0.0
-    tiles = number * math.ceil(m / number / TILE[0]) * math.ceil(n / TILE[1])
-    filled = tiles / (math.ceil(tiles / hardware.sms) * hardware.sms)
-    used = m / number / TILE[0] / math.ceil(m / number / TILE[0]) * n / TILE[1] / math.ceil(n / TILE[1])
+    filled = max(_filled(m / number, n, number, hardware.sms, tile) for tile in TILES)
     fp8 = reached.matmul_fp8 / reached.matmul if work.dtype == "fp8" else 1.0
     share = (reached.grouped if work.kind == "grouped_matmul" else reached.matmul) * fp8
-    speed = hardware.flops.get(work.dtype, hardware.flops["bfloat16"]) * share * filled * used * k / (k + reached.inner)
+    speed = hardware.flops.get(work.dtype, hardware.flops["bfloat16"]) * share * filled * k / (k + reached.inner)
     return max(work.flops / speed, work.nbytes / (hardware.memory_bytes_per_s * reached.memory)) + reached.kernel_s
+
+
+def _filled(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
+    """Share of the peak that `number` results of [rows, columns] leave to kernels of this tile."""
+    high, wide = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
+    used = rows / tile[0] / high * columns / tile[1] / wide
+    tiles = number * high * wide
+    return used * tiles / (math.ceil(tiles / sms) * sms) * tile[2]
 
 
 def operator_s(hardware: Hardware, work: Work) -> float:
