@@ -73,7 +73,8 @@ def recorded_lengths(run_dir: Path, samples: int) -> Lengths:
     rows = list(read_rollouts(run_dir, max(steps, default=0)))
     sampled = np.array([sum(end - begin for begin, end, _ in row["spans"]) for row in rows], dtype=np.float64)
     totals = np.array([len(row["token_ids"]) for row in rows], dtype=np.float64)
-    chosen = np.quantile(np.sort(sampled), (np.arange(samples) + 0.5) / samples, method="inverted_cdf")
+    places = (np.arange(samples) + 0.5) / samples
+    chosen = np.quantile(np.sort(sampled), places, method="inverted_cdf").astype(np.float64)
     return Lengths(float((totals - sampled).mean()), chosen, f"responses of {run_dir}, step {max(steps)}")
 
 
