@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,8 @@ from megatron_grpo.proof.plan.trace import LateError
 from megatron_grpo.proof.plan.whole import PendingPlan, Plan, as_planned, profile, submit_plan
 from megatron_grpo.weights.shape import ModelShape
 
+_RANKING = 0.7
+"""Share of the seconds for brief plans of many layouts; the rest is for a whole plan of the best one."""
 _AHEAD = 2
 """Candidates whose dry runs are submitted before the first of them is waited for."""
 
@@ -99,16 +100,41 @@ def search(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budg
         raise ValueError(f"no layout of {for_policy} GPUs splits the model and the batch; change cluster.num_nodes")
     usable = gpu.memory_gib - gpu.reserve_gib
     order = sorted((one for one in found if one.static_gib < usable), key=lambda one: one.estimated_s)
-    outcomes = list(_run(order, shape, pool, began + budget_s, wanted))
+    outcomes = list(_run(order, shape, pool, began + _RANKING * budget_s, wanted))
     if not outcomes and order:
         raise RunError(f"no dry run was done within plan.search_s={budget_s:g}; give more")
-    fitting = [one for one in outcomes if one.plan is not None and not one.plan.problems]
-    fitting.sort(key=lambda one: one.plan.times.step_s if one.plan is not None and one.plan.times else math.inf)
-    others = [one for one in outcomes if one not in fitting]
+    outcomes = list(_confirmed(outcomes, shape, pool, began + budget_s))
+    fitting = _fitting(outcomes)
+    others = [one for one in outcomes if one.plan is None or one.plan.problems]
     best = [replace(one, reason=why_slower(one.plan, fitting[0].plan)) for one in fitting]
     return Search(
         best, others, len(found), len(found) - len(order), len(order) - len(outcomes), time.monotonic() - began
     )
+
+
+def _fitting(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Layouts that fit, the fastest first."""
+    found = [(one.plan.times.step_s, one) for one in outcomes if one.plan and not one.plan.problems and one.plan.times]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _confirmed(
+    outcomes: Sequence[Outcome], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
+) -> Iterator[Outcome]:
+    """The outcomes, of which the fastest gets a whole plan in place of its brief one; if it does not fit, the next."""
+    fitting = _fitting(outcomes)
+    yield from (one for one in outcomes if one not in fitting)
+    while fitting:
+        one = fitting.pop(0)
+        try:
+            plan = submit_plan(one.candidate.config, shape, pool).result(deadline)
+        except LateError:
+            yield one
+            break
+        yield Outcome(plan, one.candidate, "; ".join(plan.problems))
+        if not plan.problems:
+            break
+    yield from fitting
 
 
 def _run(
@@ -118,7 +144,7 @@ def _run(
     rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
     while fitting < wanted and time.monotonic() < deadline:
         while len(pending) < _AHEAD and (one := next(rest, None)) is not None:
-            pending.append((one, submit_plan(one.config, shape, pool, moves=False)))
+            pending.append((one, submit_plan(one.config, shape, pool, brief=True)))
         if not pending:
             return
         candidate, waited = pending.popleft()

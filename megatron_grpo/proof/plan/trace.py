@@ -62,17 +62,18 @@ class _Depth:
     shape: ModelShape
 
 
-def distinct_stages(config: Config, shape: ModelShape) -> dict[int, tuple[int, ...]]:
+def distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
     """Pipeline stages that differ in their layers, embedding or head, each with the numbers of its layers.
 
-    Of stages that are alike, the first: it holds activations of the most microbatches.
+    Of stages that are alike, the first: it holds activations of the most microbatches. With `few`, stages with the
+    layers of the first one are left out too, which takes more memory: it has the embedding and one more microbatch.
     """
     parallel = config.policy.parallel
     each = parallel.world_size // parallel.pipeline
     found: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
     for stage, shard in enumerate(training_shards(parallel, shape)[::each]):
         sorts = tuple((shape.has_experts(one), one in _exceptions(config, shape)) for one in shard.layers)
-        found.setdefault((shard.embedding, shard.end, sorts), (stage, shard.layers))
+        found.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
     return dict(found.values())
 
 
@@ -247,12 +248,18 @@ class PendingTrace:
 
 
 def submit_traces(
-    pool: ProcessPoolExecutor, config: Config, shape: ModelShape, *, expert_skew: float = 1.0, moves: bool = True
+    pool: ProcessPoolExecutor,
+    config: Config,
+    shape: ModelShape,
+    *,
+    expert_skew: float = 1.0,
+    moves: bool = True,
+    few: bool = False,
 ) -> list[PendingTrace]:
-    """Begin the dry runs of a rank of each distinct stage."""
+    """Begin the dry runs of a rank of each distinct stage; `moves` as in `dry_run`, `few` as in `distinct_stages`."""
     each = config.policy.parallel.world_size // config.policy.parallel.pipeline
     pending = []
-    for stage, layers in distinct_stages(config, shape).items():
+    for stage, layers in distinct_stages(config, shape, few=few).items():
         depths = _depths(config, shape, layers)
         runs = [pool.submit(_run, one.config, one.shape, stage * each, expert_skew, moves) for one in depths]
         numbers = [one.layers for one in depths]

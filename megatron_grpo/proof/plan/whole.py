@@ -218,22 +218,24 @@ class PendingPlan:
         return Plan(config, shape, gpu, ranks, engine, times, time.monotonic() - self.began)
 
 
-def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, moves: bool = True) -> PendingPlan:
+def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, brief: bool = False) -> PendingPlan:
     """Begin the dry runs of a plan.
 
     Args:
         config: the run's configuration, without problems.
         shape: sizes of its model.
         pool: processes of `trace.tracing`.
-        moves: whether the phases between training and generation are run too.
+        brief: leave out what decides little and takes most of the time: the phases between training and generation,
+            skewed experts, and the stages between the first and the last if they have the same layers.
 
     Raises:
         ValueError: there is no profile of the hardware.
     """
     began = time.monotonic()
     gpu, config = profile(config), as_planned(config)
-    traces = submit_traces(pool, config, shape, moves=moves and config.plan.workload == "rl")
-    if shape.experts is not None and config.plan.expert_skew > 1:
+    moves = not brief and config.plan.workload == "rl"
+    traces = submit_traces(pool, config, shape, moves=moves, few=brief)
+    if shape.experts is not None and config.plan.expert_skew > 1 and not brief:
         traces += submit_traces(pool, config, shape, expert_skew=config.plan.expert_skew, moves=False)
     return PendingPlan(config, shape, gpu, traces, began)
 
@@ -242,7 +244,7 @@ def fit_remarks(config: Config) -> Iterator[Problem]:
     """Remarks of --check on a run that does not fit the GPUs of cluster.gpu, or whose layout does not build.
 
     Nothing is planned without cluster.gpu, on CPUs, or when the model is not on this machine. Dry runs take seconds to
-    minutes, and leave out the phases between training and generation.
+    minutes; the plan is a brief one (`submit_plan`).
     """
     shape = known_shape(config)
     if config.cluster.gpu is None or not config.cluster.gpus or shape is None or not config.debug.train:
@@ -250,7 +252,7 @@ def fit_remarks(config: Config) -> Iterator[Problem]:
     subject = f"cluster.gpu={config.cluster.gpu}"
     try:
         with tracing() as pool:
-            plan = submit_plan(config, shape, pool, moves=False).result(time.monotonic() + config.plan.timeout_s)
+            plan = submit_plan(config, shape, pool, brief=True).result(time.monotonic() + config.plan.timeout_s)
     except RunError as error:
         yield Problem(subject, f"the run could not be planned: {error}")
         return
