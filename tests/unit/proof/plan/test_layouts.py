@@ -34,14 +34,16 @@ def recipe(nodes: int = 1) -> Config:
 
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS])
 def test_legal_layouts_use_all_gpus_and_pass_every_check(shape: ModelShape) -> None:
-    found = list(legal_layouts(recipe(), shape, 8))
+    found = list(legal_layouts(recipe(nodes=2), shape, 8))
     assert {one.policy.parallel.world_size for one in found} == {8}
     assert not any(any(layout_problems(one, shape)) for one in found)
     assert len({(str(one.policy.parallel), one.policy.activation_checkpointing) for one in found}) == len(found)
     sizes = {(one.policy.parallel.tensor, one.policy.parallel.pipeline) for one in found}
-    heads, layers = shape.attention_heads, shape.layers
+    heads, groups, layers = shape.attention_heads, shape.key_value_heads, shape.layers
     legal = {(t, p) for t in (1, 2, 4, 8) for p in (1, 2, 4) if heads % t == 0 and layers % p == 0 and t * p <= 8}
-    assert sizes == {one for one in legal if shape.ffn_hidden % one[0] == 0 and one[0] <= shape.key_value_heads}
+    assert sizes == {
+        one for one in legal if shape.ffn_hidden % one[0] == 0 and (groups % one[0] == 0 or one[0] % groups == 0)
+    }
     assert ({one.policy.parallel.expert for one in found} > {1}) == (shape.experts is not None)
 
 
