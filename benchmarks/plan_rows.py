@@ -11,10 +11,11 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -25,13 +26,19 @@ from megatron_grpo.proof.plan.costs import Overlap
 from megatron_grpo.proof.plan.generation import Lengths
 from megatron_grpo.proof.plan.hardware import hardware
 from megatron_grpo.proof.plan.step import step_times
-from megatron_grpo.proof.plan.trace import RankTrace, submit_traces, tracing
+from megatron_grpo.proof.plan.trace import RankTrace, _more_work, _run, at_depth, tracing
 from megatron_grpo.weights.families import shape_of_config
 from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.proof.dry_run import DryReport
+    from megatron_grpo.trainer.dry.work import Work
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "tests" / "data" / "hf_configs"
 DEADLINE_S = 1800.0
+DEPTHS = (2, 3)
+"""Layers of a stage in the shallow dry runs."""
 LOGIT_BYTES = 8
 """Bytes of each logit that Megatron's loss holds at once: bfloat16, float32, gradient in bfloat16. Our head holds
 none, so they are added to the last stage."""
@@ -71,7 +78,7 @@ def config_of(case: Mapping[str, Any]) -> Config:
     if isinstance(case.get("recompute"), list):
         policy.recompute_modules = case["recompute"]
     if case.get("fp8"):
-        policy.fp8 = Fp8Config(format="hybrid", recipe=case["fp8"])
+        policy.fp8 = Fp8Config(format="hybrid", recipe=case["fp8"], parameters=case.get("fp8_parameters", False))
     policy.optimizer.cpu_offload = 1.0 if case.get("offload") else 0.0
     config.loss_fn.reference_policy_kl_penalty = 0.0
     return config
@@ -89,13 +96,82 @@ def overlap_of(case: Mapping[str, Any], shape: ModelShape) -> Overlap:
     )
 
 
-def without_recomputed_logits(trace: RankTrace) -> RankTrace:
-    """The trace with three products of the head, as in a loss over whole logits; our kernel computes them twice."""
-    work = {
-        one: number * 2 / 3 if one.name == "head" and one.is_backward else number
-        for one, number in trace.report.work.items()
-    }
-    return replace(trace, report=replace(trace.report, work=work))
+Run = tuple[Config, ModelShape, int]
+"""Configuration, model and rank of a dry run."""
+
+
+def shallow_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[tuple[int, int], Run]:
+    """Dry runs of the first and the last stage with 2 and 3 layers and one model chunk, by stage and layers.
+
+    A layer's work depends neither on its stage nor on its chunk, so that these give the work of every stage.
+    """
+    config, found = config_of(case), {}
+    parallel = replace(config.policy.parallel, virtual_pipeline=1, count_embedding=False, count_loss=False)
+    config.policy = replace(config.policy, parallel=parallel)
+    each = parallel.world_size // parallel.pipeline
+    for stage in {0, parallel.pipeline - 1}:
+        for depth in DEPTHS:
+            found[stage, depth] = config, _with_layers(shape, depth * parallel.pipeline), stage * each
+    return found
+
+
+def full_run(case: Mapping[str, Any], shape: ModelShape) -> Run | None:
+    """The dry run that shows the memory of an interleaved pipeline; None: the shallow ones do."""
+    wanted = any(name.startswith("memory") for name in case["published"])
+    if not wanted or case["layout"].get("virtual_pipeline", 1) == 1:
+        return None
+    config = config_of(case)
+    parallel = config.policy.parallel
+    stage = parallel.pipeline - 1 if case.get("stage") == "last" else 0
+    return config, shape, stage * parallel.world_size // parallel.pipeline
+
+
+def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
+    experts = shape.experts
+    return replace(shape, layers=layers, experts=experts and replace(experts, layers=(True,) * layers))
+
+
+def chunk_layers(case: Mapping[str, Any], shape: ModelShape) -> list[list[int]]:
+    """Layers by stage and chunk; an embedding or a head that counts as a layer takes the place of one."""
+    layout = case["layout"]
+    stages, chunks = layout.get("pipeline", 1), layout.get("virtual_pipeline", 1)
+    counted = [int(layout.get(name, False)) for name in ("count_embedding", "count_loss")]
+    each, rest = divmod(shape.layers + sum(counted), stages * chunks)
+    assert rest == 0, "layers are not divisible"
+    found = [[each] * chunks for _ in range(stages)]
+    found[0][0] -= counted[0]
+    found[-1][-1] -= counted[1]
+    return found
+
+
+def traces_of(
+    case: Mapping[str, Any], shape: ModelShape, reports: Mapping[tuple[int, int], DryReport]
+) -> list[RankTrace]:
+    """The work of every stage, put together of the shallow dry runs: n layers in each chunk, and at the ends of the
+    model what these runs have besides their layers."""
+    layers, found = chunk_layers(case, shape), []
+    last = len(layers) - 1
+    for stage, depths in enumerate(layers):
+        low, high = (reports[last if stage == last else 0, depth] for depth in DEPTHS)
+        work: Counter[Work] = Counter()
+        for chunk, depth in enumerate(depths):
+            ends = (stage == 0 and chunk == 0) or (stage == last and chunk == len(depths) - 1)
+            for one in low.work.keys() | high.work.keys():
+                slope = high.work[one] - low.work[one]
+                besides = low.work[one] - DEPTHS[0] * slope if ends else 0
+                if one.chunk is not None and besides + depth * slope > 0:
+                    work[one._replace(chunk=chunk)] += _times(one, besides + depth * slope)
+        whole = _more_work(low.work, high.work, sum(depths) - DEPTHS[0])
+        work.update({one: times for one, times in whole.items() if one.chunk is None})
+        passes = Counter({("train", chunk): low.passes["train", 0] for chunk in range(len(depths))})
+        report = replace(low, work=work, passes=passes)
+        found.append(RankTrace(stage, stage, sum(depths), 1.0, report, {}))
+    return found
+
+
+def _times(one: Work, times: int) -> Any:
+    """How often a loss over whole logits does this; our kernel computes them twice: four products instead of three."""
+    return times * 2 / 3 if one.name == "head" and one.is_backward else times
 
 
 def model_flops(shape: ModelShape, sequence: int) -> float:
@@ -107,37 +183,47 @@ def model_flops(shape: ModelShape, sequence: int) -> float:
     return 6.0 * numbers + 6.0 * shape.layers * sequence * shape.attention_heads * shape.head_dim
 
 
-def peak_gib(case: Mapping[str, Any], shape: ModelShape, traces: Sequence[RankTrace], on_device: bool) -> float:
-    """The peak of training of the row's rank, GiB; on the device, with the profile's reserve."""
+def peak_gib(case: Mapping[str, Any], shape: ModelShape, memory: Mapping[int, DryReport]) -> float:
+    """The peak of the tensors of training on the row's rank, GiB.
+
+    Recipes differ from ours in types: gradients in bfloat16, and moments in bfloat16, take half of the bytes.
+    """
     last = case["layout"].get("pipeline", 1) - 1
-    gpu, found = hardware(case["gpu"]), []
-    for one in traces:
-        peak = max(one.report.phases[name] for name in ("train", "first step") if name in one.report.phases)
-        if one.stage == last:
+    found = []
+    for stage, one in memory.items():
+        peak = max(one.phases[name] for name in ("train", "first step") if name in one.phases)
+        if stage == last:
             tokens = case["micro"] * case["sequence"] // case["layout"].get("context", 1)
             peak += LOGIT_BYTES * tokens * shape.vocab // case["layout"].get("tensor", 1)
-        if one.stage == last or case.get("stage") != "last":
-            found.append(peak * (1 + gpu.fragmentation) + gpu.reserve_gib * 2**30 if on_device else peak)
+        if case.get("bf16_gradients"):
+            peak -= one.holders.get("gradients", 0) // 2
+        if case.get("bf16_moments"):
+            peak -= one.holders.get("optimizer", 0) // 3  # two of three numbers in two bytes each, not in four
+        if stage == last or case.get("stage") != "last":
+            found.append(peak)
     return max(found) / 2**30
 
 
-def planned(case: Mapping[str, Any], shape: ModelShape, traces: Sequence[RankTrace]) -> dict[str, float]:
-    """What the plan says of each published number."""
+def planned(
+    case: Mapping[str, Any], shape: ModelShape, traces: Sequence[RankTrace], memory: Mapping[int, DryReport]
+) -> dict[str, list[float]]:
+    """What the plan says of each published number; two numbers where the source leaves the meaning open."""
     config, batch = config_of(case), case["batch"]
     lengths = Lengths(0.0, np.full(batch, float(case["sequence"])), "as published")
-    ranks = [without_recomputed_logits(one) for one in traces]
     overlap = overlap_of(case, shape)
-    times = step_times(config, shape, ranks, hardware(case["gpu"]), lengths, workload="pretrain", overlap=overlap)
-    found: dict[str, float] = {}
+    times = step_times(config, shape, traces, hardware(case["gpu"]), lengths, workload="pretrain", overlap=overlap)
+    found: dict[str, list[float]] = {}
     for name in case["published"]:
         if name.startswith("memory"):
-            found[name] = peak_gib(case, shape, traces, name.endswith("device"))
+            gpu, peak = hardware(case["gpu"]), peak_gib(case, shape, memory)
+            cached = peak * (1 + gpu.fragmentation)
+            found[name] = [cached, cached + gpu.reserve_gib] if name.endswith("device") else [peak]
         elif name == "tokens":
-            found[name] = times.tokens_per_s_per_gpu
+            found[name] = [times.tokens_per_s_per_gpu]
         elif name == "tflops":
-            found[name] = times.tokens_per_s_per_gpu * model_flops(shape, case["sequence"]) / 1e12
+            found[name] = [times.tokens_per_s_per_gpu * model_flops(shape, case["sequence"]) / 1e12]
         else:
-            found[name] = times.step_s
+            found[name] = [times.step_s]
     return found
 
 
@@ -149,24 +235,39 @@ def error_of(name: str, published: float, ends: Sequence[float]) -> float:
     return min((one - 1 for one in seconds), key=abs)
 
 
+def memory_of(
+    case: Mapping[str, Any], shape: ModelShape, reports: Mapping[tuple[int, int], DryReport], deep: Any
+) -> dict[int, DryReport]:
+    """The memory of ranks by their stage, from the full dry run, or extrapolated from the shallow ones."""
+    last = case["layout"].get("pipeline", 1) - 1
+    if deep is not None:
+        return {last if case.get("stage") == "last" else 0: deep.result(DEADLINE_S)}
+    layers = chunk_layers(case, shape)
+    return {
+        stage: at_depth(*(reports[stage, depth] for depth in DEPTHS), layers[stage][0] - DEPTHS[0])[0]
+        for stage in {0, last}
+    }
+
+
 def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> dict[str, Any]:
     """A row's planned numbers, at either end of unstated ones, and its errors."""
     shape, began, ends = shape_of(row["model"], models), time.monotonic(), []
     for case in cases(row):
-        pending = submit_traces(pool, config_of(case), shape, moves=False)
-        traces = [one.result(began + DEADLINE_S) for one in pending]
-        ends.append(planned(case, shape, traces))
+        shallow, full = shallow_runs(case, shape), full_run(case, shape)
+        futures = {place: pool.submit(_run, *run, 1.0, False) for place, run in shallow.items()}
+        deep = full and pool.submit(_run, *full, 1.0, False)
+        reports = {place: one.result(DEADLINE_S) for place, one in futures.items()}
+        ends.append(planned(case, shape, traces_of(case, shape, reports), memory_of(case, shape, reports, deep)))
     published = row["published"]
+    values = {name: [value for one in ends for value in one[name]] for name in published}
     return {
         "id": row["id"],
         "source": row["source"],
         "fitted": row.get("fitted", False),
         "ranking": row.get("ranking"),
         "published": published,
-        "planned": {name: [round(one[name], 3) for one in ends] for name in published},
-        "error": {
-            name: round(error_of(name, value, [one[name] for one in ends]), 4) for name, value in published.items()
-        },
+        "planned": {name: [round(value, 3) for value in values[name]] for name in published},
+        "error": {name: round(error_of(name, value, values[name]), 4) for name, value in published.items()},
         "seconds_of_planning": round(time.monotonic() - began, 1),
     }
 

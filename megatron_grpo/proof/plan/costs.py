@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.dry.work import Work
 
 TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5), (16, 64, 0.25))
-"""Rows and columns of the result that one multiprocessor computes at a time, and the relative speed of such kernels:
-smaller tiles read more for each operation. cuBLAS chooses by heuristics; here the fastest is taken."""
+"""Rows and columns of the result that one multiprocessor computes at a time, and the speed of such kernels: smaller
+tiles read more for each operation. cuBLAS chooses by heuristics; here the fastest is taken."""
 
 _GRADIENTS = "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"
 _PARAMETERS = "allgather_into_tensor_coalesced_"

@@ -58,7 +58,7 @@ def log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, pr
     normal = np.array([NormalDist().inv_cdf(place) for place in places])
     lengths: NDArray[np.float64] = np.exp(math.log(mean) - sigma**2 / 2 + sigma * normal)
     source = f"responses of {mean:g} tokens on average, log-normal with sigma {sigma:g}, at most {longest}"
-    return Lengths(prompt, np.clip(np.rint(lengths), 1, longest).astype(np.float64), source)
+    return Lengths(prompt, np.asarray(np.clip(np.rint(lengths), 1, longest), dtype=np.float64), source)
 
 
 def recorded_lengths(run_dir: Path, samples: int) -> Lengths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -75,34 +75,37 @@ class Hardware:
     """Share of the tensors' memory that the allocator holds in addition."""
     efficiency: Efficiency = field(default_factory=Efficiency)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The profile as an entry of a YAML file, without its name."""
+        found = asdict(self)
+        del found["name"]
+        return found
+
 
 def hardware_names() -> list[str]:
     """Names of the profiles that come with the package."""
     return list(_profiles())
 
 
-def hardware(name: str, changes: Path | None = None) -> Hardware:
-    """A profile by its name.
-
-    Args:
-        name: name of the profile.
-        changes: YAML file with entries that replace the profile's, such as `calibrate` writes.
+def hardware(name: str) -> Hardware:
+    """A profile by its name, or from a YAML file of the form that `calibrate` writes, NAME: {flops: …}.
 
     Raises:
-        ValueError: there is no such profile, or the file cannot be used; names what is wrong.
+        ValueError: there is no such profile, or the file does not hold one; names what is wrong.
     """
+    if name.endswith((".yaml", ".yml")):
+        try:
+            raw = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"the hardware profile {name} cannot be read: {error}") from None
+        if not isinstance(raw, dict) or len(raw) != 1 or not isinstance(next(iter(raw.values())), dict):
+            raise ValueError(f"{name} holds no hardware profile: it needs one entry, NAME: {{flops: …}}")
+        (found,) = raw.items()
+        return _made(*found)
     profiles = _profiles()
     if name not in profiles:
-        raise ValueError(f"cluster.gpu={name} is unknown; there are {', '.join(profiles)}")
-    if changes is None:
-        return _made(name, profiles[name])
-    try:
-        given = yaml.safe_load(changes.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"plan.hardware={changes} cannot be read: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"plan.hardware={changes} holds no entries of a hardware profile, such as reserve_gib: 3")
-    return _made(name, profiles[name] | given)
+        raise ValueError(f"cluster.gpu={name} is unknown; there are {', '.join(profiles)}, or a file NAME.yaml")
+    return _made(name, profiles[name])
 
 
 def _profiles() -> dict[str, dict[str, Any]]:

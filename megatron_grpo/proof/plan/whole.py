@@ -23,7 +23,7 @@ from megatron_grpo.proof.plan.generation import (
 from megatron_grpo.proof.plan.hardware import Hardware, hardware
 from megatron_grpo.proof.plan.memory import GIB, RankMemory, advice, fullest, rank_memory, reserve_parts
 from megatron_grpo.proof.plan.step import StepTimes, step_times
-from megatron_grpo.proof.plan.trace import PendingTrace, submit_traces, tracing
+from megatron_grpo.proof.plan.trace import PendingTrace, RankTrace, submit_traces, tracing
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import known_shape
 
@@ -41,8 +41,16 @@ class Plan:
     """An engine's fullest rank; None: the step has no engines."""
     times: StepTimes | None
     """Seconds by phase; None: engines have no room for a sequence."""
+    traces: list[RankTrace]
+    """The dry runs of the ranks."""
     planned_s: float
     """Seconds that the plan took."""
+
+    def timed_on(self, gpu: Hardware) -> StepTimes:
+        """Seconds by phase on other hardware; ValueError: an engine has no room for a sequence."""
+        balanced = [one for one in self.traces if one.expert_skew == 1.0]
+        lengths, workload = lengths_of(self.config), self.config.plan.workload
+        return step_times(self.config, self.shape, balanced, gpu, lengths, workload=workload)
 
     @property
     def fullest(self) -> RankMemory:
@@ -211,11 +219,9 @@ class PendingPlan:
         traces = [one.result(deadline) for one in self.traces]
         ranks = [rank_memory(config, one, gpu) for one in traces]
         engine = None if config.plan.workload == "pretrain" else engine_size(config, shape, gpu)
-        lengths, times = lengths_of(config), None
-        if engine is None or engine.most_sequences(float(lengths.totals.mean())):
-            balanced = [one for one in traces if one.expert_skew == 1.0]
-            times = step_times(config, shape, balanced, gpu, lengths, workload=config.plan.workload)
-        return Plan(config, shape, gpu, ranks, engine, times, time.monotonic() - self.began)
+        plan = Plan(config, shape, gpu, ranks, engine, None, traces, time.monotonic() - self.began)
+        has_room = engine is None or engine.most_sequences(float(lengths_of(config).totals.mean()))
+        return replace(plan, times=plan.timed_on(gpu) if has_room else None)
 
 
 def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, brief: bool = False) -> PendingPlan:
