@@ -90,6 +90,8 @@ def _calibrate(arguments: Sequence[str]) -> int:
     if shape is None:
         path = f"policy.model.path={config.policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with its config.json")])
+    if not config.cluster.gpus:
+        raise ValueError(f"{run_dir} is a run on CPU; profiles are of GPUs")
     measured = measured_of(run_dir)
     with tracing() as pool:
         plan = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
