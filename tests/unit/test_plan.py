@@ -9,6 +9,9 @@ import pytest
 
 from megatron_grpo import plan
 from megatron_grpo.config.help import FAILED, MISTAKE
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.proof.plan.hardware import hardware
+from megatron_grpo.proof.plan.whole import fit_remarks
 from tests.support.config_problems import SMALL
 
 KEYS = {
@@ -87,16 +90,25 @@ def test_a_search_ranks_layouts_by_their_seconds(overrides: list[str], capsys: p
     assert all("slower" in one["reason"] for one in found["layouts"][1 : len(seconds)])
 
 
+def small_gpu(folder: Path) -> str:
+    """A profile with less memory than the reserve."""
+    file = folder / "tiny.yaml"
+    file.write_text(json.dumps({"tiny": {**hardware("h100").as_dict(), "memory_gib": 2.0}}))
+    return f"plan.hardware={file}"
+
+
+def test_check_remarks_on_a_run_that_does_not_fit(overrides: list[str], tmp_path: Path) -> None:
+    assert not list(fit_remarks(compose_config(overrides)))
+    (found, *_) = fit_remarks(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path)]))
+    assert found.subject == "cluster.gpu=h100"
+    assert "does not fit: rank 0 (pipeline stage 0) takes" in found.text
+
+
 def test_a_run_that_does_not_fit_fails_and_names_a_key(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_grpo.proof.plan.hardware import hardware
-
-    tiny = {**hardware("h100").as_dict(), "memory_gib": 2.0}
-    file = tmp_path / "tiny.yaml"
-    file.write_text(json.dumps({"tiny": tiny}))
     pretrain = ["plan.workload=pretrain", "plan.global_batch_samples=8", "plan.sequence_length=64"]
-    assert plan.main([*overrides, f"plan.hardware={file}", *pretrain]) == FAILED
+    assert plan.main([*overrides, small_gpu(tmp_path), *pretrain]) == FAILED
     text = capsys.readouterr().out
     assert "does not fit" in text
     assert "policy." in text.partition("assumed")[0]

@@ -53,7 +53,7 @@ class RankMemory:
     phases: dict[str, int]
     """Most bytes of tensors in each phase."""
     parts: dict[str, dict[str, int]]
-    """The same bytes by kind of tensor; kinds of STATIC, and "activations" for all others."""
+    """The same bytes by kind of tensor; kinds of STATIC, and "other tensors" for all others."""
     reserve: int
     """Bytes besides tensors: CUDA's context, cuBLAS, NCCL, fragmentation, and a sleeping engine."""
     holders: list[Holder]
@@ -77,12 +77,23 @@ class RankMemory:
         return sum(one.bytes for one in self.holders if one.kind in STATIC)
 
 
-def rank_memory(config: Config, trace: RankTrace, hardware: Hardware) -> RankMemory:
-    """The memory of a traced rank's GPU."""
+def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_weights: int = 0) -> RankMemory:
+    """The memory of a traced rank's GPU.
+
+    Args:
+        config: the run's configuration.
+        trace: the rank's dry run.
+        hardware: the GPU and its reserve.
+        engine_weights: bytes of weights of an engine's rank, which share the GPU during a refit if engines do so.
+    """
     report = trace.report
     phases = report.phases
     if config.plan.workload == "pretrain":
         phases = {name: size for name, size in phases.items() if name in _TRAINING}
+    elif config.generation.colocated and "refit" in phases:
+        # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
+        weights = sum(_parts(report, "onload", report.held["onload"]).get(kind, 0) for kind in STATIC[:1])
+        phases = {**phases, "refit": phases["refit"] - report.held["onload"] + weights + engine_weights}
     peak = max(phases.values())
     by_phase = {name: _parts(report, name, size) for name, size in phases.items()}
     moment = max(
@@ -112,7 +123,7 @@ def _parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
     moments = [one for sort, one in report.moments.items() if sort[0] in (phase, "onload")]
     fullest = min(moments, key=lambda one: abs(sum(one.values()) - size), default={})
     found = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
-    return {**found, "activations": size - sum(found.values())}
+    return {**found, "other tensors": size - sum(found.values())}
 
 
 def _name(kind: str) -> str:

@@ -13,9 +13,9 @@ from megatron_grpo.proof.plan.memory import GIB, STATIC, RankMemory
 from megatron_grpo.proof.plan.step import StepTimes
 from megatron_grpo.proof.plan.whole import Plan
 
-KINDS = (*STATIC, "activations", "reserve")
+KINDS = (*STATIC, "other tensors", "reserve")
 """Parts of a bar of memory, in their order."""
-_COLOURS = {"weights": 1, "gradients": 2, "optimizer": 3, "FP8 weights": 4, "activations": 5, "reserve": 9}
+_COLOURS = {"weights": 1, "gradients": 2, "optimizer": 3, "FP8 weights": 4, "other tensors": 5, "reserve": 9}
 _PHASES = {"generation": 1, "logprobs": 2, "reference": 4, "train": 3, "optimizer": 5, "refit": 6}
 """Colours, by their numbers in the report's style."""
 _LEFT, _WIDTH, _RIGHT, _ROW = 110, 700, 90, 22

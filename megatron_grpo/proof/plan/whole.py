@@ -217,8 +217,9 @@ class PendingPlan:
         """
         config, shape, gpu = self.config, self.shape, self.hardware
         traces = [one.result(deadline) for one in self.traces]
-        ranks = [rank_memory(config, one, gpu) for one in traces]
         engine = None if config.plan.workload == "pretrain" else engine_size(config, shape, gpu)
+        beside = 0 if engine is None else engine.weight_bytes
+        ranks = [rank_memory(config, one, gpu, beside) for one in traces]
         plan = Plan(config, shape, gpu, ranks, engine, None, traces, time.monotonic() - self.began)
         has_room = engine is None or engine.most_sequences(float(lengths_of(config).totals.mean()))
         return replace(plan, times=plan.timed_on(gpu) if has_room else None)
@@ -259,7 +260,7 @@ def fit_remarks(config: Config) -> Iterator[Problem]:
     try:
         with tracing() as pool:
             plan = submit_plan(config, shape, pool, brief=True).result(time.monotonic() + config.plan.timeout_s)
-    except RunError as error:
+    except (RunError, ValueError) as error:
         yield Problem(subject, f"the run could not be planned: {error}")
         return
     yield from (Problem(subject, f"does not fit: {text}") for text in plan.problems)

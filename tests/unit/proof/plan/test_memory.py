@@ -64,7 +64,7 @@ def test_a_peak_is_the_fullest_phase_and_an_explicit_reserve() -> None:
         "weights": 10 * GIB,
         "gradients": 5 * GIB,
         "optimizer": 20 * GIB,
-        "activations": 10 * GIB,
+        "other tensors": 10 * GIB,
     }
 
 
@@ -76,6 +76,16 @@ def test_a_sleeping_engine_takes_its_context_and_graphs_beside_the_policy() -> N
     assert memory(colocated).reserve == memory(separate).reserve - nccl + engine
     colocated.generation.engine.enforce_eager = True
     assert memory(colocated).reserve == memory(separate).reserve - nccl + int(H100.reserve_gib * GIB)
+
+
+def test_a_refit_to_engines_on_the_same_gpu_has_both_weights_and_nothing_of_the_optimizer() -> None:
+    config = on_gpus()
+    config.generation.placement = "colocated"
+    everything = {"weights": 10, "gradients": 5, "optimizer": 20}
+    trace = traced({**STEP, "onload": everything, "refit": {**everything, "other": 1}})
+    trace.report.held["onload"] = 35 * GIB
+    found = rank_memory(config, trace, H100, engine_weights=15 * GIB)
+    assert found.phases["refit"] == (10 + 1 + 15) * GIB
 
 
 def test_holders_say_what_a_layer_adds() -> None:
