@@ -18,6 +18,7 @@ COMMANDS = {
     "report": "write the page of a run, or of two side by side: RUN_DIR [OTHER_RUN_DIR]",
     "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
     "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 layouts=[tp2,pp2,cp2dp2]",
+    "plan": "tell whether a recipe fits GPUs and how fast it is, without one: +exp=qwen3_8b_8gpu cluster.gpu=h100",
     "refit_plan": "tell what a refit of a recipe moves, before a GPU is asked for: +exp=qwen3_8b_8gpu",
     "serve": "start a vLLM server that runs can train against: MODEL",
 }

@@ -40,7 +40,10 @@ class PlanConfig(Section):
     """Tokens of the fullest rank's experts relative to the mean; memory is planned at this and at balanced experts."""
 
     hardware: PathText | None = None
-    """YAML with values that replace those of the profile of cluster.gpu, such as `plan calibrate` writes; null: none."""
+    """YAML with values that replace those of the profile of cluster.gpu, as `plan calibrate` writes; null: none."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of all dry runs of a plan."""
+
+    search_s: Seconds = 240.0
+    """Seconds for the dry runs of --search, which begins with the layouts of the best estimates."""

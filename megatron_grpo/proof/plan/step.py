@@ -15,7 +15,7 @@ from megatron_grpo.proof.plan.costs import Overlap, PassSeconds, PhaseSeconds, p
 from megatron_grpo.proof.plan.generation import Lengths, decoder_of, engine_size, generate
 from megatron_grpo.proof.plan.hardware import Hardware
 from megatron_grpo.proof.plan.pipeline import Replay, replay
-from megatron_grpo.refit_plan import refit_summary
+from megatron_grpo.weights.refit.summary import refit_summary
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Dry runs of a layout's distinct ranks, in processes of their own; where exact, two shallow ones stand for a deep one."""
+"""Dry runs of a layout's distinct ranks, in their own processes; where exact, two shallow ones stand for a deep one."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ _REFIT = "refit"
 which fill whole buckets if the model does."""
 
 
+class LateError(RunError):
+    """A dry run that is not done by its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankTrace:
     """The dry run of one rank, for all ranks like it."""
@@ -58,17 +62,18 @@ class _Depth:
     shape: ModelShape
 
 
-def distinct_stages(config: Config, shape: ModelShape) -> dict[int, tuple[int, ...]]:
+def distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
     """Pipeline stages that differ in their layers, embedding or head, each with the numbers of its layers.
 
-    Of stages that are alike, the first: it holds activations of the most microbatches.
+    Of stages that are alike, the first: it holds activations of the most microbatches. With `few`, stages with the
+    layers of the first one are left out too, which takes more memory: it has the embedding and one more microbatch.
     """
     parallel = config.policy.parallel
     each = parallel.world_size // parallel.pipeline
     found: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
     for stage, shard in enumerate(training_shards(parallel, shape)[::each]):
         sorts = tuple((shape.has_experts(one), one in _exceptions(config, shape)) for one in shard.layers)
-        found.setdefault((shard.embedding, shard.end, sorts), (stage, shard.layers))
+        found.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
     return dict(found.values())
 
 
@@ -222,31 +227,39 @@ class PendingTrace:
         """Wait until `deadline` (of time.monotonic), and return the rank's trace.
 
         Raises:
-            RunError: a dry run failed, or is not done; the text names the rank.
+            LateError: a dry run is not done; the text names the rank.
+            RunError: a dry run failed.
         """
         where = f"the dry run of rank {self.rank} (pipeline stage {self.stage})"
         try:
             reports = [one.result(max(0.0, deadline - time.monotonic())) for one in self.futures]
         except TimeoutError:
-            raise RunError(f"{where} is not done within plan.timeout_s") from None
+            raise LateError(f"{where} is not done in time; plan.timeout_s is its deadline") from None
         except Exception as error:  # whatever the rank's code raises: the layout does not build
             raise RunError(f"{where} failed: {type(error).__name__}: {error}") from error
         if len(reports) == 1:
             return RankTrace(self.stage, self.rank, self.layers, self.expert_skew, reports[0], {})
         low, high = self.depths
         step = high - low
-        report, slope = at_depth(*reports, (self.layers - low) // step)
+        shallow, deep = reports
+        report, slope = at_depth(shallow, deep, (self.layers - low) // step)
         per_layer = {kind: size // step for kind, size in slope.items() if size > 0}
         return RankTrace(self.stage, self.rank, self.layers, self.expert_skew, report, per_layer)
 
 
 def submit_traces(
-    pool: ProcessPoolExecutor, config: Config, shape: ModelShape, *, expert_skew: float = 1.0, moves: bool = True
+    pool: ProcessPoolExecutor,
+    config: Config,
+    shape: ModelShape,
+    *,
+    expert_skew: float = 1.0,
+    moves: bool = True,
+    few: bool = False,
 ) -> list[PendingTrace]:
-    """Begin the dry runs of a rank of each distinct stage."""
+    """Begin the dry runs of a rank of each distinct stage; `moves` as in `dry_run`, `few` as in `distinct_stages`."""
     each = config.policy.parallel.world_size // config.policy.parallel.pipeline
     pending = []
-    for stage, layers in distinct_stages(config, shape).items():
+    for stage, layers in distinct_stages(config, shape, few=few).items():
         depths = _depths(config, shape, layers)
         runs = [pool.submit(_run, one.config, one.shape, stage * each, expert_skew, moves) for one in depths]
         numbers = [one.layers for one in depths]

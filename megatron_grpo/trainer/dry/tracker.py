@@ -22,8 +22,8 @@ GRANULE = 512
 
 
 Moments = dict[tuple[str, str, str], dict[str, int]]
-"""Bytes alive by kind, at the fullest of the moments at which this operator made a tensor of this kind in this phase; the
-key is (phase, kind, operator)."""
+"""Bytes alive by kind, at the fullest of all moments at which this operator made a tensor of this kind in this phase:
+the key is (phase, kind, operator)."""
 
 _KIND: ContextVar[str] = ContextVar("kind", default="other")
 
