@@ -27,12 +27,12 @@ from megatron_grpo.proof.plan.generation import Lengths
 from megatron_grpo.proof.plan.hardware import hardware
 from megatron_grpo.proof.plan.step import step_times
 from megatron_grpo.proof.plan.trace import RankTrace, _more_work, _run, at_depth, tracing
+from megatron_grpo.trainer.dry.work import Work
 from megatron_grpo.weights.families import shape_of_config
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.proof.dry_run import DryReport
-    from megatron_grpo.trainer.dry.work import Work
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "tests" / "data" / "hf_configs"
@@ -100,32 +100,37 @@ def overlap_of(case: Mapping[str, Any], shape: ModelShape) -> Overlap:
 
 Run = tuple[Config, ModelShape, int]
 """Configuration, model and rank of a dry run."""
+Place = tuple[int | str, int]
+"""Pipeline stage and layers of a dry run; "time" for one stage alone, 0 for all layers."""
 
 
-def shallow_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[tuple[int, int], Run]:
-    """Dry runs of the first and the last stage with 2 and 3 layers and one model chunk, by stage and layers.
+def time_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[Place, Run]:
+    """Dry runs of one stage with 2 and 3 layers: a layer's work depends neither on its stage nor on its chunk."""
+    config = config_of(case)
+    config.policy.parallel = _one_chunk(config.policy.parallel, pipeline=1)
+    return {("time", depth): (config, _with_layers(shape, depth), 0) for depth in DEPTHS}
 
-    A layer's work depends neither on its stage nor on its chunk, so that these give the work of every stage.
-    """
+
+def memory_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[Place, Run]:
+    """Dry runs of the stages whose memory is compared: the first and the last with 2 and 3 layers, as far as time's do
+    not show it; of an interleaved pipeline the first stage, or the last one, with all of its layers."""
     config, found = config_of(case), {}
-    parallel = replace(config.policy.parallel, virtual_pipeline=1, count_embedding=False, count_loss=False)
-    config.policy = replace(config.policy, parallel=parallel)
-    each = parallel.world_size // parallel.pipeline
-    for stage in {0, parallel.pipeline - 1}:
+    parallel = config.policy.parallel
+    each, last = parallel.world_size // parallel.pipeline, parallel.pipeline - 1
+    if not any(name.startswith("memory") for name in case["published"]) or parallel.pipeline == 1:
+        return {}
+    if parallel.virtual_pipeline > 1:
+        stage = last if case.get("stage") == "last" else 0
+        return {(stage, 0): (config, shape, stage * each)}
+    config.policy.parallel = _one_chunk(parallel)
+    for stage in (last,) if case.get("stage") == "last" else (0, last):
         for depth in DEPTHS:
             found[stage, depth] = config, _with_layers(shape, depth * parallel.pipeline), stage * each
     return found
 
 
-def full_run(case: Mapping[str, Any], shape: ModelShape) -> Run | None:
-    """The dry run that shows the memory of an interleaved pipeline; None: the shallow ones do."""
-    wanted = any(name.startswith("memory") for name in case["published"])
-    if not wanted or case["layout"].get("virtual_pipeline", 1) == 1:
-        return None
-    config = config_of(case)
-    parallel = config.policy.parallel
-    stage = parallel.pipeline - 1 if case.get("stage") == "last" else 0
-    return config, shape, stage * parallel.world_size // parallel.pipeline
+def _one_chunk(parallel: ParallelConfig, **changes: int) -> ParallelConfig:
+    return replace(parallel, virtual_pipeline=1, count_embedding=False, count_loss=False, **changes)
 
 
 def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
@@ -146,28 +151,32 @@ def chunk_layers(case: Mapping[str, Any], shape: ModelShape) -> list[list[int]]:
     return found
 
 
-def traces_of(
-    case: Mapping[str, Any], shape: ModelShape, reports: Mapping[tuple[int, int], DryReport]
-) -> list[RankTrace]:
-    """The work of every stage, put together of the shallow dry runs: n layers in each chunk, and at the ends of the
-    model what these runs have besides their layers."""
+def traces_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place, DryReport]) -> list[RankTrace]:
+    """The work of every stage, put together of that of a layer, and of what a stage has besides: the embedding, which
+    is the first one's, and the head, which is the last one's. Stages send each other the hidden states of a microbatch.
+    """
     layers, found = chunk_layers(case, shape), []
-    last = len(layers) - 1
+    low, high = (reports["time", depth] for depth in DEPTHS)
+    last, layout = len(layers) - 1, case["layout"]
+    passes, ranks = low.passes["train", 0], case["gpus"] // len(layers)
+    tokens = case["micro"] * case["sequence"] // layout.get("context", 1) // layout.get("tensor", 1)
     for stage, depths in enumerate(layers):
-        low, high = (reports[last if stage == last else 0, depth] for depth in DEPTHS)
         work: Counter[Work] = Counter()
         for chunk, depth in enumerate(depths):
-            ends = (stage == 0 and chunk == 0) or (stage == last and chunk == len(depths) - 1)
+            first, end = (stage, chunk) == (0, 0), (stage, chunk) == (last, len(depths) - 1)
             for one in low.work.keys() | high.work.keys():
                 slope = high.work[one] - low.work[one]
-                besides = low.work[one] - DEPTHS[0] * slope if ends else 0
-                if one.chunk is not None and besides + depth * slope > 0:
-                    work[one._replace(chunk=chunk)] += _times(one, besides + depth * slope)
+                own = first if "embedding" in one.name else end
+                times = depth * slope + (low.work[one] - DEPTHS[0] * slope if own else 0)
+                if one.chunk is not None and times > 0:
+                    work[one._replace(chunk=chunk)] += _times(one, times)
         whole = _more_work(low.work, high.work, sum(depths) - DEPTHS[0])
         work.update({one: times for one, times in whole.items() if one.chunk is None})
-        passes = Counter({("train", chunk): low.passes["train", 0] for chunk in range(len(depths))})
-        report = replace(low, work=work, passes=passes)
-        found.append(RankTrace(stage, stage, sum(depths), 1.0, report, {}))
+        if last:
+            ends = (stage * ranks, (stage + 1) % len(layers) * ranks)
+            work[Work("train", None, False, "send", "send", nbytes=2 * tokens * shape.hidden, ranks=ends)] += 1
+        counts = Counter({("train", chunk): passes for chunk in range(len(depths))})
+        found.append(RankTrace(stage, stage, sum(depths), 1.0, replace(low, work=work, passes=counts), {}))
     return found
 
 
@@ -241,29 +250,26 @@ def error_of(name: str, published: float, ends: Sequence[float]) -> float:
     return min((one - 1 for one in seconds), key=abs)
 
 
-def memory_of(
-    case: Mapping[str, Any], shape: ModelShape, reports: Mapping[tuple[int, int], DryReport], deep: Any
-) -> dict[int, DryReport]:
-    """The memory of ranks by their stage, from the full dry run, or extrapolated from the shallow ones."""
-    last = case["layout"].get("pipeline", 1) - 1
-    if deep is not None:
-        return {last if case.get("stage") == "last" else 0: deep.result(DEADLINE_S)}
-    layers = chunk_layers(case, shape)
-    return {
-        stage: at_depth(*(reports[stage, depth] for depth in DEPTHS), layers[stage][0] - DEPTHS[0])[0]
-        for stage in {0, last}
-    }
+def memory_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place, DryReport]) -> dict[int, DryReport]:
+    """The memory of ranks by their stage, from a full dry run, or extrapolated from shallow ones."""
+    layers, found = chunk_layers(case, shape), {}
+    for stage in (0, len(layers) - 1):
+        if (stage, 0) in reports:
+            found[stage] = reports[stage, 0]
+        elif len(layers) == 1 or (stage, DEPTHS[0]) in reports:
+            low, high = (reports["time" if len(layers) == 1 else stage, depth] for depth in DEPTHS)
+            found[stage] = at_depth(low, high, layers[stage][0] - DEPTHS[0])[0]
+    return found
 
 
 def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> dict[str, Any]:
     """A row's planned numbers, at either end of unstated ones, and its errors."""
     shape, began, ends = shape_of(row["model"], models), time.monotonic(), []
     for case in cases(row):
-        shallow, full = shallow_runs(case, shape), full_run(case, shape)
-        futures = {place: pool.submit(_run, *run, 1.0, False) for place, run in shallow.items()}
-        deep = full and pool.submit(_run, *full, 1.0, False)
+        runs = time_runs(case, shape) | memory_runs(case, shape)
+        futures = {place: pool.submit(_run, *run, 1.0, False) for place, run in runs.items()}
         reports = {place: one.result(DEADLINE_S) for place, one in futures.items()}
-        ends.append(planned(case, shape, traces_of(case, shape, reports), memory_of(case, shape, reports, deep)))
+        ends.append(planned(case, shape, traces_of(case, shape, reports), memory_of(case, shape, reports)))
     published = row["published"]
     values = {name: [value for one in ends for value in one[name]] for name in published}
     return {
@@ -289,10 +295,9 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 found[f"{title}_{which}"] = {key: round(value, 4) for key, value in numbers.items()}
     for name in {one["ranking"] for one in results if one["ranking"]}:
         rows = [one for one in results if one["ranking"] == name]
-        orders = [
-            sorted(rows, key=lambda one, key=key: -np.mean(one[key]["tflops"])) for key in ("published", "planned")
-        ]
-        found[f"ranking_{name}"] = [[one["id"] for one in order] for order in orders]
+        for key in ("published", "planned"):
+            speeds = {one["id"]: float(np.mean(one[key]["tflops"])) for one in rows}
+            found[f"ranking_{name}_{key}"] = sorted(speeds, key=speeds.__getitem__, reverse=True)
     return found
 
 
