@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "tests" / "data" / "hf_configs"
 DEADLINE_S = 1800.0
+PACKED = 8
+"""Sequences in the full length of a row whose data is packed: of one to this many, which the source does not state."""
 DEPTHS = (2, 3)
 """Layers of a stage in the shallow dry runs."""
 LOGIT_BYTES = 8
@@ -208,10 +210,14 @@ def planned(
     case: Mapping[str, Any], shape: ModelShape, traces: Sequence[RankTrace], memory: Mapping[int, DryReport]
 ) -> dict[str, list[float]]:
     """What the plan says of each published number; two numbers where the source leaves the meaning open."""
-    config, batch = config_of(case), case["batch"]
-    lengths = Lengths(0.0, np.full(batch, float(case["sequence"])), "as published")
+    config, batch, sequence = config_of(case), case["batch"], case["sequence"]
     overlap = overlap_of(case, shape)
-    times = step_times(config, shape, traces, hardware(case["gpu"]), lengths, workload="pretrain", overlap=overlap)
+    every = []
+    for parts in (1, PACKED) if case.get("packed") else (1,):
+        lengths = Lengths(0.0, np.full(batch * parts, sequence / parts), "as published")
+        every.append(
+            step_times(config, shape, traces, hardware(case["gpu"]), lengths, workload="pretrain", overlap=overlap)
+        )
     found: dict[str, list[float]] = {}
     for name in case["published"]:
         if name.startswith("memory"):
@@ -219,11 +225,11 @@ def planned(
             cached = peak * (1 + gpu.fragmentation)
             found[name] = [cached, cached + gpu.reserve_gib] if name.endswith("device") else [peak]
         elif name == "tokens":
-            found[name] = [times.tokens_per_s_per_gpu]
+            found[name] = [one.tokens_per_s_per_gpu for one in every]
         elif name == "tflops":
-            found[name] = [times.tokens_per_s_per_gpu * model_flops(shape, case["sequence"]) / 1e12]
+            found[name] = [one.tokens_per_s_per_gpu * model_flops(shape, sequence) / 1e12 for one in every]
         else:
-            found[name] = [times.step_s]
+            found[name] = [one.step_s for one in every]
     return found
 
 
