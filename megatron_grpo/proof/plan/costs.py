@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_grpo.proof.plan.hardware import Hardware
+from megatron_grpo.proof.plan.hardware import Efficiency, Hardware
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.dry.work import Work
@@ -206,10 +206,10 @@ def _add(here: PassSeconds, one: Work, share: float, hardware: Hardware, overlap
     if one.name == "ring":
         ring[0] += seconds
     else:
-        here.exposed += seconds * (1 - _hidden(one, overlap, hardware.efficiency.hidden))
+        here.exposed += seconds * (1 - _hidden(one, overlap, hardware.efficiency))
 
 
-def _hidden(one: Work, overlap: Overlap, hidden: float) -> float:
+def _hidden(one: Work, overlap: Overlap, reached: Efficiency) -> float:
     """Share of a message of a pass that nothing waits for.
 
     In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and
@@ -217,11 +217,11 @@ def _hidden(one: Work, overlap: Overlap, hidden: float) -> float:
     is scattered or reduced is hidden, and half of what is gathered.
     """
     if "alltoall" in one.name:
-        return hidden if overlap.experts else 0.0
+        return reached.hidden if overlap.experts else 0.0
     if one.name not in _OF_TENSOR:
         return 0.0
     if overlap.tensor:
-        return hidden
+        return reached.hidden_tensor
     if not one.is_backward:
         return 0.0
-    return hidden / 2 if one.name == "allgather" else hidden
+    return reached.hidden_tensor / 2 if one.name == "allgather" else reached.hidden_tensor

