@@ -28,6 +28,7 @@ def of_module(*names: str) -> list[Command]:
 def test_commands_are_found() -> None:
     assert len(of_module("train")) > 10
     assert len(of_module("verify", "export", "refit_plan")) > 3
+    assert len(of_module("plan")) > 3
     assert {"make", "sbatch"} <= {word for one in SHOWN for word in one.words}
 
 
