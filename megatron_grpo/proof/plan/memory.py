@@ -20,8 +20,8 @@ GRAPHS_GIB = 1.0
 """Assumed memory of an engine's CUDA graphs, which stay on the GPU while it sleeps; vLLM logs the figure of a run."""
 STATIC = ("weights", "gradients", "optimizer", "FP8 weights")
 """Kinds of tensors that a rank holds throughout a step."""
-_TRAINING = ("first step", "train")
-"""Phases of a plain training step."""
+_SET_UP = ("build", "first step")
+"""Phases before the first whole step, which hold less than it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_wei
         engine_weights: bytes of weights of an engine's rank, which share the GPU during a refit if engines do so.
     """
     report = trace.report
-    phases = report.phases
+    phases = {name: size for name, size in report.phases.items() if name not in _SET_UP}
     if config.plan.workload == "pretrain":
-        phases = {name: size for name, size in phases.items() if name in _TRAINING}
+        phases = {"train": phases["train"]}
     elif config.generation.colocated and "refit" in phases:
         # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
         weights = sum(_parts(report, "onload", report.held["onload"]).get(kind, 0) for kind in STATIC[:1])

@@ -20,7 +20,8 @@ _PHASES = {"generation": 1, "logprobs": 2, "reference": 4, "train": 3, "optimize
 """Colours, by their numbers in the report's style."""
 _LEFT, _WIDTH, _RIGHT, _ROW = 110, 700, 90, 22
 """Pixels of labels, of the longest bar, of the figures behind bars, and of a row."""
-_OWN_STYLE = "svg text { font: 12px var(--sans); fill: var(--ink); } .limit { stroke: var(--bad); } " + " ".join(
+_OWN_STYLE = "svg text { font: 12px var(--sans); fill: var(--ink); } .limit { stroke: var(--bad); } "
+_OWN_STYLE += "h3 { font-size: 13.5px; margin: 12px 0 4px; } ul { padding-left: 20px; } " + " ".join(
     f".p{number} {{ fill: var(--p{number}); }}" for number in range(1, 10)
 )
 
