@@ -132,7 +132,7 @@ def kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) 
     return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
 
 
-def _attention_numbers(shape: ModelShape, tensor: int) -> float:
+def attention_numbers(shape: ModelShape, tensor: int) -> float:
     """Numbers in a layer's attention matrices on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
     if latent is None:
@@ -144,7 +144,7 @@ def _attention_numbers(shape: ModelShape, tensor: int) -> float:
     return down + (up + heads * latent.value_dim * hidden) / tensor
 
 
-def _expert_numbers(shape: ModelShape) -> int:
+def expert_numbers(shape: ModelShape) -> int:
     """Numbers in the matrices of one expert."""
     assert shape.experts is not None
     return 3 * shape.hidden * shape.experts.ffn_hidden
@@ -154,11 +154,11 @@ def _weights(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> in
     """Bytes of a rank's weights; norms are left out."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
-        numbers = _attention_numbers(shape, tensor)
+        numbers = attention_numbers(shape, tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
-            numbers += (last - first) * _expert_numbers(shape) / shard.expert_tensor.count
+            numbers += (last - first) * expert_numbers(shape) / shard.expert_tensor.count
             numbers += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
             total += width * shape.hidden * shape.experts.count
         else:
@@ -208,10 +208,10 @@ class Decoder:
         """Numbers that a token is multiplied with on a rank of each stage, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
-            total += _attention_numbers(shape, self.tensor)
+            total += attention_numbers(shape, self.tensor)
             if shape.has_experts(layer):
                 assert shape.experts is not None
-                total += shape.experts.top_k * _expert_numbers(shape) / self.tensor
+                total += shape.experts.top_k * expert_numbers(shape) / self.tensor
                 total += 3 * shape.hidden * shape.experts.shared_ffn_hidden / self.tensor
             else:
                 total += 3 * shape.hidden * shape.ffn_hidden / self.tensor
@@ -224,7 +224,7 @@ class Decoder:
         if experts is not None:
             touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
             layers = sum(map(shape.has_experts, range(shape.layers)))
-            numbers += layers * (touched - experts.top_k) * _expert_numbers(shape) / self.tensor
+            numbers += layers * (touched - experts.top_k) * expert_numbers(shape) / self.tensor
         return self.weight_width * numbers
 
     def _reduce_s(self, tokens: float) -> float:
