@@ -136,8 +136,9 @@ def _read(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     Raises:
         ConfigError: names every problem.
     """
-    # A plain training step has no engines, which would take GPUs; a run without them reads a recording.
-    fixed = ["debug.rollouts_from=none"] if _PRETRAIN in overrides else []
+    # A plain training step has no engines, which would take GPUs; a run without them reads a recording, and validates
+    # nothing.
+    fixed = ["debug.rollouts_from=none", "data.val_path=null"] if _PRETRAIN in overrides else []
     config = compose_config([*overrides, *fixed])
     profile(config)
     if not config.cluster.gpus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron_grpo import plan
 from megatron_grpo.config.help import FAILED, MISTAKE
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.proof.plan.calibrate import write_profile
 from megatron_grpo.proof.plan.hardware import hardware
 from megatron_grpo.proof.plan.whole import fit_remarks
 from tests.support.config_problems import SMALL
@@ -93,7 +95,7 @@ def test_a_search_ranks_layouts_by_their_seconds(overrides: list[str], capsys: p
 def small_gpu(folder: Path) -> str:
     """A profile with less memory than the reserve."""
     file = folder / "tiny.yaml"
-    file.write_text(json.dumps({"tiny": {**hardware("h100").as_dict(), "memory_gib": 2.0}}))
+    write_profile(file, replace(hardware("h100"), memory_gib=2.0), "tiny")
     return f"plan.hardware={file}"
 
 
