@@ -46,9 +46,11 @@ def adapters_and_reference(config: Config) -> None:
 
 
 def flops_by_kind(report: DryReport) -> Counter[tuple[str, str]]:
+    """Operations in the phases whose seconds are planned from them; those of a refit depend on its messages."""
     found: Counter[tuple[str, str]] = Counter()
     for work, times in report.work.items():
-        found[work.phase, work.kind] += round(times * work.flops)
+        if work.phase in ("logprobs", "reference", "train"):
+            found[work.phase, work.kind] += round(times * work.flops)
     return found
 
 
