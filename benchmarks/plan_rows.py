@@ -285,11 +285,19 @@ def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> di
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median and worst error of memory and of time, over all rows and over those held out; and the rankings."""
+    """Median and worst error of memory and of time, over all rows, over those held out, and over those of the latter
+    whose sources state all numbers; and the rankings."""
     found: dict[str, Any] = {}
     for title, names in (("memory", ("memory_gib", "memory_gib_device")), ("time", ("tokens", "tflops", "step_s"))):
-        for which, rows in (("all", results), ("held_out", [one for one in results if not one["fitted"]])):
-            errors = [abs(value) for one in rows for name, value in one["error"].items() if name in names]
+        held_out = [one for one in results if not one["fitted"]]
+        for which, rows in (("all", results), ("held_out", held_out), ("held_out_all_stated", held_out)):
+            stated = which.endswith("stated")
+            errors = [
+                abs(value)
+                for one in rows
+                for name, value in one["error"].items()
+                if name in names and not (stated and len(one["planned"][name]) > 1)
+            ]
             if errors:
                 numbers = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
                 found[f"{title}_{which}"] = {key: round(value, 4) for key, value in numbers.items()}
