@@ -157,7 +157,8 @@ def advice(config: Config, shape: ModelShape, memory: RankMemory) -> str:
     """The key that would take most off a GPU whose rank does not fit, with a value."""
     policy, parallel = config.policy, config.policy.parallel
     longest = policy.max_total_sequence_length
-    if config.uses_reference and not config.reference.offload and config.plan.workload == "rl":
+    keeps_reference = config.uses_reference and not config.reference.offload and config.plan.workload == "rl"
+    if keeps_reference and memory.phase != "reference":
         return "reference.offload=true keeps the reference policy in host memory"
     if memory.static < memory.peak - memory.reserve - memory.static:
         if memory.phase in ("logprobs", "reference"):
