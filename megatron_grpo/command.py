@@ -10,6 +10,7 @@ from typing import Literal
 import yaml
 
 from megatron_grpo.algorithms.start import start
+from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import FAILED, MISTAKE, answered, help_text, interrupted
 from megatron_grpo.config.overrides import OPTION
@@ -45,6 +46,8 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     checked = check_overrides(overrides)
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
+    if task == "check":
+        _tell_fit(checked)
     config = checked.require()
     if task != "show":
         for remark in checked.remarks:
@@ -54,6 +57,18 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     elif task == "train":
         start(config)
     return 0
+
+
+def _tell_fit(checked: Composed) -> None:
+    """Print whether the run fits the GPUs of cluster.gpu, if it is set; also where only this machine lacks GPUs."""
+    config = checked.config
+    if config is None or config.cluster.gpu is None:
+        return
+    if all(problem.key == "cluster.gpus_per_node" for problem in checked.problems):
+        from megatron_grpo.proof.plan.whole import fit_remarks  # imported here, because NumPy takes long to import
+
+        for remark in fit_remarks(config):
+            print(f"{remark.subject} {remark.text}", flush=True)
 
 
 def _check_start(config: Config) -> Path | None:

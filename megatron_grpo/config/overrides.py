@@ -34,6 +34,8 @@ RECIPES = "exp"
 """The group whose options are whole recipes."""
 VARIANTS = "variant"
 """The group whose options are published variants of an algorithm; Hydra reads it after all others."""
+ALIASES = {"cluster.nodes": "cluster.num_nodes"}
+"""Other names of keys on the command line."""
 DEEPEST = 20
 """Deepest nesting of brackets; Hydra's parser takes seconds for thousands."""
 _FILE = "file://"
@@ -148,8 +150,10 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
     """Sort the overrides of a command line into those that Hydra takes, unknown keys and mistakes."""
     read, options = Overrides(), config_groups()
     parser = OverridesParser.create()
-    for text in overrides:
-        name, _, value = text.lstrip("+~").partition("=")
+    for given in overrides:
+        name, _, value = given.lstrip("+~").partition("=")
+        text = given.replace(name, ALIASES[name], 1) if name in ALIASES else given
+        name = ALIASES.get(name, name)
         read.given[name] = shown(value)
         if text.startswith("~"):
             problem = _delete(read, text, name, options)

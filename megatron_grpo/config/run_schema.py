@@ -15,7 +15,10 @@ class ClusterConfig(Section):
     """The machines that a run has."""
 
     num_nodes: Positive = 1
-    """Number of machines."""
+    """Number of machines; on the command line also cluster.nodes."""
+
+    gpu: Literal["a100", "h100", "h200", "b200", "gb200"] | None = None
+    """GPU that plans assume (docs/plan.md); with it, --check also tells whether the run fits. null: no plan."""
 
     gpus_per_node: NonNegative | None = None
     """GPUs of each machine; 0: run on CPU; null: as many as the machine that starts the run has."""

@@ -40,6 +40,7 @@ from megatron_grpo.config.loss_schema import (
     RewardScalingConfig,
     RewardShapingConfig,
 )
+from megatron_grpo.config.plan_schema import PlanConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
@@ -119,6 +120,7 @@ class Config(Section):
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property

@@ -3,6 +3,7 @@ that takes on a GPU."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
 from megatron_grpo.trainer.dry.layers import Quantizable
-from megatron_grpo.trainer.dry.tracker import DryMode
+from megatron_grpo.trainer.dry.tracker import DryMode, Moments
+from megatron_grpo.trainer.dry.work import Work
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
 from megatron_grpo.trainer.model.megatron_config import require_fp8
@@ -50,9 +52,15 @@ class DryReport:
     """Bytes that were left at the end of each phase."""
     holders: dict[str, int]
     """Bytes at the peak, by kind of tensor."""
+    moments: Moments
+    """The fullest moment of each sort."""
+    work: Counter[Work]
+    """Work of the operators of all phases, and how often each was done."""
+    passes: Counter[tuple[str, int]]
+    """Forward passes of microbatches, by phase and model chunk."""
 
 
-def dry_run(config: Config, shape: ModelShape, rank: int, *, expert_skew: float = 1.0) -> DryReport:
+def dry_run(config: Config, shape: ModelShape, rank: int, *, expert_skew: float = 1.0, moves: bool = True) -> DryReport:
     """Run the phases of two steps on a rank, whose microbatches are full, and all of whose tokens are sampled.
 
     The second step shows the peak, since the optimizer's moments appear in the first. A process that calls this cannot
@@ -63,12 +71,20 @@ def dry_run(config: Config, shape: ModelShape, rank: int, *, expert_skew: float 
         shape: sizes of the model.
         rank: number of the rank in the layout of `config.policy.parallel`.
         expert_skew: tokens of each of this rank's experts, relative to their mean over all experts.
+        moves: whether to run the phases around the engines' turns, a refit and a checkpoint too, half of the time.
     """
-    return tracked_run(config, shape, rank, FakeTensorMode(allow_non_fake_inputs=True), expert_skew=expert_skew)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    return tracked_run(config, shape, rank, fake, expert_skew=expert_skew, moves=moves)
 
 
 def tracked_run(
-    config: Config, shape: ModelShape, rank: int, fake: FakeTensorMode | None, *, expert_skew: float = 1.0
+    config: Config,
+    shape: ModelShape,
+    rank: int,
+    fake: FakeTensorMode | None,
+    *,
+    expert_skew: float = 1.0,
+    moves: bool = True,
 ) -> DryReport:
     """A dry run on fake tensors or, to compare, on real ones; these are not moved to host memory."""
     mode = DryMode(shape.experts.top_k if shape.experts is not None else 0)
@@ -84,7 +100,7 @@ def tracked_run(
     destroy_parallel()
     initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
     try:
-        with replaced_names(expert_skew), fake or nullcontext(), mode:
+        with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
             with mode.phase("build"):
                 settings = RankSettings(
                     config=_without_engine(config.policy),
@@ -104,11 +120,11 @@ def tracked_run(
             mode.name_kind(optimizer_state_of(policy), "optimizer")
             mode.name_kind(weights_of(policy), "weights")
             _compute(policy, config, mode)
-            if fake is not None:
+            if fake is not None and moves:
                 _move(policy, config, mode)
     finally:
         destroy_parallel()
-    return DryReport(mode.peak, mode.peaks, mode.held, mode.holders)
+    return DryReport(mode.peak, mode.peaks, mode.held, mode.holders, mode.moments, mode.log.found, mode.log.passes)
 
 
 def _without_engine(policy: PolicyConfig) -> PolicyConfig:

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 import megatron_grpo.__main__ as overview
-from megatron_grpo import command, doctor, evaluate, export, refit_plan, replay, report, verify
+from megatron_grpo import command, doctor, evaluate, export, plan, refit_plan, replay, report, verify
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import COMMANDS
 from megatron_grpo.config.overrides import config_groups
@@ -253,7 +253,7 @@ def test_remarks_come_before_the_run(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_version_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (command, overview, doctor, evaluate, export, refit_plan, replay, report, verify):
+    for module in (command, overview, doctor, evaluate, export, plan, refit_plan, replay, report, verify):
         assert module.main(["--version"]) == 0
         assert re.fullmatch(r"megatron_grpo \d+\.\d+\.\d+\n", capsys.readouterr().out)
     assert overview.main([]) == overview.main(["--help"]) == 0

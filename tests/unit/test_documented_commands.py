@@ -17,7 +17,7 @@ from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, broken_lin
 SHOWN = [command for document in DOCUMENTS for command in commands(document)]
 OF_THE_READER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|<\w+>|recipes|exp=mine")
 """What stands for something that the reader has."""
-RECIPES_ALONE = {"--cfg", "job", "--check", "--help", "--version", "--json"}
+RECIPES_ALONE = {"--cfg", "job", "--check", "--help", "--version", "--json", "--search", "--html", "plan.html"}
 
 
 def of_module(*names: str) -> list[Command]:
@@ -28,10 +28,11 @@ def of_module(*names: str) -> list[Command]:
 def test_commands_are_found() -> None:
     assert len(of_module("train")) > 10
     assert len(of_module("verify", "export", "refit_plan")) > 3
+    assert len(of_module("plan")) > 3
     assert {"make", "sbatch"} <= {word for one in SHOWN for word in one.words}
 
 
-@pytest.mark.parametrize("command", of_module("train", "refit_plan"), ids=str)
+@pytest.mark.parametrize("command", of_module("train", "refit_plan", "plan"), ids=str)
 def test_recipes_and_keys_compose(command: Command) -> None:
     given = [word for word in command.words[1:] if word not in RECIPES_ALONE and not OF_THE_READER.search(word)]
     if any("exp=" in word for word in given):
@@ -47,7 +48,7 @@ def test_jobs_of_slurm_compose(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [one for one in SHOWN if re.match(r"megatron_grpo\.(?!train$|refit_plan$)", one.words[0])], ids=str
+    "command", [one for one in SHOWN if re.match(r"megatron_grpo\.(?!train$|refit_plan$|plan$)", one.words[0])], ids=str
 )
 def test_other_programs_know_their_options(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):

@@ -55,7 +55,7 @@ def escaped_json(value: Any) -> str:
     return text.translate(ESCAPES)
 
 
-def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
+def page(style: str, script: str, body: str, data: Sequence[str], title: str = "Run report") -> str:
     """The whole page; its security policy forbids loading, sending, and running anything but this script.
 
     Args:
@@ -63,6 +63,7 @@ def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
         script: JavaScript, run when the page is loaded.
         body: HTML of this package, without data of a run.
         data: elements made by `json_element` and `packed_element`.
+        title: title of the page, without HTML characters.
     """
     for kind, text in (("style", style), ("script", script)):
         assert f"</{kind}" not in text.lower(), f"the {kind} would end its own element"
@@ -75,7 +76,7 @@ def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
-        f"<title>Run report</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n"
+        f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n"
         f"{''.join(data)}<script>{script}</script>\n</body>\n</html>\n"
     )
 

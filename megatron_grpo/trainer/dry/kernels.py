@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.trainer.dry.layers import Kernel, attention, norm, run
+from megatron_grpo.trainer.dry.work import WorkLog, name_of, nbytes_of, note, note_product
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
 
 
@@ -25,17 +27,25 @@ class ShapedLogprobs:
 
     def statistics(self, head: Head) -> Statistics:
         """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        _note_logits(head)
         highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
         return Statistics(highest, highest.new_empty(3, len(head.local)))
 
     def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
         """Gradients in the shapes and dtypes of hidden states and weight."""
+        for _ in range(3 if asked.of_weight else 2):  # the logits again, and a product for each gradient
+            _note_logits(head)
         summed = torch.empty_like(head.hidden, dtype=torch.float32)
         block = head.hidden.new_empty(min(CHUNK_NUMBERS, len(head.local) * head.columns))
         grad_weight = torch.empty_like(head.weight) if asked.of_weight else None
         product = torch.empty_like(summed)
         del block, product
         return summed.to(head.hidden.dtype), grad_weight
+
+
+def _note_logits(head: Head) -> None:
+    """Record the product of hidden states and weight, or one of the same sizes; logits stay in registers."""
+    note_product("head", len(head.local), head.hidden.shape[1], head.columns, name_of(head.hidden.dtype))
 
 
 class ShapedAdam(torch.optim.AdamW):
@@ -45,9 +55,10 @@ class ShapedAdam(torch.optim.AdamW):
         super().__init__(params, **settings)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever passed
-        """Make the moments in the first step."""
+        """Make the moments in the first step. An update reads the gradient, and reads and writes the other tensors."""
         for group in self.param_groups:
             for parameter in group["params"]:
+                note("elementwise", "adam", nbytes=7 * parameter.numel() * parameter.element_size())
                 if not self.state[parameter]:
                     moments = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     self.state[parameter] = {"step": torch.zeros(()), **moments}
@@ -60,12 +71,14 @@ def _rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) 
 
 def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
     """[rows, 2 * width] to [rows, width]: SwiGLU in one kernel."""
+    note("elementwise", "swiglu", nbytes=3 * nbytes_of([gate_and_up]) // 2)
     return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
 
 
 def _gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
     """The gradients of `_gated` by its inputs: gate and up, and perhaps a weight for each row."""
     made = tuple(map(torch.empty_like, inputs))
+    note("elementwise", "swiglu", nbytes=nbytes_of([gradient, *inputs, *made]))
     return made[0] if len(made) == 1 else made
 
 
@@ -125,6 +138,7 @@ def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: floa
 
 def _l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
     """The norm of all gradients, [1], float32."""
+    note("elementwise", "norm of gradients", nbytes=nbytes_of(lists[0]))
     return lists[0][0].new_empty(1, dtype=torch.float32), None
 
 
@@ -166,8 +180,8 @@ REPLACED: dict[str, Any] = {
 
 
 @contextmanager
-def replaced_names(expert_skew: float) -> Iterator[None]:
-    """Replace the names of `REPLACED`, and the dispatcher's counts, for the body."""
+def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
+    """Replace the names of `REPLACED`, and the dispatcher's counts, for the body; `log` learns of each pass."""
     with ExitStack() as stack:
         for place, value in REPLACED.items():
             module, _, name = place.partition(":")
@@ -175,4 +189,7 @@ def replaced_names(expert_skew: float) -> Iterator[None]:
         counts = partialmethod(_counts, skew=expert_skew)
         stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))
         stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _shapes))
+        for name in ("forward_step", "backward_step"):
+            marked = partial(getattr(log, name), getattr(schedules, name))
+            stack.enter_context(patch.object(schedules, name, marked))
         yield

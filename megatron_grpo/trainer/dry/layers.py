@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
 from megatron_grpo.trainer.dry.tracker import kind
+from megatron_grpo.trainer.dry.work import WorkKind, name_of, nbytes_of, note, note_message, note_product
 from megatron_grpo.trainer.model.layers import RMSNorm
 
 Made = tuple[Sequence[int], torch.dtype]
@@ -33,8 +35,34 @@ Made = tuple[Sequence[int], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """The matrix product of a linear layer, [m, k] x [k, n], or one for each of `number` experts, whose m add up."""
+
+    m: int
+    k: int
+    n: int
+    dtype: str
+    number: int = 1
+
+    def note(self, m: int, k: int, n: int) -> None:
+        """Record the product, or that of a gradient in the given sizes."""
+        width = {"fp8": 1, "float32": 4}.get(self.dtype, 2)
+        sort: WorkKind = "grouped_matmul" if self.number > 1 else "matmul"
+        note_product("linear", m, k, n, self.dtype, number=self.number, kind=sort, width=width)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective that an operation runs: its name, the bytes of its larger side, and its process group."""
+
+    name: str
+    nbytes: int
+    group: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
-    """The memory of one operation of Transformer Engine's, forward and backward."""
+    """The memory and the work of one operation of Transformer Engine's, forward and backward."""
 
     kind: str
     outputs: Sequence[Made]
@@ -48,6 +76,40 @@ class Kernel:
     """Tensors that live during the forward pass alone."""
     backward: Sequence[Made] = ()
     """Tensors that live during the backward pass alone, besides the inputs' gradients."""
+    product: Product | None = None
+    """The product that a linear layer computes."""
+    attention_flops: float = 0.0
+    """Operations of an attention's forward pass."""
+    messages: Sequence[Message] = ()
+    """Collectives of the forward pass."""
+    messages_back: Sequence[Message] = ()
+    """Collectives of the backward pass."""
+
+    def note_forward(self, moved: int) -> None:
+        """Record the work of the forward pass, which reads and writes `moved` bytes."""
+        if self.product is not None:
+            self.product.note(self.product.m, self.product.k, self.product.n)
+        elif self.attention_flops:
+            note("attention", self.kind, flops=self.attention_flops, nbytes=moved)
+        else:
+            note("elementwise", self.kind, nbytes=moved)
+        for one in self.messages:
+            note_message(one.name, one.nbytes, one.group)
+
+    def note_backward(self, moved: int, of_input: bool, of_weights: bool) -> None:
+        """Record the work of the backward pass: a product for each gradient; attention's products are five, not two."""
+        if self.product is not None:
+            m, k, n = self.product.m, self.product.k, self.product.n
+            if of_input:
+                self.product.note(m, n, k)
+            if of_weights:
+                self.product.note(n, m, k) if self.product.number == 1 else self.product.note(m, k, n)
+        elif self.attention_flops:
+            note("attention", self.kind, flops=2.5 * self.attention_flops, nbytes=2 * moved)
+        else:
+            note("elementwise", self.kind, nbytes=moved)
+        for one in self.messages_back:
+            note_message(one.name, one.nbytes, one.group)
 
 
 def run(kernel: Kernel, *inputs: Tensor) -> Any:
@@ -70,6 +132,8 @@ class _Run(torch.autograd.Function):
         kept = [inputs[number] for number in kernel.keeps]
         ctx.save_for_backward(*kept, *(outputs[:1] if kernel.keeps_output else ()), *saved)
         ctx.kernel, ctx.inputs = kernel, [(one.shape, one.dtype) for one in inputs]
+        ctx.moved = nbytes_of([*inputs, *outputs])
+        kernel.note_forward(ctx.moved)
         return tuple(outputs)
 
     @staticmethod
@@ -80,6 +144,8 @@ class _Run(torch.autograd.Function):
             needed = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
             made = [_new(like, one) if wanted else None for one, wanted in needed]
         del work, saved
+        wanted = ctx.needs_input_grad[1:]
+        ctx.kernel.note_backward(ctx.moved, of_input=wanted[0], of_weights=any(wanted[1:]))
         return None, *made
 
 
@@ -94,14 +160,23 @@ def norm(hidden: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, context: int = 1, **_: Any) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, context: Any = None, seen: int | None = None, **named: Any
+) -> Tensor:
     """Fused attention of [..., heads, tokens or head_dim, ...] in the query's shape, with the value's last dimension.
 
     Saves its inputs, its output and the logarithm of each row's sum in float32. Its backward pass sums the gradient of
     the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers. Other
     arguments are those of torch's attention, which change no shape.
+
+    `context`: the context-parallel group, if there is one. `seen`: keys of [tokens, heads, head_dim] that a query sees
+    at most, of which causal attention computes half; None: the tensors are [..., heads, tokens, head_dim].
     """
-    ring: list[Made] = [(one.shape, one.dtype) for one in (key, value) for _ in range(2) if context > 1]
+    parts = 1 if context is None else context.size()
+    ring: list[Made] = [(one.shape, one.dtype) for one in (key, value) for _ in range(2) if parts > 1]
+    keys, share = (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if seen is None else (seen, 0.5)
+    pairs = share * query.numel() / query.shape[-1] * keys  # of a query and a key, over all heads
+    turns = parts * nbytes_of([key, value])
     kernel = Kernel(
         "attention",
         [((*query.shape[:-1], value.shape[-1]), query.dtype)],
@@ -110,6 +185,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, context: int = 1, **
         saved=[(query.shape[:-1], torch.float32)],
         forward=ring,
         backward=[(query.shape, torch.float32), *ring, *ring],
+        attention_flops=2.0 * pairs * (query.shape[-1] + value.shape[-1]),
+        messages=[Message("ring", turns, context)] if parts > 1 else [],
+        messages_back=[Message("ring", 2 * turns, context)] if parts > 1 else [],
     )
     result: Tensor = run(kernel, query, key, value)
     return result
@@ -126,13 +204,16 @@ class ShapedNorm(RMSNorm):
 class ShapedAttention(torch.nn.Module):
     """Transformer Engine's DotProductAttention of packed sequences."""
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
         super().__init__()
-        self._context = config.context_parallel_size
+        self._context = pg_collection.cp if config.context_parallel_size > 1 else None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
+    ) -> Tensor:
         """[tokens, heads or groups, head_dim] each, to [tokens, heads * value_dim]."""
-        return attention(query, key.contiguous(), value.contiguous(), context=self._context).flatten(-2)
+        seen = packed_seq_params.max_seqlen_kv
+        return attention(query, key.contiguous(), value.contiguous(), context=self._context, seen=seen).flatten(-2)
 
 
 class Quantizable:
@@ -152,6 +233,8 @@ class Quantizable:
         normed: bool = False,
         forward: Sequence[Made] = (),
         backward: Sequence[Made] = (),
+        messages: Sequence[Message] = (),
+        messages_back: Sequence[Message] = (),
     ) -> Tensor:
         """[..., columns] to the shape `output`, in the dtype of `hidden`.
 
@@ -166,6 +249,9 @@ class Quantizable:
             matrix = _quantized(hidden.shape, self.fp8)
             backward += 2 * _quantized(output, self.fp8)
             self._keep_copies(weights)
+            note("elementwise", "quantize", nbytes=4 * hidden.numel())
+        if normed:
+            note("elementwise", "norm", nbytes=2 * nbytes_of([hidden]))
         rows: list[Made] = [(hidden.shape[:-1], torch.float32)]
         as_it_came = self.fp8 is None or self.save_original_input
         kernel = Kernel(
@@ -175,9 +261,19 @@ class Quantizable:
             saved=[*(matrix if normed or not as_it_came else []), *(rows if normed else [])],
             forward=forward,
             backward=backward,
+            product=self._product(hidden, weights, output),
+            messages=messages,
+            messages_back=messages_back,
         )
         result: Tensor = run(kernel, hidden, *weights)
         return result
+
+    def _product(self, hidden: Tensor, weights: Sequence[Tensor], output: Sequence[int]) -> Product:
+        """The product, whose rows are the tokens of the longer of input and output: the gathered one, if one is."""
+        rows = max(math.prod(hidden.shape[:-1]), math.prod(output[:-1]))
+        dtype = name_of(hidden.dtype) if self.fp8 is None else "fp8"
+        number = sum(one.dim() == 2 for one in weights)
+        return Product(rows, hidden.shape[-1], output[-1], dtype, number)
 
     def _keep_copies(self, weights: Sequence[Tensor]) -> None:
         assert self.fp8 is not None
@@ -209,8 +305,20 @@ class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
         gathered: list[Made] = [((tokens, *input_.shape[1:]), input_.dtype)] if self.sequence_parallel else []
         parameters = list(self.parameters())
         output = (tokens, *input_.shape[1:-1], self.weight.shape[0])
-        memory = {"forward": gathered, "backward": gathered * 2}
-        return self.multiply(input_, parameters, output, normed=self.normed, **memory), None
+        numbers, group = tokens * math.prod(input_.shape[1:]), self.tp_group
+        nbytes = numbers * input_.element_size()
+        gather = [Message("allgather", nbytes if self.fp8 is None else numbers, group)] if gathered else []
+        multiplied = self.multiply(
+            input_,
+            parameters,
+            output,
+            normed=self.normed,
+            forward=gathered,
+            backward=gathered * 2,
+            messages=gather,
+            messages_back=[*gather, Message("reduce_scatter" if gathered else "allreduce", nbytes, group)],
+        )
+        return multiplied, None
 
 
 class ShapedNormColumnLinear(ShapedColumnLinear):
@@ -234,7 +342,16 @@ class ShapedRowLinear(Quantizable, RowParallelLinear):
         whole = (*input_.shape[:-1], self.weight.shape[0])
         gathered: list[Made] = [(whole, input_.dtype)] if self.sequence_parallel else []
         output = (whole[0] // parts, *whole[1:])
-        return self.multiply(input_, list(self.parameters()), output, forward=gathered, backward=gathered), None
+        nbytes, group = math.prod(whole) * input_.element_size(), self.tp_group
+        return self.multiply(
+            input_,
+            list(self.parameters()),
+            output,
+            forward=gathered,
+            backward=gathered,
+            messages=[Message("reduce_scatter" if self.sequence_parallel else "allreduce", nbytes, group)],
+            messages_back=[Message("allgather", nbytes, group)] if self.sequence_parallel else [],
+        ), None
 
 
 class ShapedGroupedLinear(Quantizable, torch.nn.Module):

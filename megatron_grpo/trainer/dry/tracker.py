@@ -15,9 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_grpo.trainer.dry.work import LOG, WorkLog
+
 GRANULE = 512
 """CUDA's caching allocator rounds sizes up to a multiple of this many bytes."""
 
+
+Moments = dict[tuple[str, str, str], dict[str, int]]
+"""Bytes alive by kind, at the fullest of all moments at which this operator made a tensor of this kind in this phase:
+the key is (phase, kind, operator)."""
 
 _KIND: ContextVar[str] = ContextVar("kind", default="other")
 
@@ -51,6 +57,10 @@ class MemoryTracker(TorchDispatchMode):
         """Most bytes alive at once, by phase."""
         self.held: dict[str, int] = {}
         """Bytes alive at the end, by phase."""
+        self.moments: Moments = {}
+        """The fullest moment of each sort, over which bytes are extrapolated to other numbers of layers."""
+        self._fullest: dict[tuple[str, str, str], int] = {}
+        self._operator = ""
         self._phase = "other"
         self._total = 0
         self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
@@ -61,7 +71,7 @@ class MemoryTracker(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """The body is a phase of `peaks`; new storages in it are of the kind `name`, unless `kind` says otherwise."""
         before, self._phase = self._phase, name
-        self._note_peak()
+        self._note_peak(name)
         try:
             with kind(name):
                 yield
@@ -94,7 +104,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def forget_peaks(self) -> None:
         """Begin anew with what is alive now."""
-        self.peak, self.holders, self.peaks = 0, {}, {}
+        self.peak, self.holders, self.peaks, self.moments, self._fullest = 0, {}, {}, {}, {}
 
     def follow(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless it is counted already."""
@@ -111,6 +121,7 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         """Run an operator and count what it makes."""
         result = func(*args, **(kwargs or {}))
+        self._operator = func.name()
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.follow(tensor)
@@ -122,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
         self._storages[key] = reference, kind, size
         self.live[kind] += size - before
         self._total += size - before
-        self._note_peak()
+        self._note_peak(kind)
 
     def _forget(self, key: int, _reference: Any) -> None:
         _, kind, size = self._storages.pop(key)
@@ -130,10 +141,15 @@ class MemoryTracker(TorchDispatchMode):
         self._total -= size
         self._discounted.discard(key)
 
-    def _note_peak(self) -> None:
+    def _note_peak(self, made: str) -> None:
+        """Compare the bytes alive with the peaks so far; `made`: kind of the latest tensor."""
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
+        sort = self._phase, made, self._operator
+        if self._total > self._fullest.get(sort, -1):
+            self._fullest[sort] = self._total
+            self.moments[sort] = {kind: size for kind, size in self.live.items() if size}
         if self._total > self.peak:
-            self.peak, self.holders = self._total, {kind: size for kind, size in self.live.items() if size}
+            self.peak, self.holders = self._total, self.moments[sort]
 
     def _read_sizes(self) -> None:
         """Read the sizes again, because resizing a storage is no operator."""
@@ -152,12 +168,24 @@ class DryMode(MemoryTracker):
     """A tracker that also answers what tensors without numbers, and ranks without peers, cannot.
 
     A number that the host reads is 1. Collectives do nothing: their outputs exist already. A boolean index selects
-    every row, and the mask of routed tokens as many as tokens have experts, `top_k` each.
+    every row, and the mask of routed tokens as many as tokens have experts, `top_k` each. Operators' work is in `log`.
     """
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
         self._top_k = top_k
+        self.log = WorkLog()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The body is a phase of memory and of work."""
+        before, self.log.phase, token = self.log.phase, name, LOG.set(self.log)
+        try:
+            with super().phase(name):
+                yield
+        finally:
+            self.log.phase = before
+            LOG.reset(token)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,6 +193,7 @@ class DryMode(MemoryTracker):
         """Answer, or run the operator and count what it makes."""
         name = func.name()
         if name in IN_PLACE and args[0].is_floating_point():
+            self.log.note_writer(name, args)
             return args[0]
         if name == "aten::_local_scalar_dense":
             number = args[0]
@@ -172,11 +201,15 @@ class DryMode(MemoryTracker):
         if name == "aten::masked_select":
             made = args[0].new_zeros(args[1].shape[-1] * self._top_k)
             self.follow(made)
+            self.log.note_operator(func, args, made)
             return made
         if name.startswith("c10d::"):
+            self.log.note_message(name, args)
             done = [_done() if "Work" in str(one.type) else args[0] for one in func._schema.returns]
             return done[0] if len(done) == 1 else tuple(done)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.log.note_operator(func, args, result)
+        return result
 
 
 def _done() -> Any:

@@ -72,6 +72,10 @@ def padded(config: Config) -> None:
     config.policy.packing = False
 
 
+def without_overlap(config: Config) -> None:
+    config.policy.overlap_grad_reduce = False
+
+
 def plain(config: Config) -> None:
     pass
 
@@ -91,6 +95,7 @@ def unfused_permutation(config: Config) -> None:
         pytest.param(DENSE, {}, 0, recompute_mlp, id="recompute_mlp"),
         pytest.param(DENSE, {}, 0, padded, id="padded"),
         pytest.param(DENSE, {"tensor": 2, "sequence": True, "data": 2}, 3, plain, id="tensor"),
+        pytest.param(DENSE, {"data": 2}, 0, without_overlap, id="without_overlap"),
         pytest.param(DENSE, {"context": 2}, 1, plain, id="context"),
         *(pytest.param(DENSE, {"pipeline": 2}, rank, plain, id=f"pipeline{rank}") for rank in (0, 1)),
         *(
@@ -98,6 +103,13 @@ def unfused_permutation(config: Config) -> None:
             for rank in (0, 1)
         ),
         pytest.param(EXPERTS, {"expert": 2, "data": 2}, 1, unfused_permutation, id="experts"),
+        pytest.param(
+            EXPERTS,
+            {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2, "data": 2},
+            1,
+            unfused_permutation,
+            id="expert_tensor",
+        ),
     ],
 )
 def test_fake_tensors_take_as_much_as_real_ones(

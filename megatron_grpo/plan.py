@@ -1,0 +1,191 @@
+"""Plans a run without GPUs: memory, time, layouts: python -m megatron_grpo.plan +exp=… cluster.gpu=h100"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.help import FAILED, run_command
+from megatron_grpo.config.overrides import OPTION
+from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.schema import Config
+from megatron_grpo.config.typed import converted, typed
+from megatron_grpo.controller.directory import CONFIG_FILE
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.proof.plan.calibrate import calibrate, measured_of, write_profile
+from megatron_grpo.proof.plan.memory import GIB
+from megatron_grpo.proof.plan.page import write_plan
+from megatron_grpo.proof.plan.search import search
+from megatron_grpo.proof.plan.tables import plan_table, search_table
+from megatron_grpo.proof.plan.trace import tracing
+from megatron_grpo.proof.plan.whole import profile, submit_plan
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.source import download_config, known_shape
+
+USAGE = """\
+python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=value …] [--search]
+                               [--json] [--html FILE]
+
+  +exp=NAME      a recipe, and keys of it to change, as for megatron_grpo.train; plan.* are the plan's own
+  cluster.gpu=G  a100, h100, h200, b200 or gb200; or plan.hardware=FILE.yaml
+  --search       try other layouts on the same GPUs; plan.search_s limits the seconds
+  --json         print one JSON object instead of a table
+  --html FILE    also write one page with pictures of memory and time
+
+python -m megatron_grpo.plan calibrate RUN_DIR [cluster.gpu=h100] [--out FILE.yaml]
+
+  fits the profile to a run's metrics and lengths, says by how much the plan was off, and writes the profile for
+  plan.hardware=FILE.yaml
+
+Says whether a run fits, and how long a step takes, from dry runs of its ranks; needs no GPU and no weights, only the
+model's config.json. Exit code 1: the run does not fit.
+"""
+_PRETRAIN = "plan.workload=pretrain"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    return run_command("plan: ", arguments, USAGE, _plan, failures=(RunError,))
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["calibrate"]:
+        return _calibrate(arguments[1:])
+    options, overrides = _options(arguments)
+    config, shape = _read(overrides)
+    found, layouts = None, None
+    with tracing() as pool:
+        if options.search:
+            layouts = search(config, shape, pool, budget_s=config.plan.search_s)
+            found = layouts.best[0].plan if layouts.best else None
+        else:
+            found = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
+    if options.json:
+        shown = found if layouts is None else layouts
+        print(json.dumps(None if shown is None else shown.as_dict(), indent=1))
+    else:
+        print("\n".join([*(search_table(layouts) if layouts else ()), *(plan_table(found) if found else ())]))
+    if options.html is not None and found is not None:
+        write_plan(options.html, found)
+    return 0 if found is not None and not found.problems else FAILED
+
+
+def _calibrate(arguments: Sequence[str]) -> int:
+    """Fit a profile to the run in a folder."""
+    options, words = _options(arguments)
+    folders = [Path(one) for one in words if "=" not in one]
+    if len(folders) != 1:
+        raise ValueError("calibrate takes one RUN_DIR, the folder of a run that recorded its rollouts")
+    (run_dir,) = folders
+    config = _config_of_run(run_dir, [one for one in words if "=" in one])
+    shape = known_shape(config)
+    if shape is None:
+        path = f"policy.model.path={config.policy.model.path}"
+        raise ConfigError([Problem(path, "is not on this machine; give a folder with its config.json")])
+    if not config.cluster.gpus:
+        raise ValueError(f"{run_dir} is a run on CPU; profiles are of GPUs")
+    measured = measured_of(run_dir)
+    with tracing() as pool:
+        plan = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
+    tensors = max(one.phases[one.phase] for one in plan.ranks) / GIB
+    found = calibrate(measured, plan.timed_on, plan.hardware, tensors)
+    print("\n".join(found.table()))
+    file = options.out or Path(f"{plan.hardware.name}_calibrated.yaml")
+    write_profile(file, found.hardware, f"{plan.hardware.name}_calibrated")
+    print(f"wrote {file}; use it as plan.hardware={file}")
+    return 0
+
+
+def _config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """The configuration that a run recorded, with its own lengths; overrides may set cluster.gpu and the model's path.
+
+    Raises:
+        ValueError: the folder has no readable configuration, or an override is another key.
+    """
+    file = run_dir / CONFIG_FILE
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    config, problems = typed(values, values.get("algorithm", "grpo")) if isinstance(values, dict) else (None, [])
+    if config is None or problems:
+        raise ConfigError(problems or [Problem(str(file), "holds no configuration")])
+    for one in overrides:
+        key, _, value = one.partition("=")
+        if key == "cluster.gpu":
+            config.cluster.gpu = converted(key, value, Literal["a100", "h100", "h200", "b200", "gb200"])
+        elif key == "policy.model.path":
+            config.policy.model.path = value
+        else:
+            raise ValueError(f"{one}: calibrate takes cluster.gpu and policy.model.path")
+    config.plan.lengths_from = str(run_dir)
+    return config
+
+
+def _read(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
+    """The configuration of a command line, and the sizes of its model.
+
+    Raises:
+        ConfigError: names every problem.
+    """
+    # A plain training step has no engines, which would take GPUs; a run without them reads a recording, and validates
+    # nothing.
+    fixed = ["debug.rollouts_from=none", "data.val_path=null"] if _PRETRAIN in overrides else []
+    config = compose_config([*overrides, *fixed])
+    profile(config)
+    if not config.cluster.gpus:
+        raise ConfigError([Problem("cluster.gpus_per_node=0", "is a run on CPU; give the GPUs of a node")])
+    shape, path = known_shape(config), config.policy.model.path
+    if shape is None and is_hub_name(path):
+        reason = download_config(path)
+        shape = known_shape(config)
+        if shape is not None:
+            return compose_config([*overrides, *fixed]), shape  # its checks against the model are still due
+        text = f"is not on this machine, and could not be downloaded ({reason}); give a folder with its config.json"
+        raise ConfigError([Problem(f"policy.model.path={path}", text)])
+    if shape is None:
+        raise ConfigError([Problem(f"policy.model.path={path}", "is no folder with the model's config.json")])
+    return config, shape
+
+
+@dataclass(slots=True)
+class Options:
+    """The options of a command line."""
+
+    search: bool = False
+    json: bool = False
+    html: Path | None = None
+    """File for the page; None: no page is written."""
+    out: Path | None = None
+    """File for the profile of `calibrate`; None: a name in the working folder."""
+
+
+def _options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """The options, and the arguments that belong to the recipe; ValueError: there is no such option."""
+    options, overrides, rest = Options(), [], iter(arguments)
+    for word in rest:
+        name, _, value = word.partition("=")
+        if word in ("--json", "--search"):
+            setattr(options, word.removeprefix("--"), True)
+        elif name in ("--html", "--out"):
+            text = value or next(rest, "")
+            if not text:
+                raise ValueError(f"{name} needs a file")
+            setattr(options, name.removeprefix("--"), Path(text))
+        elif word.startswith("--") and name != OPTION:
+            raise ValueError(f"{word} is no option; there are --search, --json and --html FILE")
+        else:
+            overrides.append(word)
+    return options, overrides
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

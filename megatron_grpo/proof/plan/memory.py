@@ -1,0 +1,187 @@
+"""Memory of a GPU of the policy, by phase and distinct rank, from dry runs and an explicit reserve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.engines import NCCL_SENDING, nccl_bytes
+from megatron_grpo.proof.plan.hardware import Hardware
+from megatron_grpo.proof.plan.trace import RankTrace
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.proof.dry_run import DryReport
+
+GIB = 2**30
+GRAPHS_GIB = 1.0
+"""Assumed memory of an engine's CUDA graphs, which stay on the GPU while it sleeps; vLLM logs the figure of a run."""
+STATIC = ("weights", "gradients", "optimizer", "FP8 weights")
+"""Kinds of tensors that a rank holds throughout a step."""
+_SET_UP = ("build", "first step")
+"""Phases before the first whole step, which hold less than it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Tensors of one kind at the peak."""
+
+    kind: str
+    bytes: int
+    layers: int
+    """Layers of the rank."""
+    bytes_per_layer: int | None
+    """Bytes that a layer adds, the others are of no layer; None: not known, since the rank ran at its full depth."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The holder for JSON."""
+        each = self.bytes_per_layer
+        split = {} if each is None else {"layers": self.layers, "gib_per_layer": round(each / GIB, 4)}
+        return {"kind": self.kind, "gib": round(self.bytes / GIB, 3), **split}
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """A GPU of a rank of the policy; sizes in bytes."""
+
+    stage: int
+    rank: int
+    layers: int
+    expert_skew: float
+    phases: dict[str, int]
+    """Most bytes of tensors in each phase."""
+    parts: dict[str, dict[str, int]]
+    """The same bytes by kind of tensor; kinds of STATIC, and "other tensors" for all others."""
+    reserve: int
+    """Bytes besides tensors: CUDA's context, cuBLAS, NCCL, fragmentation, and a sleeping engine."""
+    holders: list[Holder]
+    """Tensors at the peak, the largest first."""
+    asleep: int
+    """Bytes of tensors that stay while engines have the GPU in turn; 0: not run."""
+
+    @property
+    def phase(self) -> str:
+        """The phase with the peak."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once, the reserve included."""
+        return self.phases[self.phase] + self.reserve
+
+    @property
+    def static(self) -> int:
+        """Bytes of weights, gradients and the optimizer's state at the peak."""
+        return sum(one.bytes for one in self.holders if one.kind in STATIC)
+
+
+def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_weights: int = 0) -> RankMemory:
+    """The memory of a traced rank's GPU.
+
+    Args:
+        config: the run's configuration.
+        trace: the rank's dry run.
+        hardware: the GPU and its reserve.
+        engine_weights: bytes of weights of an engine's rank, which share the GPU during a refit if engines do so.
+    """
+    report = trace.report
+    phases = {name: size for name, size in report.phases.items() if name not in _SET_UP}
+    if config.plan.workload == "pretrain":
+        phases = {"train": phases["train"]}
+    elif config.generation.colocated and "refit" in phases:
+        # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
+        weights = sum(_parts(report, "onload", report.held["onload"]).get(kind, 0) for kind in STATIC[:1])
+        phases = {**phases, "refit": phases["refit"] - report.held["onload"] + weights + engine_weights}
+    peak = max(phases.values())
+    by_phase = {name: _parts(report, name, size) for name, size in phases.items()}
+    moment = max(
+        (sizes for sort, sizes in report.moments.items() if sort[0] in phases), key=lambda sizes: sum(sizes.values())
+    )
+    holders = [
+        Holder(_name(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
+        for kind, size in sorted(moment.items(), key=lambda one: -one[1])
+        if size >= 2**20
+    ]
+    parts = reserve_parts(config, peak, hardware)
+    return RankMemory(
+        trace.stage,
+        trace.rank,
+        trace.layers,
+        trace.expert_skew,
+        phases,
+        by_phase,
+        sum(parts.values()),
+        holders,
+        report.held.get("offload", 0),
+    )
+
+
+def _parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
+    """The bytes of a phase by kind. Of a refit, for which a deep rank has no moment of its own, those before it."""
+    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, "onload")]
+    fullest = min(moments, key=lambda one: abs(sum(one.values()) - size), default={})
+    found = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
+    return {**found, "other tensors": size - sum(found.values())}
+
+
+def _name(kind: str) -> str:
+    """The name of a kind in tables; tensors of no kernel are counted under the phase that made them."""
+    return f"other tensors of {kind}" if kind in ("build", "logprobs", "reference", "train", "refit") else kind
+
+
+def reserve_parts(config: Config, tensors: int, hardware: Hardware) -> dict[str, int]:
+    """Bytes of a GPU that a rank of the policy needs besides `tensors` bytes of tensors, by their purpose."""
+    parts = {
+        "CUDA context, cuBLAS, process groups": int(hardware.reserve_gib * GIB),
+        "fragmentation": int(hardware.fragmentation * tensors),
+    }
+    if config.plan.workload == "pretrain":
+        return parts
+    engines = config.generation.parallel
+    peers = engines.ranks_per_engine * engines.data
+    parts["NCCL of the refit"] = nccl_bytes(config, peers, NCCL_SENDING)
+    if config.generation.colocated:
+        parts["sleeping engine"] = sleeping_engine(config, hardware)
+    return parts
+
+
+def sleeping_engine(config: Config, hardware: Hardware) -> int:
+    """Bytes that a sleeping engine keeps on a GPU: its own context, and its CUDA graphs."""
+    graphs = 0.0 if config.generation.engine.enforce_eager else GRAPHS_GIB
+    return int((hardware.reserve_gib + graphs) * GIB)
+
+
+def advice(config: Config, shape: ModelShape, memory: RankMemory) -> str:
+    """The key that would take most off a GPU whose rank does not fit, with a value."""
+    policy, parallel = config.policy, config.policy.parallel
+    longest = policy.max_total_sequence_length
+    keeps_reference = config.uses_reference and not config.reference.offload and config.plan.workload == "rl"
+    if keeps_reference and memory.phase != "reference":
+        return "reference.offload=true keeps the reference policy in host memory"
+    if memory.static < memory.peak - memory.reserve - memory.static:
+        if memory.phase in ("logprobs", "reference"):
+            tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
+            if tokens > longest:
+                return f"policy.logprob_microbatch_tokens={max(tokens // 2, longest)} needs less for activations"
+        elif not policy.activation_checkpointing:
+            return "policy.activation_checkpointing=true recomputes activations"
+        elif policy.microbatch_tokens > longest:
+            tokens = max(policy.microbatch_tokens // 2, longest)
+            return f"policy.microbatch_tokens={tokens} needs less for activations"
+        return f"policy.parallel.context={2 * parallel.context} splits sequences over more GPUs"
+    if not policy.optimizer.distributed and parallel.data > 1:
+        return "policy.optimizer.distributed=true splits the optimizer's state over replicas"
+    if shape.experts is not None and parallel.expert < min(shape.experts.count, parallel.world_size):
+        return f"policy.parallel.expert={2 * parallel.expert} splits experts over more GPUs"
+    if parallel.tensor < min(8, config.cluster.gpus or 8):
+        return f"policy.parallel.tensor={2 * parallel.tensor} splits matrices over more GPUs"
+    if policy.optimizer.cpu_offload < 1 and policy.optimizer.distributed:
+        return "policy.optimizer.cpu_offload=1.0 keeps the optimizer's state in host memory"
+    return f"policy.parallel.pipeline={2 * parallel.pipeline} splits layers over more GPUs"
+
+
+def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
+    """The rank whose GPU has the highest peak."""
+    return max(ranks, key=lambda one: one.peak)

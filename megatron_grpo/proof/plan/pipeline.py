@@ -1,0 +1,122 @@
+"""Pipeline schedules, replayed from the seconds of every stage's passes: 1F1B and interleaved 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A pass in a stage's schedule."""
+
+    is_backward: bool
+    chunk: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A replayed schedule."""
+
+    seconds: float
+    """From the first pass of any stage to the end of the last one."""
+    ends: tuple[float, ...]
+    """End of the last pass of each stage."""
+    busy: tuple[float, ...]
+    """Seconds that each stage computes."""
+
+
+def schedule(stages: int, stage: int, chunks: int, microbatches: int, *, forward_only: bool = False) -> list[Slot]:
+    """The order of a stage's passes in Megatron-Core.
+
+    With one chunk, 1F1B (Narayanan et al. 2021, section 2.2.1): as many forward passes as stages come after this one,
+    then a forward and a backward pass in turn, then the remaining backward passes. With more, interleaved 1F1B (section
+    2.2.2): microbatches pass a chunk in groups of as many as there are stages, and stages are twice as far apart. The
+    number of microbatches is then a multiple of the number of stages.
+    """
+    total, group = microbatches * chunks, stages * chunks
+
+    def slot(number: int, is_backward: bool) -> Slot:
+        within = number % group
+        chunk = within // stages
+        if chunks == 1:
+            return Slot(is_backward, 0, number)
+        microbatch = number // group * stages + within % stages
+        return Slot(is_backward, chunks - 1 - chunk if is_backward else chunk, microbatch)
+
+    if forward_only:
+        return [slot(number, False) for number in range(total)]
+    ahead = stages - stage - 1
+    warm = min(ahead if chunks == 1 else 2 * ahead + (chunks - 1) * stages, total)
+    order = [slot(number, False) for number in range(warm)]
+    for number in range(total - warm):
+        order += [slot(warm + number, False), slot(number, True)]
+    return order + [slot(number, True) for number in range(total - warm, total)]
+
+
+def replay(
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    microbatches: int,
+    *,
+    send_s: float = 0.0,
+    blocking: bool = False,
+    forward_only: bool = False,
+) -> Replay:
+    """Run the schedule: every pass begins when its stage is free, and its input has come from the neighbour.
+
+    Args:
+        forward: seconds of a forward pass, by stage and chunk.
+        backward: the same of a backward pass; not read with `forward_only`.
+        microbatches: number of microbatches of a replica.
+        send_s: seconds that a tensor takes between stages.
+        blocking: whether a stage computes nothing while it sends, as without overlapped sends.
+        forward_only: whether there are no backward passes.
+
+    Raises:
+        ValueError: the interleaved schedule needs a multiple of the number of stages.
+    """
+    stages, chunks = len(forward), len(forward[0])
+    if chunks > 1 and microbatches % stages:
+        raise ValueError(f"an interleaved pipeline of {stages} stages takes no {microbatches} microbatches")
+    orders = [schedule(stages, one, chunks, microbatches, forward_only=forward_only) for one in range(stages)]
+    done: dict[tuple[int, Slot], float] = {}
+    free, busy, places = [0.0] * stages, [0.0] * stages, [0] * stages
+    waiting = list(range(stages))
+    while waiting:
+        progressed = False
+        for stage in list(waiting):
+            order = orders[stage]
+            while places[stage] < len(order):
+                slot = order[places[stage]]
+                ready = _ready(done, stage, slot, stages, chunks, send_s)
+                if ready is None:
+                    break
+                seconds = (backward if slot.is_backward else forward)[stage][slot.chunk]
+                seconds += send_s if blocking and stages > 1 else 0.0
+                free[stage] = max(free[stage], ready) + seconds
+                busy[stage] += seconds
+                done[stage, slot] = free[stage]
+                places[stage] += 1
+                progressed = True
+            if places[stage] == len(order):
+                waiting.remove(stage)
+        assert progressed, "a stage waits for a pass that never comes"
+    return Replay(max(free), tuple(free), tuple(busy))
+
+
+def _ready(
+    done: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
+) -> float | None:
+    """When the input of a pass is there; None: the pass that makes it has not run."""
+    step = -1 if not slot.is_backward else 1
+    there, chunk = stage + step, slot.chunk
+    if there in (-1, stages):  # the neighbouring chunk is on the other end of the pipeline
+        there, chunk = there % stages, chunk + step
+    if chunk in (-1, chunks):
+        if not slot.is_backward:
+            return 0.0
+        return done.get((stage, Slot(False, slot.chunk, slot.microbatch)))  # the loss follows the last forward pass
+    found = done.get((there, Slot(slot.is_backward, chunk, slot.microbatch)))
+    return None if found is None else found + (send_s if there != stage else 0.0)

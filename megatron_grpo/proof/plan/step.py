@@ -1,0 +1,275 @@
+"""Seconds of a step by phase: generation, log-probabilities, training, refit, and how they follow or overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.proof.plan.costs import Overlap, PassSeconds, PhaseSeconds, phase_seconds
+from megatron_grpo.proof.plan.generation import Lengths, decoder_of, engine_size, generate
+from megatron_grpo.proof.plan.hardware import Hardware
+from megatron_grpo.proof.plan.pipeline import Replay, replay
+from megatron_grpo.weights.refit.summary import refit_summary
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.proof.plan.trace import RankTrace
+
+_FILL = 0.95
+"""Share of a microbatch's tokens that packed sequences of different lengths take."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds of a step."""
+
+    phase_s: dict[str, float]
+    """Seconds of each phase, in their order."""
+    synchronous_s: float
+    """Seconds of a step whose phases follow each other."""
+    asynchronous_s: float | None
+    """Seconds of a step that samples ahead (async_grpo); None: the run does not, or has no engines."""
+    tokens: float
+    """Tokens of prompts and responses that a step trains on."""
+    gpus: int
+    refit_s: float
+    refit_bytes: int
+    assumptions: list[str]
+    train: Replay
+    """The pipeline's schedule in one optimizer step, for a picture."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of this configuration."""
+        return self.synchronous_s if self.asynchronous_s is None else self.asynchronous_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens that a step trains on, by its seconds and the run's GPUs."""
+        return self.tokens / self.step_s / self.gpus
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The microbatches of an optimizer step on a replica, relative to those of the dry run."""
+
+    microbatches: int
+    tokens: float
+    """Tokens of a microbatch."""
+    context: float
+    """Tokens that a token sees."""
+
+
+@dataclass
+class _Model:
+    """The policy's ranks and what is assumed of them."""
+
+    config: Config
+    ranks: Sequence[RankTrace]
+    hardware: Hardware
+    overlap: Overlap
+    assumptions: list[str] = field(default_factory=list)
+
+    def phases(self, name: str) -> list[PhaseSeconds]:
+        """The seconds of every pipeline stage in a phase; stages that were not traced are like the last one before."""
+        traced = {
+            one.stage: phase_seconds(one.report.work, one.report.passes, name, self.hardware, self.overlap)
+            for one in self.ranks
+        }
+        stages = range(self.config.policy.parallel.pipeline)
+        return [traced[max(other for other in traced if other <= stage)] for stage in stages]
+
+    def batch(self, totals: NDArray[np.float64], most_tokens: int) -> _Batch:
+        """The samples of an optimizer step, with their lengths, as microbatches of at most `most_tokens` tokens."""
+        policy = self.config.policy
+        longest = min(policy.max_total_sequence_length, most_tokens)
+        dry = most_tokens // longest * longest
+        alike = bool(np.all(totals == totals[0]))
+        full = most_tokens // totals[0] * totals[0] if alike else most_tokens * _FILL
+        if not policy.packing:
+            full *= float(totals.mean() / totals.max()) if not alike else 1.0
+        number = max(1, math.ceil(round(float(totals.sum()) / policy.parallel.data / full, 6)))
+        tokens = float(totals.sum()) / policy.parallel.data / number
+        if policy.parallel.virtual_pipeline > 1:
+            number += -number % policy.parallel.pipeline
+        context = float((totals**2).sum() / totals.sum()) / longest
+        return _Batch(number, tokens / dry, context)
+
+    def run(self, phases: list[PhaseSeconds], batch: _Batch, *, forward_only: bool) -> Replay:
+        """Replay the pipeline's schedule over the microbatches."""
+        parallel = self.config.policy.parallel
+        chunks = range(parallel.virtual_pipeline)
+
+        def seconds(is_backward: bool) -> list[list[float]]:
+            return [
+                [
+                    one.passes.get((chunk, is_backward), PassSeconds()).seconds(batch.tokens, batch.context)
+                    for chunk in chunks
+                ]
+                for one in phases
+            ]
+
+        return replay(
+            seconds(False),
+            [] if forward_only else seconds(True),
+            batch.microbatches,
+            send_s=max(one.send_s for one in phases) * batch.tokens,
+            blocking=parallel.virtual_pipeline == 1,
+            forward_only=forward_only,
+        )
+
+
+def overlap_of(config: Config) -> Overlap:
+    """The messages that a configuration overlaps."""
+    policy = config.policy
+    gradients = policy.overlap_grad_reduce is not False
+    parameters = gradients and policy.optimizer.distributed and policy.overlap_param_gather is not False
+    fields = policy.megatron
+    return Overlap(
+        gradients=gradients,
+        parameters=parameters,
+        tensor=bool(fields.get("tp_comm_overlap", False)),
+        experts=bool(fields.get("overlap_moe_expert_parallel_comm", False)),
+    )
+
+
+def step_times(
+    config: Config,
+    shape: ModelShape,
+    ranks: Sequence[RankTrace],
+    hardware: Hardware,
+    lengths: Lengths,
+    *,
+    workload: Literal["rl", "pretrain"] = "rl",
+    overlap: Overlap | None = None,
+) -> StepTimes:
+    """The seconds of a step.
+
+    Args:
+        config: the run's configuration.
+        shape: sizes of the model.
+        ranks: the dry run of a rank of each distinct pipeline stage.
+        hardware: the GPUs.
+        lengths: tokens of the samples of a step; with `pretrain`, of an optimizer step.
+        workload: rl: a step of the algorithm; pretrain: one optimizer step on the given sequences.
+        overlap: messages that something hides; None: those that the configuration overlaps.
+
+    Raises:
+        ValueError: an engine does not fit its GPUs.
+    """
+    model = _Model(config, ranks, hardware, overlap or overlap_of(config))
+    model.assumptions.append(lengths.source)
+    policy, totals = config.policy, lengths.totals
+    steps = config.optimizer_steps_per_step if workload == "rl" else 1
+    parts = np.array_split(totals, max(1, steps // config.passes_per_step)) if workload == "rl" else [totals]
+    phases = model.phases("train")
+    batch = model.batch(parts[0], policy.microbatch_tokens)
+    trained = model.run(phases, batch, forward_only=False)
+    last = _exposed(model, phases, batch)
+    update = max(one.outside for one in phases)
+    found = {"train": steps * (trained.seconds + last), "optimizer": steps * update}
+    if workload == "pretrain":
+        return StepTimes(
+            found, sum(found.values()), None, float(totals.sum()), policy.parallel.world_size, 0.0, 0,
+            model.assumptions, trained,
+        )  # fmt: skip
+    most = policy.logprob_microbatch_tokens or policy.microbatch_tokens
+    before = {}
+    for name, needed in (("logprobs", config.needs_prev_logprobs), ("reference", config.uses_reference)):
+        if needed:
+            before[name] = model.run(model.phases(name), model.batch(totals, most), forward_only=True).seconds
+    refit_s, refit_bytes = _refit(config, shape, hardware)
+    generation_s, steady_s = _generation(config, shape, hardware, lengths, model.assumptions)
+    moves = _moves(config, ranks, hardware)
+    phase_s = {"generation": generation_s, **before, **found, **moves, "refit": refit_s}
+    learning = sum(phase_s.values()) - generation_s
+    ahead = config.loop.async_grpo
+    asynchronous = None
+    if ahead.samples_ahead and not config.generation.colocated:
+        # A batch may take as many steps as it may be old; the engines answer one batch a step in the mean.
+        asynchronous = max(learning, steady_s + refit_s, generation_s / (ahead.max_trajectory_age_steps + 1))
+        model.assumptions.append(f"samples up to {ahead.max_trajectory_age_steps} steps old")
+    engines = config.generation.parallel
+    apart = 0 if config.generation.colocated else engines.data * engines.ranks_per_engine
+    return StepTimes(
+        phase_s=phase_s,
+        synchronous_s=sum(phase_s.values()),
+        asynchronous_s=asynchronous,
+        tokens=float(totals.sum()),
+        gpus=policy.parallel.world_size + apart,
+        refit_s=refit_s,
+        refit_bytes=refit_bytes,
+        assumptions=model.assumptions,
+        train=trained,
+    )
+
+
+def _exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
+    """Seconds of the messages of data-parallel ranks that nothing hides, in an optimizer step.
+
+    Gradients are reduced while the last microbatch goes backward, weights are gathered while the first one goes
+    forward; what takes longer than these passes is exposed, and a tenth in any case.
+    """
+    exposed, overlap, hidden = 0.0, model.overlap, model.hardware.efficiency.hidden
+    for one in phases:
+        passes = {False: 0.0, True: 0.0}
+        for (_, is_backward), seconds in one.passes.items():
+            passes[is_backward] += seconds.seconds(batch.tokens, batch.context)
+        here = 0.0
+        for message, overlaps, behind in (
+            (one.gradients, overlap.gradients, passes[True]),
+            (one.parameters, overlap.parameters, passes[False]),
+        ):
+            here += max(message - behind, message * (1 - hidden)) if overlaps else message
+        exposed = max(exposed, here)
+    return exposed
+
+
+def _refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
+    """Seconds and bytes of a refit, from its plan: the busiest rank at the speed of its port, or of NVLink."""
+    policy, generation, reached = config.policy, config.generation, hardware.efficiency
+    bucket = int(config.refit.bucket_mib * 2**20)
+    summary = refit_summary(
+        shape, policy.parallel, generation.parallel, policy.precision, bucket, config.refit.fp8_blocks
+    )
+    engines = generation.parallel.data * generation.parallel.ranks_per_engine
+    together = generation.colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
+    speed = hardware.nvlink_bytes_per_s * reached.nvlink if together else hardware.network_bytes_per_s * reached.network
+    return summary.seconds(speed), summary.bytes
+
+
+def _generation(
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, assumptions: list[str]
+) -> tuple[float, float]:
+    """Seconds until the samples of a step are complete, and seconds for each batch while others follow it."""
+    generation, responses = config.generation, lengths.responses
+    size = engine_size(config, shape, hardware)
+    most = min(generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
+    if most < 1:
+        raise ValueError(
+            f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
+            f"{size.weight_bytes / 2**30:.1f} GiB on each GPU of {hardware.memory_gib:g} GiB; use more ranks"
+        )
+    decoder, copies = decoder_of(config, shape, hardware), config.loop.num_generations_per_prompt
+    engines = generation.parallel.data
+    own = np.sort(responses)[engines - 1 :: engines] if len(responses) >= engines else np.sort(responses)[-1:]
+    own = np.random.default_rng(0).permutation(own)  # lengths are not known when responses begin
+    alone = generate(decoder, lengths.prompt, own, most, copies)
+    assumptions.append(f"engines hold up to {most} sequences, and {alone.busy:.0f} decode on average")
+    ahead = config.loop.async_grpo.max_trajectory_age_steps + 1
+    stream = generate(decoder, lengths.prompt, np.tile(own, ahead), most, copies)
+    return alone.seconds, stream.seconds / ahead
+
+
+def _moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
+    """Seconds in which the policy moves to host memory and back, where engines use its GPUs in turn."""
+    if not config.generation.colocated:
+        return {}
+    moved = max(one.report.held["train"] - one.report.held.get("offload", 0) for one in ranks)
+    return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

@@ -1,0 +1,191 @@
+"""Records of the work that a rank's operators would do on a GPU: products, attention, memory traffic, messages."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+WorkKind = Literal["matmul", "grouped_matmul", "attention", "elementwise", "collective", "send"]
+
+
+class Work(NamedTuple):
+    """One operator's work; equal operators of a phase are one entry of `WorkLog.found`, with their number."""
+
+    phase: str
+    """Phase of the tracker in which the operator ran."""
+    chunk: int | None
+    """Number of the model chunk in whose pass of a microbatch the operator ran; None: outside of these passes."""
+    is_backward: bool
+    """Whether the pass was a backward pass; layers that are computed again in it belong to it."""
+    kind: WorkKind
+    name: str
+    """Name of the operator: an operator of torch, a kind of fused kernel, or of a message."""
+    flops: float = 0.0
+    nbytes: int = 0
+    """Bytes read and written; of a message, bytes of its larger side: the gathered, or not yet scattered, tensor."""
+    sizes: tuple[int, int, int, int] = (0, 0, 0, 1)
+    """m, k, n of a product [m, k] x [k, n], and the number of such products (experts, whose m is the sum)."""
+    dtype: str = ""
+    """Type of a product's operands: float32, bfloat16, or fp8."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks that exchange a message; of a send, this rank and the other."""
+
+
+class WorkLog:
+    """Counts the work of operators."""
+
+    def __init__(self) -> None:
+        self.found: Counter[Work] = Counter()
+        self.passes: Counter[tuple[str, int]] = Counter()
+        """Forward passes of microbatches, by phase and model chunk."""
+        self.phase = "other"
+        self._chunk: int | None = None
+        self._is_backward = False
+        self._chunk_of_output: dict[int, int] = {}
+
+    def note(self, kind: WorkKind, name: str, **sizes: Any) -> None:
+        """Count an operator; `sizes` are fields of `Work`."""
+        self.found[Work(self.phase, self._chunk, self._is_backward, kind, name, **sizes)] += 1
+
+    def note_operator(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Count an operator of torch, unless it only makes a view or an uninitialized tensor."""
+        sort = _SORTS.get(func)
+        if sort is None:
+            sort = _SORTS[func] = _sort(func)
+        if sort == "free":
+            return
+        name = func.name()
+        if sort == "product":
+            left, right = [one for one in args if isinstance(one, Tensor)][-2:]
+            (*batch, m, k), n = left.shape, right.shape[-1]
+            number = math.prod(batch)
+            sizes = (number * m, k, n, number)
+            flops, moved = 2.0 * number * m * k * n, _bytes((left, right, result))
+            self.note("matmul", name, flops=flops, nbytes=moved, sizes=sizes, dtype=name_of(left.dtype))
+        elif sort == "gather":
+            self.note("elementwise", name, nbytes=2 * _bytes(result))
+        else:
+            self.note("elementwise", name, nbytes=_bytes(args) + _bytes(result))
+
+    def note_writer(self, name: str, args: tuple[Any, ...]) -> None:
+        """Count an operator that writes its first argument, which it also reads unless it copies or fills."""
+        reads = name not in ("aten::copy_", "aten::zero_", "aten::fill_.Scalar")
+        self.note("elementwise", name, nbytes=_bytes(args) + (_bytes(args[0]) if reads else 0))
+
+    def note_message(self, name: str, args: tuple[Any, ...]) -> None:
+        """Count a message of torch's process groups, `c10d::...`."""
+        group = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
+        if group is None:
+            return  # a wait, or a question to the group
+        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        short, nbytes = name.removeprefix("c10d::").partition(".")[0], max(map(_bytes, args))
+        if short in ("send", "recv_"):
+            other = next(one for one in args if isinstance(one, int))
+            self.note("send", short, nbytes=nbytes, ranks=(dist.get_rank(), ranks[other]))
+        elif len(ranks) > 1:
+            self.note("collective", short, nbytes=nbytes, ranks=ranks)
+
+    @contextmanager
+    def one_pass(self, chunk: int, *, is_backward: bool) -> Iterator[None]:
+        """The body is one pass of a microbatch through a model chunk."""
+        before = self._chunk, self._is_backward
+        self._chunk, self._is_backward = chunk, is_backward
+        if not is_backward:
+            self.passes[self.phase, chunk] += 1
+        try:
+            yield
+        finally:
+            self._chunk, self._is_backward = before
+
+    def forward_step(self, original: Any, *args: Any, **named: Any) -> Any:
+        """Megatron-Core's `schedules.forward_step`, as a pass."""
+        chunk = named.get("vp_stage") or 0
+        with self.one_pass(chunk, is_backward=False):
+            result = original(*args, **named)
+        self._chunk_of_output[id(_first(result[0]))] = chunk
+        return result
+
+    def backward_step(self, original: Any, input_: Any, output: Any, *args: Any, **named: Any) -> Any:
+        """Megatron-Core's `schedules.backward_step`, as a pass; a chunk is known by the output of its forward pass."""
+        with self.one_pass(self._chunk_of_output.pop(id(_first(output))), is_backward=True):
+            return original(input_, output, *args, **named)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, list) else output
+
+
+LOG: ContextVar[WorkLog | None] = ContextVar("work log", default=None)
+"""The log of the dry run under way."""
+
+
+def note(kind: WorkKind, name: str, **sizes: Any) -> None:
+    """Count the work of a fused kernel in the dry run under way; nothing happens outside of one."""
+    log = LOG.get()
+    if log is not None:
+        log.note(kind, name, **sizes)
+
+
+def note_product(
+    name: str, m: int, k: int, n: int, dtype: str, *, number: int = 1, kind: WorkKind = "matmul", width: int = 2
+) -> None:
+    """Count [m, k] x [k, n] in numbers of `width` bytes, or `number` such products whose m adds up to the given one."""
+    sizes = (m, k, n, number)
+    nbytes = width * (m * k + number * k * n + m * n)
+    note(kind, name, flops=2.0 * m * k * n, nbytes=nbytes, sizes=sizes, dtype=dtype)
+
+
+def note_message(name: str, nbytes: int, group: Any) -> None:
+    """Count a message among the ranks of a process group, unless it has one rank only."""
+    if group.size() > 1:
+        note("collective", name, nbytes=nbytes, ranks=tuple(dist.get_process_group_ranks(group)))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a type as `Work.dtype` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def nbytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the elements of tensors."""
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return nbytes_of([one for one in tree_leaves(value) if isinstance(one, Tensor)])
+
+
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
+_FREE = (
+    "aten::empty",
+    "aten::new_empty",
+    "aten::_unsafe_view",
+    "aten::lift_fresh",
+    "aten::resize_",
+    "prim::",
+    "profiler::",
+)
+_GATHERS = ("aten::embedding", "aten::index.", "aten::index_select", "aten::gather", "aten::masked_select")
+_SORTS: dict[Any, str] = {}
+"""Sort of each operator that was met."""
+
+
+def _sort(func: Any) -> str:
+    name = func.name()
+    views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+    if views or name.startswith(_FREE):
+        return "free"
+    if name in _PRODUCTS:
+        return "product"
+    return "gather" if name.startswith(_GATHERS) and "backward" not in name else "elementwise"

@@ -1,0 +1,148 @@
+"""Memory of a GPU: phases, reserve, holders, and the key that helps a run that does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.engines import NCCL_SENDING, nccl_bytes
+from megatron_grpo.proof.dry_run import DryReport
+from megatron_grpo.proof.plan.hardware import hardware
+from megatron_grpo.proof.plan.memory import GIB, GRAPHS_GIB, RankMemory, advice, fullest, rank_memory
+from megatron_grpo.proof.plan.trace import RankTrace
+from tests.unit.proof.test_dry_run import DENSE, EXPERTS
+
+H100 = hardware("h100")
+
+
+def traced(moments: dict[str, dict[str, int]], stage: int = 0, per_layer: dict[str, int] | None = None) -> RankTrace:
+    """A trace with one moment in each phase, in GiB."""
+    sizes = {phase: {kind: size * GIB for kind, size in one.items()} for phase, one in moments.items()}
+    phases = {phase: sum(one.values()) for phase, one in sizes.items()}
+    worst = max(phases, key=phases.__getitem__)
+    report = DryReport(
+        peak_bytes=phases[worst],
+        phases=phases,
+        held={"offload": GIB},
+        holders=sizes[worst],
+        moments={(phase, "linear", "aten::empty"): one for phase, one in sizes.items()},
+        work=Counter(),
+        passes=Counter(),
+    )
+    return RankTrace(stage, 0, 4, 1.0, report, per_layer or {})
+
+
+def on_gpus(**parallel: int) -> Config:
+    config = Config()
+    config.cluster.gpus_per_node, config.cluster.gpu = 8, "h100"
+    for name, value in parallel.items():
+        setattr(config.policy.parallel, name, value)
+    return config
+
+
+STEP = {
+    "first step": {"weights": 10, "optimizer": 20},
+    "logprobs": {"weights": 10, "optimizer": 20, "linear": 3},
+    "train": {"weights": 10, "gradients": 5, "optimizer": 20, "linear": 8, "attention": 2},
+}
+
+
+def memory(config: Config, moments: dict[str, dict[str, int]] = STEP, **more: dict[str, int]) -> RankMemory:
+    return rank_memory(config, traced(moments, **more), H100)
+
+
+def test_a_peak_is_the_fullest_phase_and_an_explicit_reserve() -> None:
+    config = on_gpus()
+    found = memory(config)
+    nccl = nccl_bytes(config, 1, NCCL_SENDING)
+    reserve = int(H100.reserve_gib * GIB) + int(H100.fragmentation * 45 * GIB) + nccl
+    assert (found.phase, found.reserve, found.peak) == ("train", reserve, 45 * GIB + reserve)
+    assert found.static == 35 * GIB
+    assert found.parts["train"] == {
+        "weights": 10 * GIB,
+        "gradients": 5 * GIB,
+        "optimizer": 20 * GIB,
+        "other tensors": 10 * GIB,
+    }
+
+
+def test_a_sleeping_engine_takes_its_context_and_graphs_beside_the_policy() -> None:
+    separate, colocated = on_gpus(), on_gpus()
+    colocated.generation.placement = "colocated"
+    nccl = nccl_bytes(separate, 1, NCCL_SENDING)
+    engine = int((H100.reserve_gib + GRAPHS_GIB) * GIB)
+    assert memory(colocated).reserve == memory(separate).reserve - nccl + engine
+    colocated.generation.engine.enforce_eager = True
+    assert memory(colocated).reserve == memory(separate).reserve - nccl + int(H100.reserve_gib * GIB)
+
+
+def test_a_refit_to_engines_on_the_same_gpu_has_both_weights_and_nothing_of_the_optimizer() -> None:
+    config = on_gpus()
+    config.generation.placement = "colocated"
+    everything = {"weights": 10, "gradients": 5, "optimizer": 20}
+    trace = traced({**STEP, "onload": everything, "refit": {**everything, "other": 1}})
+    trace.report.held["onload"] = 35 * GIB
+    found = rank_memory(config, trace, H100, engine_weights=15 * GIB)
+    assert found.phases["refit"] == (10 + 1 + 15) * GIB
+
+
+def test_holders_say_what_a_layer_adds() -> None:
+    holders = memory(on_gpus(), per_layer={"optimizer": 4 * GIB}).holders
+    assert [one.kind for one in holders] == ["optimizer", "weights", "linear", "gradients", "attention"]
+    assert holders[0].as_dict() == {"kind": "optimizer", "gib": 20.0, "layers": 4, "gib_per_layer": 4.0}
+    assert memory(on_gpus()).holders[0].as_dict() == {"kind": "optimizer", "gib": 20.0}
+
+
+def test_a_plain_training_step_counts_neither_log_probabilities_nor_the_refit() -> None:
+    config = on_gpus()
+    config.plan.workload = "pretrain"
+    found = memory(config, {**STEP, "logprobs": {"weights": 70}})
+    assert found.phase == "train"
+    assert found.reserve == int(H100.reserve_gib * GIB) + int(H100.fragmentation * 45 * GIB)
+
+
+def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
+    ranks = [rank_memory(on_gpus(), traced(moments), H100) for moments in (STEP, {"train": {"weights": 50}})]
+    assert fullest(ranks) is ranks[1]
+
+
+ACTIVATIONS = {"train": {"weights": 10, "linear": 80}}
+LOGITS = {"logprobs": {"weights": 10, "other": 80}}
+STATE = {"train": {"weights": 20, "optimizer": 80}}
+
+
+@pytest.mark.parametrize(
+    ("moments", "settings", "key"),
+    [
+        (ACTIVATIONS, {}, "policy.activation_checkpointing=true"),
+        (ACTIVATIONS, {"activation_checkpointing": True}, "policy.microbatch_tokens=4096"),
+        (
+            ACTIVATIONS,
+            {"activation_checkpointing": True, "microbatch_tokens": 2048},
+            "policy.parallel.context=2",
+        ),
+        (LOGITS, {"logprob_microbatch_tokens": 3000}, "policy.logprob_microbatch_tokens=2048"),
+        (STATE, {}, "policy.parallel.tensor=2"),
+    ],
+)
+def test_advice_names_the_key_that_takes_off_what_is_there_most(
+    moments: dict[str, dict[str, int]], settings: dict[str, int], key: str
+) -> None:
+    config = on_gpus()
+    config.loss_fn.reference_policy_kl_penalty = 0.0
+    for name, value in settings.items():
+        setattr(config.policy, name, value)
+    assert advice(config, DENSE, memory(config, moments)).startswith(key)
+
+
+def test_advice_for_state_knows_experts_and_full_nodes() -> None:
+    config = on_gpus(tensor=8, data=2)
+    config.loss_fn.reference_policy_kl_penalty = 0.0
+    assert advice(config, EXPERTS, memory(config, STATE)).startswith("policy.parallel.expert=2")
+    assert advice(config, DENSE, memory(config, STATE)).startswith("policy.optimizer.cpu_offload=1.0")
+    config.policy.optimizer.cpu_offload = 1.0
+    assert advice(config, DENSE, memory(config, STATE)).startswith("policy.parallel.pipeline=2")
+    config.loss_fn.reference_policy_kl_penalty = 0.1
+    assert advice(config, DENSE, memory(config, STATE)).startswith("reference.offload=true")

@@ -1,0 +1,118 @@
+"""The command plan: from a recipe to a verdict, a table, JSON and a page, on a small model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo import plan
+from megatron_grpo.config.help import FAILED, MISTAKE
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.proof.plan.calibrate import write_profile
+from megatron_grpo.proof.plan.hardware import hardware
+from megatron_grpo.proof.plan.whole import fit_remarks
+from tests.support.config_problems import SMALL
+
+KEYS = {
+    "fits",
+    "peak_gib",
+    "ranks",
+    "step_s",
+    "phase_s",
+    "tokens_per_s_per_gpu",
+    "refit_s",
+    "refit_bytes",
+    "assumptions",
+}
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    raw = {
+        **SMALL,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 256,
+        "num_hidden_layers": 4,
+    }
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    lengths = ["data.max_input_seq_length=32", "generation.max_new_tokens=32", "policy.max_total_sequence_length=64"]
+    return ["+exp=qwen3_8b_8gpu", f"policy.model.path={folder}", "policy.microbatch_tokens=128", *lengths]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ([], "a plan needs the GPU: give cluster.gpu=a100"),
+        (["cluster.gpu=h100", "cluster.gpus_per_node=0"], "is a run on CPU"),
+        (["cluster.gpu=h100", "--fast"], "--fast is no option"),
+        (["cluster.gpu=v100"], "cluster.gpu=v100"),
+        (["cluster.gpu=h100", "policy.model.path=/none"], "is no folder with the model's config.json"),
+    ],
+)
+def test_mistakes_are_one_message(
+    overrides: list[str], more: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([*overrides, *more]) == MISTAKE
+    assert text in capsys.readouterr().err
+
+
+def test_a_plan_has_every_figure(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    assert plan.main([*overrides, "cluster.gpu=h100", "cluster.nodes=2", "--json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == KEYS
+    assert found["fits"] is True
+    assert [one["stage"] for one in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert rank["peak_gib"] == pytest.approx(max(rank["phases"].values()) + rank["reserve_gib"], abs=2e-3)
+        assert {"logprobs", "train", "offload", "refit"} <= rank["phases"].keys()
+        assert rank["holders"]
+    assert found["peak_gib"] == max(one["peak_gib"] for one in found["ranks"])
+    assert {"generation", "train", "optimizer", "refit"} <= found["phase_s"].keys()
+    assert found["step_s"] == pytest.approx(sum(found["phase_s"].values()), rel=0.01)
+    text = page.read_text()
+    assert "Memory by phase" in text
+    assert "<svg" in text
+    assert "http" not in text.partition("</style>")[2]
+
+
+def test_a_search_ranks_layouts_by_their_seconds(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*overrides, "cluster.gpu=h100", "--search", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [one["step_s"] for one in found["layouts"] if one["fits"]]
+    assert len(seconds) > 1
+    assert seconds == sorted(seconds)
+    assert not found["layouts"][0]["reason"]
+    assert all("slower" in one["reason"] for one in found["layouts"][1 : len(seconds)])
+
+
+def small_gpu(folder: Path) -> str:
+    """A profile with less memory than the reserve."""
+    file = folder / "tiny.yaml"
+    write_profile(file, replace(hardware("h100"), memory_gib=2.0), "tiny")
+    return f"plan.hardware={file}"
+
+
+def test_check_remarks_on_a_run_that_does_not_fit(overrides: list[str], tmp_path: Path) -> None:
+    assert not list(fit_remarks(compose_config(overrides)))
+    (found, *_) = fit_remarks(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path)]))
+    assert found.subject == "cluster.gpu=h100"
+    told = r"does not fit: rank \d \(pipeline stage \d\) takes [\d.]+ of 2\.0 GiB in \w+; (policy|reference)\.[\w.]+="
+    assert re.match(told, found.text)
+
+
+def test_a_run_that_does_not_fit_fails_and_names_a_key(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain = ["plan.workload=pretrain", "plan.global_batch_samples=8", "plan.sequence_length=64"]
+    assert plan.main([*overrides, small_gpu(tmp_path), *pretrain]) == FAILED
+    text = capsys.readouterr().out
+    assert "does not fit" in text
+    assert "policy." in text.partition("assumed")[0]
