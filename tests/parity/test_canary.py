@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
@@ -72,14 +74,15 @@ def test_ranks_compute_what_the_folder_says(
 
 def _of_folder(tiny: TinyModel, shard: RankShard) -> dict[str, Fingerprint]:
     """Fingerprints of the tensors in the folder that a rank of an engine keeps, and of the outputs of its experts."""
-    whole, found, experts = tiny.tensors(), {}, {}
+    whole, found = tiny.tensors(), dict[str, Fingerprint]()
+    experts: defaultdict[str, list[Tensor]] = defaultdict(list)
     for kept in kept_parts(tiny.shape, shard):
         part, tensor = kept.part, whole[kept.part.name]
         cut = tensor if part.axis is None else tensor.narrow(part.axis, part.start, part.stop - part.start)
         if kept.expert is None:
             found[part.name] = fingerprint(cut)
         else:
-            experts.setdefault(expert_name(part.name), []).append(cut)
+            experts[expert_name(part.name)].append(cut)
     inputs = probes(tiny.shape.hidden, torch.device("cpu"))
     for name, (gate, up, down) in experts.items():
         found[name] = fingerprint((functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T)
