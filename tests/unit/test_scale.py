@@ -111,6 +111,7 @@ def test_handles_of_logical_actors_can_be_sent(parts: SimpleNamespace) -> None:
         _ = handle._private
 
 
+@pytest.mark.slow
 def test_a_small_run_in_which_an_engine_is_lost() -> None:
     options = ["--gpus", str(GPUS), "--faults", "none", "lost_engine", "--speed-up", "100", "--lost-after-s", "2"]
     command = [sys.executable, str(BENCHMARKS / "scale.py"), *options, "--steps", "1", "--median-tokens", "200"]
