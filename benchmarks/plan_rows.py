@@ -114,7 +114,8 @@ def time_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[Place, Run]:
 def memory_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[Place, Run]:
     """Dry runs of the stages whose memory is compared: the first and the last with 2 and 3 layers, as far as time's do
     not show it; of an interleaved pipeline the first stage, or the last one, with all of its layers."""
-    config, found = config_of(case), {}
+    config = config_of(case)
+    found: dict[Place, Run] = {}
     parallel = config.policy.parallel
     each, last = parallel.world_size // parallel.pipeline, parallel.pipeline - 1
     if not any(name.startswith("memory") for name in case["published"]) or parallel.pipeline == 1:
@@ -122,15 +123,15 @@ def memory_runs(case: Mapping[str, Any], shape: ModelShape) -> dict[Place, Run]:
     if parallel.virtual_pipeline > 1:
         stage = last if case.get("stage") == "last" else 0
         return {(stage, 0): (config, shape, stage * each)}
-    config.policy.parallel = _one_chunk(parallel)
+    config.policy.parallel = _one_chunk(parallel, parallel.pipeline)
     for stage in (last,) if case.get("stage") == "last" else (0, last):
         for depth in DEPTHS:
             found[stage, depth] = config, _with_layers(shape, depth * parallel.pipeline), stage * each
     return found
 
 
-def _one_chunk(parallel: ParallelConfig, **changes: int) -> ParallelConfig:
-    return replace(parallel, virtual_pipeline=1, count_embedding=False, count_loss=False, **changes)
+def _one_chunk(parallel: ParallelConfig, pipeline: int) -> ParallelConfig:
+    return replace(parallel, pipeline=pipeline, virtual_pipeline=1, count_embedding=False, count_loss=False)
 
 
 def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
