@@ -35,7 +35,9 @@ MIXTURE = partial(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_inte
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
+def pair(
+    ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[MegatronPolicy, VllmGeneration]]:
     """A mixture of experts with trained adapters, in two stages, and an engine of two ranks that split experts."""
     folder = tmp_path_factory.mktemp("models")
     base = make_model(folder / "base", seed=0, family=MIXTURE)
@@ -144,11 +146,7 @@ def _answer(generation: VllmGeneration) -> None:
 
 
 def _plant(generation: VllmGeneration, fault: str) -> None:
-    ray.get(generation.engines[0].__ray_call__.remote(_tell_workers, fault))
-
-
-async def _tell_workers(engine: Any, fault: str) -> None:
-    await engine._llm.collective_rpc("plant", args=(fault,))
+    ray.get(generation.engines[0]._on_workers.remote("plant", fault))
 
 
 @torch.no_grad()

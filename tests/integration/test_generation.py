@@ -258,16 +258,13 @@ threading.Thread.run = late
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("generation")  # it has started Ray
 def test_an_engine_core_that_connects_late_is_waited_for(model: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LATE_CONNECTION)
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
-    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
-    try:
-        with engines(model, environment={"PYTHONPATH": path}, startup_s=240.0) as started:
-            assert started.startup_s[0]["processes"] > 3, "the delay took place"
-            assert _greedy(started, SamplingSettings(max_new_tokens=4))
-    finally:
-        ray.shutdown()
+    with engines(model, environment={"PYTHONPATH": path}, startup_s=240.0) as started:
+        assert started.startup_s[0]["processes"] > 3, "the delay took place"
+        assert _greedy(started, SamplingSettings(max_new_tokens=4))
 
 
 @pytest.mark.parametrize(

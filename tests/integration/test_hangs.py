@@ -128,7 +128,7 @@ def test_a_stopped_environment_process_is_replaced(run: TrainingRun) -> None:
     assert ": its process is stopped (SIGSTOP)" in log
     assert told in run.log(), "whoever watches the run is told, too"
     run.driver.send_signal(signal.SIGTERM)
-    assert run.finish(timeout_s=60) == 130, run.log()
+    assert run.finish(timeout_s=60) == 143, run.log()
     run.assert_nothing_left(within_s=2.0)
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["outcome"], summary["reason"]) == ("interrupted", "SIGTERM")

@@ -193,7 +193,7 @@ def test_a_job_whose_rewards_are_not_finite_stops_and_says_for_which_prompts(tmp
     run = TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=3", "grpo.val_at_start=false")
     assert run.finish() == 1, run.log()
     assert "Traceback" not in run.log(), run.log()
-    assert "run failed: step 1: the reward is not finite for" in run.log(), run.log()
+    assert "run failed: step 1: the reward of not_a_number_for_odd_answers is not finite for" in run.log(), run.log()
     written = json.loads((run.run_dir / "non_finite_step_1.json").read_text())
     data = Path(yaml.safe_load((run.run_dir / "config.yaml").read_text())["data"]["train_path"])
     answers = [row["answer"] for row in read_jsonl(data)]
