@@ -11,7 +11,7 @@ setup(
         "megatron_grpo.observability.page": ["assets/*"],
         "megatron_grpo.platform": ["hooks.yaml"],
         "megatron_grpo.prepare": ["recipes.yaml"],
-        "megatron_grpo.proof": ["tiny_models.yaml", "plan/hardware.yaml"],
+        "megatron_grpo.proof": ["*.yaml", "plan/*.yaml"],
         "megatron_grpo.weights": ["prepared_models.yaml"],
         "megatron_grpo.conf": ["**/*.yaml"],
         "megatron_grpo.config": ["*.yaml"],

@@ -34,6 +34,8 @@ LATENT: dict[str, Any] = {
     "num_attention_heads": 4,
     "n_shared_experts": 1,
     "n_routed_experts": 4,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "q_lora_rank": 6,

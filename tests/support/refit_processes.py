@@ -9,13 +9,13 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
@@ -47,9 +47,16 @@ class PlayedRay:
         return ready, [ref for ref in refs if ref not in ready]
 
     @staticmethod
-    def get(ref: Future[Any]) -> Any:
-        """As `ray.get`, for a reference that is ready."""
-        return ref.result()
+    def get(refs: Future[Any] | Sequence[Future[Any]], timeout: float | None = None) -> Any:
+        """As `ray.get`: raises as soon as one call has failed, beside calls that are not over."""
+        wanted = [refs] if isinstance(refs, Future) else list(refs)
+        over, pending = wait(wanted, timeout, FIRST_EXCEPTION)
+        for ref in wanted:
+            if ref in over and ref.exception() is not None:
+                ref.result()
+        if pending:
+            raise GetTimeoutError
+        return refs.result() if isinstance(refs, Future) else [ref.result() for ref in wanted]
 
 
 class Actor:

@@ -187,14 +187,15 @@ def tracing(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
     # They are forked from a server that has imported everything, because imports take longer than most dry runs.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_grpo.proof.dry_run"])
+    before = multiprocessing.active_children()
     pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=_quiet)
     try:
         yield pool
     finally:
-        workers = list((pool._processes or {}).values())
         pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:  # dry runs that nobody waits for any more
-            worker.kill()
+        for process in multiprocessing.active_children():
+            if process not in before:  # dry runs that nobody waits for any more
+                process.kill()
 
 
 def _quiet() -> None:

@@ -151,6 +151,8 @@ DEEPSEEK_V3: dict[str, Any] = LATENT | {
     "moe_intermediate_size": 2048,
     "num_attention_heads": 128,
     "n_routed_experts": 256,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "num_experts_per_tok": 8,
     "n_group": 8,
     "topk_group": 4,
