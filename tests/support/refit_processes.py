@@ -189,7 +189,7 @@ class Worker(Member):
         assert len(came) == len(links.messages)
         self.received = version
 
-    def commit_weights(self, version: int) -> None:
+    def commit_weights(self, version: int, guarded: bool = False) -> None:
         """As the engine's."""
         assert self.received == version
         self.served = version

@@ -119,7 +119,8 @@ def test_a_slow_body_gets_408_and_others_are_served(port: int, monkeypatch: pyte
 @BOTH_PARSERS
 def test_a_huge_head_gets_431(port: int) -> None:
     pieces = [f"X-{number}: {'x' * 1000}\r\n".encode() for number in range(HEAD_BYTES // 1000 + 100)]
-    assert sent(port, "X: x", *pieces, ended=False) in (431, 400), "h11 has a limit of its own, with 400"
+    status = sent(port, "X: x", *pieces, ended=False)
+    assert status in (431, 400, RESET), "h11 has a limit of its own, with 400"
     assert answered(port, "GET", "/weight_info", KEY)[0] == 200
 
 
@@ -152,6 +153,10 @@ def test_a_kept_connection_is_not_closed(port: int, monkeypatch: pytest.MonkeyPa
         time.sleep(0.5)
 
 
+RESET = 0
+"""In place of a status: the connection was reset."""
+
+
 def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0, ended: bool = True) -> int:
     """The status of a request that is sent in pieces, the first of which may end its head; reads while it writes."""
     head = [
@@ -164,8 +169,12 @@ def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0, ended: bo
         for piece in pieces:
             if select.select([connection], [], [], pause_s)[0]:
                 break
-            connection.sendall(piece)
-        return int(connection.recv(100).split()[1])
+            with suppress(ConnectionError):  # the server has answered and closed; the answer is still there to be read
+                connection.sendall(piece)
+        try:
+            return int(connection.recv(100).split()[1])
+        except ConnectionResetError:  # closed with bytes of the request unread, which discards the answer
+            return RESET
 
 
 def test_a_server_whose_connections_cannot_be_bounded_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
