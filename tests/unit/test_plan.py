@@ -83,6 +83,7 @@ def test_a_plan_has_every_figure(overrides: list[str], tmp_path: Path, capsys: p
     assert "http" not in text.partition("</style>")[2]
 
 
+@pytest.mark.slow
 def test_a_search_ranks_layouts_by_their_seconds(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*overrides, "cluster.gpu=h100", "--search", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

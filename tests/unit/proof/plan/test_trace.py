@@ -57,10 +57,14 @@ def flops_by_kind(report: DryReport) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("shape", "parallel", "stage", "change"),
     [
-        pytest.param(deep(DENSE, 7), {"tensor": 2, "sequence": True, "data": 2}, 0, plain, id="tensor"),
-        pytest.param(deep(DENSE, 12), {"pipeline": 2}, 1, recompute, id="last_stage_recompute"),
-        pytest.param(deep(DENSE, 24), {"pipeline": 2, "virtual_pipeline": 2}, 0, plain, id="virtual"),
-        pytest.param(deep(DENSE, 7), {"context": 2}, 0, adapters_and_reference, id="adapters"),
+        pytest.param(
+            deep(DENSE, 7), {"tensor": 2, "sequence": True, "data": 2}, 0, plain, id="tensor", marks=pytest.mark.slow
+        ),
+        pytest.param(deep(DENSE, 12), {"pipeline": 2}, 1, recompute, id="last_stage_recompute", marks=pytest.mark.slow),
+        pytest.param(
+            deep(DENSE, 24), {"pipeline": 2, "virtual_pipeline": 2}, 0, plain, id="virtual", marks=pytest.mark.slow
+        ),
+        pytest.param(deep(DENSE, 7), {"context": 2}, 0, adapters_and_reference, id="adapters", marks=pytest.mark.slow),
         pytest.param(deep(EXPERTS, 8, dense=2), {"expert": 2, "data": 2}, 0, plain, id="experts"),
     ],
 )
