@@ -131,7 +131,8 @@ class LogicalClass:
 class LogicalRay:
     """The module `ray` for the driver's code, with logical actors of some classes.
 
-    Actors that call others have hosts of their own: a stream of answers within one process may end too early.
+    Actors that call others have hosts of their own: two runs with streams between actors of one process
+    ended or hung, for a reason that is not known.
 
     Args:
         hosts: the processes that share the logical actors, from `start_hosts`, at least two.

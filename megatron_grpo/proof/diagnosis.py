@@ -199,7 +199,7 @@ def first_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolera
 
     Args:
         ours: [tokens, width] by point (`proof.hidden_states`).
-        theirs: the same of another program, in the order of computation; only points of both are compared.
+        theirs: hidden states of another program, by point, in order; only points of both are compared.
         tolerance: largest relative difference (of norms) that rounding explains.
 
     Returns:

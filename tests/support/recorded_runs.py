@@ -120,7 +120,7 @@ def make_run(root: Path, model_of: str | Path, *overrides: str, **model_config: 
     Args:
         root: folder for everything.
         model_of: a family, for a tiny model of it, or the folder of a model.
-        overrides: of the configuration.
+        overrides: changes of the configuration, each section.key=VALUE.
         model_config: changes of the model's config.json.
     """
     if isinstance(model_of, Path):

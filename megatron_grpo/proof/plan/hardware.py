@@ -45,7 +45,7 @@ class Efficiency:
     hidden: float = 0.9
     """Share of a message that disappears behind other work where the configuration overlaps the two."""
     hidden_tensor: float = 0.5
-    """The same of tensor-parallel messages that overlap with a product: products in pieces are slower, and share
+    """Share of a tensor-parallel message that disappears behind a product: products in pieces are slower, and share
     multiprocessors and memory with the message. Chosen on the rows of benchmarks/plan_rows.yaml with `fitted`."""
     decode_memory: float = 0.70
     """Of the memory's speed, by the kernels of a decoding step."""

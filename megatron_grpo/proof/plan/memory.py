@@ -53,7 +53,7 @@ class RankMemory:
     phases: dict[str, int]
     """Most bytes of tensors in each phase."""
     parts: dict[str, dict[str, int]]
-    """The same bytes by kind of tensor; kinds of STATIC, and "other tensors" for all others."""
+    """Most bytes in each phase, by kind of tensor; kinds of STATIC, and "other tensors" for all others."""
     reserve: int
     """Bytes besides tensors: CUDA's context, cuBLAS, NCCL, fragmentation, and a sleeping engine."""
     holders: list[Holder]

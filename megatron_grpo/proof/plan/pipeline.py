@@ -68,7 +68,7 @@ def replay(
 
     Args:
         forward: seconds of a forward pass, by stage and chunk.
-        backward: the same of a backward pass; not read with `forward_only`.
+        backward: seconds of a backward pass, by stage and chunk; not read with `forward_only`.
         microbatches: number of microbatches of a replica.
         send_s: seconds that a tensor takes between stages.
         blocking: whether a stage computes nothing while it sends, as without overlapped sends.

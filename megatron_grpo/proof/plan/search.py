@@ -36,7 +36,7 @@ class Outcome:
     """A layout that ran dry."""
 
     plan: Plan | None
-    """Its plan; None: its dry run failed."""
+    """The plan of the layout; None: the dry run of the layout failed."""
     candidate: Candidate
     reason: str
     """Why it is not the first; empty for the first."""

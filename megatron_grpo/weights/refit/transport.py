@@ -51,7 +51,7 @@ class RefitError(RunError):
 
 
 class CanaryFailedError(RefitError):
-    """Engines do not compute what the policy does, so they do not serve the version that they received."""
+    """The log-probabilities of engines differ from the policy's after a refit, so the engines do not serve it."""
 
 
 class PolicyLostError(RefitError, ModelLostError):
