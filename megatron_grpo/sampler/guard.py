@@ -71,8 +71,9 @@ def _is_own_name(host: str, names: Collection[str]) -> bool:
 class TokenGuard:
     """ASGI middleware of vLLM's server with `refusal`; vLLM's own token leaves weight updates open.
 
-    A middleware sees a request when its head is complete. So that incomplete ones end too, it gives the server, as it
-    starts, connections with a deadline and a limit for heads (`_BoundedHeads`).
+    A middleware sees a request when its head is complete; one above HEAD_BYTES is refused then. So that incomplete
+    ones end too, the middleware gives the server, as it starts, connections with a deadline and the same limit
+    (`_BoundedHeads`).
     """
 
     def __init__(self, app: Application) -> None:
@@ -96,6 +97,8 @@ class TokenGuard:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             bearer = None if scope["path"] == _OPEN_PATH else self._bearer
             refused = refusal(scope.get("method", "GET"), headers, bearer, self._names)
+            if _head_bytes(scope) > HEAD_BYTES:
+                refused = 431, f"the line and headers of a request have at most {HEAD_BYTES} bytes"
             if refused is not None:
                 await _refuse(kind, *refused, send)
                 return
@@ -108,6 +111,12 @@ class TokenGuard:
                 await _refuse(kind, 408 if late else 413, reason, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Bytes of a complete head, but for the method: path, query, and each header with its colon, space and line end."""
+    line = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 class _BoundedHeads(asyncio.Protocol):

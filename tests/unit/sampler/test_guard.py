@@ -125,6 +125,14 @@ def test_a_huge_head_gets_431(port: int) -> None:
 
 
 @BOTH_PARSERS
+def test_a_huge_head_that_comes_complete_gets_431(port: int) -> None:
+    """The parser sees its end before anything has counted its bytes."""
+    assert sent(port, "\r\n".join(["X: x", f"Y: {'y' * HEAD_BYTES}"])) in (431, 400)
+    assert answered(port, "GET", "/weight_info?" + "x" * (HEAD_BYTES + 1), KEY)[0] in (431, 400)
+    assert answered(port, "GET", "/weight_info", KEY)[0] == 200
+
+
+@BOTH_PARSERS
 @pytest.mark.parametrize("place", ["first head", "second head", "nothing"])
 def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.sampler.guard.REQUEST_S", 0.5)
