@@ -2,7 +2,9 @@
 
     python benchmarks/dry_recipes.py [recipe ...] [precision=fp8] [KEY=VALUE ...] > result.json
 
-Needs no GPU and no weights. Models are those of tests/data/hf_configs; recipes of other models are left out.
+Needs no GPU and no weights. Models are those of tests/data/hf_configs; recipes of other models are left out. Layers are
+at their true sizes. Where all layers of a stage are alike, its memory follows from two dry runs of fewer layers
+("dry_depths"), as in `plan`; tests/unit/proof/plan/test_trace.py compares that with the full depth.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from typing import Any
 
 from header import header
 
+from megatron_grpo.config.errors import RunError
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "data" / "hf_configs"
+TIMEOUT_S = 3600.0
+"""Deadline of a dry run in seconds."""
 
 
 def model_config(path: str) -> dict[str, Any] | None:
@@ -34,12 +40,6 @@ def model_config(path: str) -> dict[str, Any] | None:
 
 def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
-
-
-def distinct_ranks(parallel: Any) -> list[int]:
-    """The first rank of the first, a middle and the last pipeline stage."""
-    stages = sorted({0, parallel.pipeline // 2, parallel.pipeline - 1})
-    return [stage * (parallel.world_size // parallel.pipeline) for stage in stages]
 
 
 def recipes() -> Iterator[tuple[str, Any, Any]]:
@@ -59,28 +59,32 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
             yield file.stem, config, shape_of_config(raw)
 
 
-def measure(config: Any, shape: Any, rank: int, expert_skew: float) -> dict[str, Any]:
-    """A dry run: GiB by phase and by kind, and its seconds of CPU."""
-    from megatron_grpo.proof.dry_run import dry_run
+def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: float) -> Iterator[dict[str, Any]]:
+    """Of a rank of each distinct stage, GiB by phase and by kind."""
+    from megatron_grpo.proof.plan.trace import submit_traces
 
-    began = time.process_time()
-    report = dry_run(config, shape, rank, expert_skew=expert_skew)
-    tables = {name: getattr(report, name) for name in ("phases", "held", "holders")}
-    in_gib = {name: {key: round(value / 2**30, 2) for key, value in one.items()} for name, one in tables.items()}
-    return {"peak_gib": round(report.peak_bytes / 2**30, 2), **in_gib, "cpu_s": round(time.process_time() - began, 1)}
+    for pending in submit_traces(pool, config, shape, expert_skew=expert_skew):
+        found = {"rank": pending.rank, "expert_skew": expert_skew, "layers": pending.layers}
+        try:
+            report = pending.result(time.monotonic() + TIMEOUT_S).report
+        except RunError as error:
+            yield {**found, "error": str(error)}
+            continue
+        tables = {name: getattr(report, name) for name in ("phases", "held", "holders")}
+        in_gib = {name: {key: round(value / 2**30, 2) for key, value in one.items()} for name, one in tables.items()}
+        yield {**found, "dry_depths": pending.depths, "peak_gib": round(report.peak_bytes / 2**30, 2), **in_gib}
 
 
 def main() -> None:
     """Print the memory of every recipe and distinct rank, with balanced experts and with 1.5 times as many tokens."""
+    from megatron_grpo.proof.plan.trace import tracing
+
     found = []
-    with ProcessPoolExecutor(1) as process:  # one for all: importing Megatron-Core takes longer than most dry runs
+    with tracing() as pool:
         for name, config, shape in recipes():
-            for rank in distinct_ranks(config.policy.parallel):
-                for skew in (1.0, 1.5) if shape.experts is not None else (1.0,):
-                    future = process.submit(measure, config, shape, rank, skew)
-                    error = future.exception()
-                    result = {"error": str(error)} if error is not None else future.result()
-                    found.append({"recipe": name, "rank": rank, "expert_skew": skew, **result})
+            for skew in (1.0, 1.5) if shape.experts is not None else (1.0,):
+                for result in measure(pool, config, shape, skew):
+                    found.append({"recipe": name, **result})
                     print(found[-1], file=sys.stderr)
     print(json.dumps({**header("dry_recipes"), "results": found}, indent=1))
 

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 ENVIRONMENT = {
@@ -65,7 +67,7 @@ def _serve() -> None:
         logprobs_mode="processed_logprobs",
     )
     if given["spoil"] == "routers":
-        llm.apply_model(_round_routers)
+        llm.apply_model(partial(_round_routers, _tensors(Path(given["folder"]))))
     found = []
     for number, call in enumerate(given["calls"]):
         prompts: list[Any] = [{"prompt_token_ids": ids} for ids in call.pop("prompts")]
@@ -93,16 +95,24 @@ def _serve() -> None:
     print("RESULT" + json.dumps(found))
 
 
-def _round_routers(model: Any) -> None:
-    """vLLM's layers of experts get router logits whose inputs, weights and outputs were rounded."""
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
 
-    def rounded(gate: Any, given: tuple[Tensor, ...], output: Any) -> Any:
-        logits = torch.nn.functional.linear(given[0].bfloat16(), gate.weight.bfloat16()).float()
+
+def _round_routers(weights: dict[str, Tensor], model: Any) -> None:
+    """vLLM's layers of experts get router logits whose inputs, weights and outputs were rounded.
+
+    Weights are those of the folder, since vLLM's layers on a CPU keep theirs only in a packed form.
+    """
+
+    def rounded(number: int, _gate: Any, given: tuple[Tensor, ...], output: Any) -> Any:
+        weight = weights[f"model.layers.{number}.mlp.gate.weight"].bfloat16()
+        logits = torch.nn.functional.linear(given[0].bfloat16(), weight).float()
         return (logits, *output[1:]) if isinstance(output, tuple) else logits
 
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(rounded)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(partial(rounded, number))
 
 
 if __name__ == "__main__":
