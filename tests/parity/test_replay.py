@@ -63,8 +63,10 @@ def test_layouts_agree_at_float32(
         "update",
     ]
     assert apart["weights"]["difference"] == 0
-    assert 0 < apart["hidden states"]["difference"] <= 2e-5, "layouts add in another order, and nothing else differs"
-    assert 0 < apart["gradients"]["difference"] <= 2e-4
+    adds_in_another_order = not sizes.keys() <= {"pipeline", "virtual_pipeline"}
+    for quantity, most in {"hidden states": 2e-5, "gradients": 2e-4}.items():
+        assert (apart[quantity]["difference"] > 0) == adds_in_another_order, quantity
+        assert apart[quantity]["difference"] <= most
 
 
 @pytest.mark.slow
