@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,8 @@ LOOK_S = 0.2
 def main() -> None:
     options = _options()
     prepare_ray_environment()  # the cases' processes inherit it
+    # torch's store asks a name server for the address of each member, one after the other, and a lost answer costs 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     cases = [_case(options, g, m, f) for g in options.gpus for m in options.modes for f in options.faults]
     found: dict[str, Any] = {**header("scale"), "results": []}
     if options.result is not None and options.result.exists():

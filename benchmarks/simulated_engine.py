@@ -186,7 +186,9 @@ class SimulatedEngine:
         """Read the plan of each of the engine's ranks."""
         self._require_alive()
         ranks = range(first_receiver, first_receiver + self._settings.config.parallel.ranks_per_engine)
-        self._members = [Member(self._times, Rendezvous(**rendezvous), "target", rank) for rank in ranks]
+        store = Rendezvous(**rendezvous)
+        members = (asyncio.to_thread(Member, self._times, store, "target", rank) for rank in ranks)
+        self._members = await asyncio.gather(*members)
 
     async def receive_weights(self, version: int) -> None:
         """Decode nothing from now on, and pass the time of the transfer."""

@@ -168,7 +168,8 @@ class SimulatedRank:
         await self._times.pass_by(self._times.move_s)
 
     async def _connect(self, rendezvous: Rendezvous) -> None:
-        self._member = Member(self._times, rendezvous, "source", self._rank)
+        # On a thread, as on a cluster each member would be in its own process: it waits for a name server and the store.
+        self._member = await asyncio.to_thread(Member, self._times, rendezvous, "source", self._rank)
 
     async def _send(self, version: int) -> tuple[int, int, int]:
         await self._member.transfer()
