@@ -168,7 +168,7 @@ class SimulatedRank:
         await self._times.pass_by(self._times.move_s)
 
     async def _connect(self, rendezvous: Rendezvous) -> None:
-        # On a thread, as on a cluster each member would be in its own process: it waits for a name server and the store.
+        # On a thread: each member waits for a name server and the store, on a cluster in a process of its own.
         self._member = await asyncio.to_thread(Member, self._times, rendezvous, "source", self._rank)
 
     async def _send(self, version: int) -> tuple[int, int, int]:

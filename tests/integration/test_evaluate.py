@@ -42,6 +42,7 @@ def greedy(straight_run: TrainingRun, prompts: Path, tmp_path_factory: pytest.Te
     return output
 
 
+@pytest.mark.slow  # .ci/run runs it; a command starts an engine of its own
 def test_an_evaluation_finds_what_validation_found(straight_run: TrainingRun, greedy: Path) -> None:
     *_, validated = read_jsonl(straight_run.run_dir / "validation.jsonl")
     results = json.loads((greedy / "results.json").read_text())

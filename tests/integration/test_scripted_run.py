@@ -18,6 +18,8 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import read_jsonl
 
+pytestmark = pytest.mark.slow  # .ci/run runs it; tests/unit/test_api.py has scripts without a run
+
 ROOT = Path(__file__).parents[2]
 NAMES = ("reward_len", "math_reward_func", "unique_letters", "by_step", "judge")
 WEIGHTS = dict(zip(NAMES, (0.1, 1.0, 0.5, 1.0, 2.0), strict=True))

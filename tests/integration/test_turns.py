@@ -26,6 +26,8 @@ from megatron_grpo.sampler.worker_group import WorkerGroup
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
+pytestmark = pytest.mark.slow  # .ci/run runs it; tests/unit/sampler has turns and the endpoint without an engine
+
 SEED, STEP, SAMPLES, TURNS = 5, 3, 6, 3
 SETTINGS = SamplingSettings(max_new_tokens=12, stop_token_ids=(EOS, *range(2, 20)))
 PROMPTS = [[7, 8, 9], [30], [12, 33, 5, 6]]

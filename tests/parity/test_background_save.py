@@ -50,7 +50,7 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Te
     return whole_tensors(engine)
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2), Layout(context=2)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(data=2), marks=pytest.mark.slow), Layout(context=2)], ids=str)
 def test_every_replica_writes_its_part_while_training_goes_on(
     layout: Layout, tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_every_loss_is_that_of_whole_sequences(layout: Layout, tiny_models: dict
             assert error < 1e-4, f"{name} {parameter}: relative error {error:.1e}"
 
 
+@pytest.mark.slow  # test_training.py loads checkpoints in other layouts
 def test_a_checkpoint_goes_into_and_out_of_context_parallelism(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def resume_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, 
     return reference_tensors(engine)
 
 
+@pytest.mark.slow  # test_training.py loads checkpoints
 def test_the_reference_is_the_mixture_and_continues_from_a_checkpoint(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:

@@ -203,6 +203,7 @@ def load_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
     return whole_tensors(engine)
 
 
+@pytest.mark.slow  # test_training.py does so for policies
 def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from megatron_grpo.proof import ranks as compare
     [
         pytest.param("qwen3", ["tp2sp"], marks=pytest.mark.slow),
         pytest.param("qwen3", ["cp2dp2"], marks=pytest.mark.slow),
-        ("deepseek_v3", ["ep2etp2"]),
+        pytest.param("deepseek_v3", ["ep2etp2"], marks=pytest.mark.slow),
         pytest.param("gemma3", ["pp2cp2"], marks=pytest.mark.slow),
         pytest.param("qwen3_moe", ["pp2vp2", "ep2"], marks=pytest.mark.slow),
         pytest.param("mixtral", ["tp2ep2"], marks=pytest.mark.slow),

@@ -39,7 +39,12 @@ def let_look(driver: int) -> None:
     time.sleep(2 * REFRESH_S)
 
 
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "cleaned up"])
+ENDS = pytest.mark.parametrize(
+    "killed", [pytest.param(True, id="killed"), pytest.param(False, id="cleaned up", marks=pytest.mark.slow)]
+)
+
+
+@ENDS
 def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert driver.stdin is not None
@@ -79,7 +84,7 @@ with guarded() as remove_if_killed:
 """
 
 
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "cleaned up"])
+@ENDS
 def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> None:
     folder = tmp_path / "a session of Ray" / "r"
     folder.mkdir(parents=True)

@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.recipes import COMMANDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
-SMALLEST = ("+exp=qwen3_0_6b_one_gpu",)
 PHASES = {"logprobs", "train", "offload", "onload", "refit", "checkpoint"}
 MOST_BYTES = 76e9
 """Of a GPU of 80 GB; the rest is left to CUDA's context, NCCL's buffers and fragmentation."""
@@ -33,12 +34,7 @@ def check(recipe: str, *overrides: str) -> None:
         assert one["held"]["offload"] < 1.0, "GiB that a policy keeps while engines have the device"
 
 
-def test_the_smallest_recipe_runs_dry() -> None:
-    check(*SMALLEST)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one != SMALLEST], ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_recipes_run_dry_and_fit(command: tuple[str, ...]) -> None:
     check(*command)
