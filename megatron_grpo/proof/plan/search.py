@@ -55,7 +55,7 @@ class Search:
     too_large: int
     """Legal layouts whose weights, gradients and optimizer state alone exceed a GPU."""
     left: int
-    """Layouts that did not run dry, because their estimates are slower."""
+    """Layouts that did not run dry: their estimates are slower, or one that takes less memory does not fit."""
     searched_s: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,8 +142,10 @@ def _run(
 ) -> Iterator[Outcome]:
     """Dry runs in this order, until `wanted` of them fit or the deadline (of time.monotonic) is over."""
     rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
+    too_full: list[Candidate] = []
     while fitting < wanted and time.monotonic() < deadline:
-        while len(pending) < _AHEAD and (one := next(rest, None)) is not None:
+        left = (one for one in rest if not any(_takes_more(one, other) for other in too_full))
+        while len(pending) < _AHEAD and (one := next(left, None)) is not None:
             pending.append((one, submit_plan(one.config, shape, pool, brief=True)))
         if not pending:
             return
@@ -156,7 +158,22 @@ def _run(
             yield Outcome(None, candidate, str(error))
             continue
         fitting += not plan.problems
+        if plan.fullest.peak > plan.hardware.memory_gib * GIB:
+            too_full.append(candidate)
         yield Outcome(plan, candidate, "; ".join(plan.problems))
+
+
+def _takes_more(one: Candidate, other: Candidate) -> bool:
+    """Whether a layout takes as much memory as another, or more: it has the same pipeline and tensor-parallel ranks,
+    which keep as many tokens and as much state, or more."""
+    ours, theirs = one.config.policy, other.config.policy
+    alike = ("tensor", "sequence", "pipeline", "virtual_pipeline")
+    return (
+        all(getattr(ours.parallel, name) == getattr(theirs.parallel, name) for name in alike)
+        and ours.activation_checkpointing == theirs.activation_checkpointing
+        and ours.parallel.context <= theirs.parallel.context
+        and one.static_gib >= other.static_gib
+    )
 
 
 def why_slower(plan: Plan | None, best: Plan | None) -> str:
