@@ -307,9 +307,6 @@ class RankGroup:
         finite[np.concatenate(batch.shards)] = np.concatenate([share.finite for share in shares])
         return [part for share in shares for part in share.shards], finite
 
-    def _shares(self, batch: StepBatch) -> list[slice]:
-        return shares_of(batch, self._config.parallel.data)
-
     def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[Microbatches]:
         """Plan each replica's microbatches (`planned`)."""
         return planned(self._config, self.cost, batch, sequences, microbatch_tokens)
@@ -318,7 +315,7 @@ class RankGroup:
         """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""
         works = []
         places = np.zeros(len(batch), dtype=np.int64)
-        for mine, plan in zip(self._shares(batch), plans, strict=True):
+        for mine, plan in zip(shares_of(batch, len(plans)), plans, strict=True):
             numbers = np.concatenate(batch.shards[mine])
             places[numbers] = np.arange(len(numbers))
             works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
