@@ -209,7 +209,7 @@ class RankGroup:
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would return without waiting."""
-        return all(self._gather(self.submit("checkpoint.is_written"), "looking after a checkpoint"))
+        return all(self._gather(self.submit("checkpoint.is_written"), "checking the checkpoint"))
 
     def finish_checkpoint(self) -> None:
         """Complete a checkpoint that is written in the background; RunError: a rank could not write its part."""
@@ -221,7 +221,7 @@ class RankGroup:
 
     def devices(self) -> list[str]:
         """Ray's id of each rank's GPU; empty on a CPU. Ranks need not have started."""
-        found = self._gather([actor.gpus.remote() for actor in self.actors], "looking after GPUs")
+        found = self._gather([actor.gpus.remote() for actor in self.actors], "listing GPUs")
         return [device for devices in found for device in devices]
 
     def offload(self, *, weights: bool) -> None:

@@ -19,7 +19,6 @@ from megatron_grpo.losses.loss import Segments
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
-    Move,
     PackedLayout,
     PackedSequences,
     held_routing,
@@ -114,7 +113,7 @@ class MicrobatchMaker:
         sequence = np.repeat(np.arange(len(selected)), selected.lengths)  # of each token
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=self._packed(layout, fields.routed_experts, bool(indices), move),
+            sequences=self._packed(layout, fields.routed_experts, real=bool(indices)),
             rows=move(rows),
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in entries.items()}),
             segments=Segments(
@@ -125,12 +124,13 @@ class MicrobatchMaker:
             flat=flat,
         )
 
-    def _packed(self, layout: PackedLayout, routed: Tensor | None, real: bool, move: Move) -> PackedSequences:
+    def _packed(self, layout: PackedLayout, routed: Tensor | None, *, real: bool) -> PackedSequences:
         """The layout of the tokens for the layers; `real`: whether the tokens come from the batch.
 
         `routed` are the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
         """
         members = held = None
+        move = self._move
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:

@@ -47,7 +47,7 @@ class DeviceMemory:
     def require_weights(self) -> None:
         """Raise a RuntimeError if the weights are in host memory."""
         if self._without_weights:
-            raise RuntimeError("the weights are in host memory, because engines have the device: it is not their turn")
+            raise RuntimeError("the weights are in host memory while engines use the device")
 
     @torch.no_grad()
     def give_up(self, weights: bool) -> None:
@@ -114,10 +114,10 @@ class DeviceMemory:
 
 
 def _drop_copies(rank: ModelRank) -> None:
-    """Drop what Transformer Engine keeps beside parameters, and makes anew in the next pass.
+    """Drop the caches that Transformer Engine keeps beside parameters and fills again in the next pass.
 
-    These are FP8 copies of bfloat16 weights and transposes of FP8 weights (one or two bytes a parameter), a gradient of
-    each shape that it hands to autograd where the real one is accumulated elsewhere, and working memory of products.
+    They hold FP8 copies of bfloat16 weights and transposes of FP8 weights (one or two bytes a parameter), a placeholder
+    for the gradients of each shape that are accumulated outside autograd, and cuBLAS's workspaces.
     """
     for chunk in (*rank.chunks, *(rank.reference or ())):
         for module in chunk.modules():

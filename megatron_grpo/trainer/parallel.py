@@ -91,7 +91,7 @@ def initialize_parallel(
         rank: number of the calling process; tensor-parallel neighbours have consecutive numbers.
         store: rendezvous of the ranks.
         timeout_s: deadline of the start-up and of every later collective.
-        platform: what the ranks compute on; None: what this process can.
+        platform: platform of the ranks; None: the one that this process has.
     """
     platform = platform or current_platform()
     if platform.name != "cuda":

@@ -76,10 +76,10 @@ class Quantizable:
     ) -> Tensor:
         """[..., columns] to the shape `output`, in the dtype of `hidden`.
 
-        Saves the input of the product, in FP8 where the layer multiplies in FP8; with `normed`, which says that a norm
-        of this layer makes that input, the norm's input too. In FP8 the weights have copies of one byte for each of the
-        two directions in which products read them, made in the first forward pass and kept. FP8 parameters are such
-        copies themselves; they stand here as parameters in bfloat16, which take as much memory.
+        Saves the input of the product, in FP8 where the layer multiplies in FP8. `normed`: a norm of this layer makes
+        that input, so the norm's own input is saved too. In FP8 the weights have copies of one byte for each of the two
+        directions in which products read them, made in the first forward pass and kept. FP8 parameters are such copies
+        themselves; they stand here as parameters in bfloat16, which take as much memory.
         """
         matrix: list[Made] = [(hidden.shape, hidden.dtype)]
         backward = list(backward)

@@ -22,8 +22,8 @@ GRANULE = 512
 
 
 Moments = dict[tuple[str, str, str], dict[str, int]]
-"""Bytes alive by kind, at the fullest of all moments at which this operator made a tensor of this kind in this phase:
-the key is (phase, kind, operator)."""
+"""For (phase, kind, operator) the bytes alive by kind, at the fullest of the moments when the operator made a tensor of
+that kind in that phase."""
 
 _KIND: ContextVar[str] = ContextVar("kind", default="other")
 
@@ -41,8 +41,8 @@ def kind(name: str) -> Iterator[None]:
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of the storages that operators in its body make, from their first tensor to their last.
 
-    Tensors on the meta device, which stand for host memory, are not counted. What is not seen: memory that a kernel
-    takes and gives back within one operator, and the allocator's fragmentation.
+    Not counted are tensors on the meta device, which stand for host memory, memory that a kernel takes and gives back
+    within one operator, and the allocator's fragmentation.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class MemoryTracker(TorchDispatchMode):
         self.held: dict[str, int] = {}
         """Bytes alive at the end, by phase."""
         self.moments: Moments = {}
-        """The fullest moment of each sort, over which bytes are extrapolated to other numbers of layers."""
+        """The fullest moments, from which the peaks of models with other numbers of layers are extrapolated."""
         self._fullest: dict[tuple[str, str, str], int] = {}
         self._operator = ""
         self._phase = "other"
@@ -165,10 +165,10 @@ IN_PLACE = {f"aten::{name}" for name in _WRITERS}
 
 
 class DryMode(MemoryTracker):
-    """A tracker that also answers what tensors without numbers, and ranks without peers, cannot.
+    """A tracker that also stands in for the values and the peers that a dry run lacks.
 
-    A number that the host reads is 1. Collectives do nothing: their outputs exist already. A boolean index selects
-    every row, and the mask of routed tokens as many as tokens have experts, `top_k` each. Operators' work is in `log`.
+    A number that the host reads is 1. Collectives do nothing: their outputs exist already. The mask of routed tokens
+    selects as many rows as tokens have experts, `top_k` each. Operators' work is in `log`.
     """
 
     def __init__(self, top_k: int) -> None:

@@ -54,7 +54,7 @@ def _say_beyond_transformer_engine(family: str) -> None:
 
 @cache
 def _transformer_engine_found(platform: Literal["cuda", "cpu", "dry"]) -> bool:
-    """Whether there is a GPU with Transformer Engine; warns once when only the GPU is there."""
+    """Whether there is a GPU with Transformer Engine, as a dry run assumes; warns once when only the GPU is there."""
     if platform != "cuda":
         return platform == "dry"
     # The extension for torch is looked for, because the package transformer_engine may be installed without it.

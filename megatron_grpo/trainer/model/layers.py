@@ -22,8 +22,8 @@ class RMSNorm(torch.nn.Module):
     With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the factor is 1 + weight, and
     everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
 
-    Ours because Megatron-Core's wrapper of torch's norm refuses sequence parallelism, in which each tensor-parallel
-    rank sees only some tokens. Megatron-Core sums the gradients of weights that are marked `sequence_parallel`.
+    Megatron-Core's own wrapper of torch's norm refuses sequence parallelism, in which each tensor-parallel rank sees
+    only some tokens. Megatron-Core sums the gradients of weights that are marked `sequence_parallel`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
