@@ -117,7 +117,10 @@ class RoutingRecorder:
 
 
 class PipelineCPUWorker(CPUWorker):
-    """Allocates the buffer for the previous stage's activations; vLLM does so in a warm-up, which eager mode skips."""
+    """vLLM's CPU worker on cores of its own, with the shares of experts and the record of this module.
+
+    It also allocates the buffer for the previous stage's activations, as vLLM does in a warm-up that eager mode skips.
+    """
 
     _recorder: RoutingRecorder | None = None
 
