@@ -58,7 +58,7 @@ def malformed(address: str) -> str | None:
     match = _ADDRESS.fullmatch(address)
     if address == AUTO or (match and 0 < int(match["port"]) < 2**16):
         return None
-    return "is no address; give HOST:PORT, or auto for the cluster on this machine, or null to start one for this run"
+    return "is not an address; give HOST:PORT, or auto for the cluster on this machine, or null to start one here"
 
 
 def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:

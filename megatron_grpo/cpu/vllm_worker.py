@@ -85,7 +85,7 @@ class RoutingRecorder:
         self._step[layer] = experts.to(torch.int16).numpy().copy()
 
     def end_step(self, scheduled: Any, order: list[str]) -> None:
-        """Divide what was captured in a forward pass among its requests.
+        """Divide the experts that were captured in a forward pass among its requests.
 
         Args:
             scheduled: vLLM's SchedulerOutput of the pass.

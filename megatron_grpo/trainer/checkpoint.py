@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def errors_in_one_line(what: str) -> Iterator[None]:
     """Turn an error of reading or writing a distributed checkpoint into a RunError of one line.
 
-    The line begins with `what`, which says which folder cannot be loaded or written. The error becomes its cause.
+    The line begins with `what`, which names the folder that cannot be loaded or written. The error becomes its cause.
     """
     try:
         yield

@@ -39,7 +39,7 @@ class Microbatch:
     tensors between stages, [tokens of this rank, 1, hidden], differ from one microbatch to the next. The stages
     therefore send the shape ahead of each tensor, and neither seq_length nor micro_batch_size of the schedule is looked
     at. All stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
-    The head computes only some tokens, here called rows: nobody needs the log-probability of a prompt's token, and the
+    The head computes only some tokens, here called rows: log-probabilities of a prompt's tokens are not needed, and the
     logits of all tokens would be the largest tensor of the step. A microbatch has one row at least, so that every rank
     goes through the same collectives, also a context-parallel rank without a sampled token.
     """

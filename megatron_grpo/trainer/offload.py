@@ -27,7 +27,7 @@ class DeviceMemory:
     every main_grad, every bucket and every shard of the optimizer is a view. Moving parameters with `.to("cpu")` would
     give each of them memory of its own and break the views, so that all-gathers would write into buffers that no
     parameter reads. An emptied storage stays the same object, so when its bytes return all views are valid again, and
-    neither Megatron-Core nor the optimizer notices. Three kinds of memory are told apart by what they cost to restore:
+    neither Megatron-Core nor the optimizer notices. Three kinds of memory are restored at different costs:
 
     - the optimizer's float32 weights and moments are copied to pinned host memory and back;
     - gradients are dropped, and come back as zeros;
@@ -77,7 +77,7 @@ class DeviceMemory:
         if self._platform.name == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-        logger.info("%.1f MiB given up so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
+        logger.info("%.1f MiB released so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
 
     @torch.no_grad()
     def take_back(self) -> None:

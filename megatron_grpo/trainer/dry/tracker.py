@@ -103,7 +103,7 @@ class MemoryTracker(TorchDispatchMode):
             self._resize(storage._cdata, storage.nbytes())
 
     def forget_peaks(self) -> None:
-        """Begin anew with what is alive now."""
+        """Restart the peaks at the bytes that are alive now."""
         self.peak, self.holders, self.peaks, self.moments, self._fullest = 0, {}, {}, {}, {}
 
     def follow(self, tensor: Tensor) -> None:
@@ -119,7 +119,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and count what it makes."""
+        """Run an operator and count the tensors that it returns."""
         result = func(*args, **(kwargs or {}))
         self._operator = func.name()
         for tensor in tree_leaves(result):
@@ -152,7 +152,7 @@ class MemoryTracker(TorchDispatchMode):
             self.peak, self.holders = self._total, self.moments[sort]
 
     def _read_sizes(self) -> None:
-        """Read the sizes again, because resizing a storage is no operator."""
+        """Read the sizes again, because resizing a storage is not an operator and so not seen."""
         for key, (reference, _, _) in list(self._storages.items()):
             storage = reference()
             if storage is not None:
@@ -190,7 +190,7 @@ class DryMode(MemoryTracker):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer, or run the operator and count what it makes."""
+        """Answer in place of the operator, or run it and count the tensors that it returns."""
         name = func.name()
         if name in IN_PLACE and args[0].is_floating_point():
             self.log.note_writer(name, args)

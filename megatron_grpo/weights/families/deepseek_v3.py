@@ -88,7 +88,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     if groups > 1 and (count % groups or top_k != 2 * top_groups):
         # A group's score is the sum of its two best experts; Megatron-Core sums as many as a token has in each group.
         text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
-        raise ValueError(text + "experts must share out evenly over groups, two of a token in each")
+        raise ValueError(text + "groups must be equally large, with two experts of a token in each of its groups")
     return ExpertShape(
         count=count,
         ffn_hidden=width,

@@ -1,4 +1,4 @@
-"""The weight map: a table that describes a model family's weights, and what a new family has to provide.
+"""The weight map: a table that describes a model family's weights, and the parts of a new family.
 
 A family is a `Family(...)` at the end of a file in this folder, alone or with its relatives, listed in `_ALL` of
 `families`. docs/extending.md lists the other places that a family touches. It gives:

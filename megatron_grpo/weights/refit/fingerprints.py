@@ -310,6 +310,6 @@ def _vectors(kind: str, size: int, device: torch.device) -> Tensor:
 
 
 def _drawn(kind: str, size: int) -> Tensor:
-    """[DIRECTIONS, size], float64, normal: the same in every process; a prefix of what a larger size gives."""
+    """[DIRECTIONS, size], float64, normal: the same in every process, and the beginning of a larger size's."""
     generator = torch.Generator().manual_seed(_SEEDS[kind])
     return torch.randn(size, DIRECTIONS, dtype=torch.float64, generator=generator).T.contiguous()

@@ -146,7 +146,7 @@ class WeightTransport(ABC):
         return replace(report, seconds=time.monotonic() - began, replaced=replaced)
 
     def admit(self, report: TransferReport) -> TransferReport:
-        """Let engines that share the policy's devices serve what they received, if the canary allows it.
+        """Let engines that share the policy's devices serve the weights that they received, if the canary allows it.
 
         They have no memory to compute before the policy has left the devices. Other engines serve already.
 
