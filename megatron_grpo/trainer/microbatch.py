@@ -35,10 +35,8 @@ class Microbatch:
     """Sequences laid end to end on the device. All positions were computed on the host, so that nothing here makes the
     host wait for the device.
 
-    Shapes under the pipeline schedule (1F1B): every microbatch of packed sequences has its own number of tokens, so the
-    tensors between stages, [tokens of this rank, 1, hidden], differ from one microbatch to the next. The stages
-    therefore send the shape ahead of each tensor, and neither seq_length nor micro_batch_size of the schedule is looked
-    at. All stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
+    Packed microbatches differ in length, and so do the tensors between pipeline stages (`ModelRank._run_schedule`). All
+    stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
     The head computes only some tokens, here called rows: log-probabilities of a prompt's tokens are not needed, and the
     logits of all tokens would be the largest tensor of the step. A microbatch has one row at least, so that every rank
     goes through the same collectives, also a context-parallel rank without a sampled token.

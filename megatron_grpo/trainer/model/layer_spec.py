@@ -85,11 +85,11 @@ def layer_spec(
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm if parts and engine else RMSNorm)
     if config.fp8.simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
-        block = with_front(block, RoundedLinear, fp8=config.fp8)
+        with_front(block, RoundedLinear, fp8=config.fp8)
     if config.quantization is not None:
-        block = with_front(block, QuantizedLinear, quantization=config.quantization)
+        with_front(block, QuantizedLinear, quantization=config.quantization)
     if config.lora.rank:
-        block = with_front(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
+        with_front(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
     return block
 
 

@@ -63,7 +63,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 def with_front(
     block: TransformerBlockSubmodules, front: type, names: Collection[str] | None = None, **arguments: Any
-) -> TransformerBlockSubmodules:
+) -> None:
     """Make `front` the first base class of linear layers in a stage's spec of torch modules, in place.
 
     The front overrides methods of the layer's own class, the next base; `arguments` are keyword arguments of the
@@ -71,7 +71,6 @@ def with_front(
     """
     for layer in block.layer_specs:
         _put_in_front(layer.submodules, front, names, arguments)
-    return block
 
 
 @cache
