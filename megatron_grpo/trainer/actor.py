@@ -25,7 +25,7 @@ ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
 fragment segments of fixed size; and pinned blocks above 64 MB at their exact size, not rounded to a power of two."""
 
 MEMORY_EVENTS = 200_000
-"""Number of allocations, the latest ones, that a memory snapshot lists."""
+"""Most allocations in a memory snapshot, which lists the latest ones."""
 
 
 class RankActor:

@@ -39,7 +39,7 @@ class TrainResult:
     optimizer_steps: int = 1
     """Number of optimizer steps that the result covers."""
     gpu_memory_gib: float = 0.0
-    """Most GPU memory of the tensors of a rank, GiB; 0 on a CPU."""
+    """Peak GPU memory of a rank's tensors, the largest of all ranks, GiB; 0 on a CPU."""
 
 
 class NonFiniteGradientError(RunError):

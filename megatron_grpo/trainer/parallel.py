@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import Platform, current_platform
 
 _KEPT = 16
-"""Number of exchanges of shapes, the latest ones, whose tensors stay alive because sends may still be in flight."""
+"""Number of latest exchanges of shapes whose tensors are kept alive, because sends may still be in flight."""
 
 
 @cache

@@ -357,7 +357,7 @@ class ValueRank(ModelRank):
 
 
 def _peak_memory_gib() -> float:
-    """Most GPU memory of this process's tensors since the last call, GiB; 0 on a CPU."""
+    """Peak GPU memory of this process's tensors since the last call, GiB; 0 on a CPU."""
     if not torch.cuda.is_available():
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30
