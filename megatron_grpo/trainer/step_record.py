@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -102,16 +102,12 @@ class StepRecorder:
         rank = self._rank
         rank.optimizer.complete_gradients()
         chunks = rank.chunks
-        found = list(_figures(kind, step, iter_hf_tensors(chunks, rank.shape, lambda bound: _buffer(bound.parameter))))
+        # Parameters that are not trained have no gradient buffer.
+        buffers = iter_hf_tensors(chunks, rank.shape, lambda bound: getattr(bound.parameter, "main_grad", None))
+        found = list(_figures(kind, step, buffers))
         if rank.config.lora.rank:
             found += _figures(kind, step, iter_adapter_tensors(chunks, rank.shape, attrgetter("main_grad")))
         return found
-
-
-def _buffer(parameter: Any) -> Tensor | None:
-    """The gradient buffer of a parameter, in its shape; None: it is not trained."""
-    held: Tensor | None = getattr(parameter, "main_grad", None)
-    return held
 
 
 def _figures(
