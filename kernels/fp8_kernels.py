@@ -26,7 +26,7 @@ def quantise_in_triton(values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.contiguous()
     bits = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     scales = torch.empty(*map(blocks, values.shape), dtype=torch.float32, device=values.device)
-    _quantise[tuple(scales.shape)](values, bits, scales, *values.shape, **SETTINGS)  # CUDA limits blocks across: 65535
+    _quantise[tuple(scales.shape)](values, bits, scales, *values.shape, **SETTINGS)  # CUDA allows 65535 blocks across
     return bits.view(torch.float8_e4m3fn), scales
 
 

@@ -1,4 +1,4 @@
-"""The head of a language model as its kernels see it: operands, statistics of logits, what a backward pass is given."""
+"""The head of a language model as its kernels see it: operands, statistics of logits, input of the backward pass."""
 
 from __future__ import annotations
 

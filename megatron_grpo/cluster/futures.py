@@ -61,7 +61,7 @@ def gather(
                 raise RunError(f"{what}: {failed} {explain(error)}{report_hanging([failed, *others])}") from error
         if pending:
             raise overdue(what, others, deadline_s)
-        return list(ray.get(list(refs)))  # the last ones came after the deadline, and before they were looked for
+        return list(ray.get(list(refs)))  # all calls ended between the deadline and the check
 
 
 def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:

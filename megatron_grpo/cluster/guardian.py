@@ -171,6 +171,7 @@ def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
 
 
 def lives(process: psutil.Process) -> bool:
+    """Whether a process still runs; a zombie does not."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -15,7 +15,7 @@ from megatron_grpo.config.run_schema import ClusterConfig
 
 
 def visible_gpus() -> int:
-    """CUDA devices of this machine as the driver's device files show them, within CUDA_VISIBLE_DEVICES."""
+    """CUDA devices of this machine as the NVIDIA driver's device files show them, within CUDA_VISIBLE_DEVICES."""
     devices = len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()])
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
@@ -58,7 +58,7 @@ def malformed(address: str) -> str | None:
     match = _ADDRESS.fullmatch(address)
     if address == AUTO or (match and 0 < int(match["port"]) < 2**16):
         return None
-    return "is no address; give HOST:PORT, or auto for the cluster on this machine, or null to start one for this run"
+    return "is not an address; give HOST:PORT, or auto for the cluster on this machine, or null to start one here"
 
 
 def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:
@@ -78,7 +78,7 @@ def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     if len(answer) < _FRAME_HEADER_BYTES or answer[_FRAME_TYPE_AT] != _SETTINGS:
-        return "what answers there is not Ray"
+        return "something other than Ray answers there"
     return None
 
 

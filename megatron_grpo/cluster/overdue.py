@@ -56,7 +56,7 @@ _VERDICTS = {
     STOPPED: "its process is stopped (SIGSTOP)",
     TRACED: "a debugger holds its process",
     GONE: "its process is gone",
-    ALIVE: "its interpreter is held",
+    ALIVE: "its interpreter does not respond",
     FAR: "its process or its machine hangs",
 }
 """Descriptions of a hanging process, by its state."""
@@ -171,7 +171,7 @@ def _described(found: Sequence[ProcessStatus]) -> list[str]:
     """Descriptions of processes, at most as many as a message holds."""
     parts = [str(one) for one in found[:DESCRIBED]]
     if len(found) > DESCRIBED:
-        parts.append(f"of {len(found) - DESCRIBED} more the driver's log says where they are")
+        parts.append(f"the driver's log lists {len(found) - DESCRIBED} more")
     return parts
 
 

@@ -186,10 +186,10 @@ def _close(log: ProcessLog) -> None:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    logger.critical("the process ends: nobody catches %s", kind.__name__, exc_info=error)
+    logger.critical("the process ends: uncaught %s", kind.__name__, exc_info=error)
 
 
 def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
     name, error = arguments.thread.name if arguments.thread is not None else "a thread", arguments.exc_value
     if error is not None and not isinstance(error, SystemExit):
-        logger.error("thread %s ends: nobody catches %s", name, type(error).__name__, exc_info=error)
+        logger.error("thread %s ends: uncaught %s", name, type(error).__name__, exc_info=error)

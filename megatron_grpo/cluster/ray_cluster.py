@@ -92,7 +92,7 @@ class RayCluster:
             if len(there) >= self.config.num_nodes or time.monotonic() > end:
                 raise RunError(missing)
             if there != told:
-                logger.warning("%d of %d machines are there: %s", len(there), self.config.num_nodes, ", ".join(there))
+                logger.warning("%d of %d machines have joined: %s", len(there), self.config.num_nodes, ", ".join(there))
                 told = there
             time.sleep(JOIN_S)
 

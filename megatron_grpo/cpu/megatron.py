@@ -154,7 +154,10 @@ def _module(name: str) -> Any:
 
 
 def _patch_tensor_methods() -> None:
-    """Replace two methods of tensors that Megatron-Core calls for CUDA; methods cannot be replaced for some modules."""
+    """Replace two methods of tensors that Megatron-Core calls for CUDA.
+
+    Unlike a name in `torch`, a method cannot be replaced for some modules only.
+    """
     original_type = torch.Tensor.type
 
     def type_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -85,7 +85,7 @@ class RoutingRecorder:
         self._step[layer] = experts.to(torch.int16).numpy().copy()
 
     def end_step(self, scheduled: Any, order: list[str]) -> None:
-        """Divide what was captured in a forward pass among its requests.
+        """Divide the experts that were captured in a forward pass among its requests.
 
         Args:
             scheduled: vLLM's SchedulerOutput of the pass.
@@ -117,7 +117,10 @@ class RoutingRecorder:
 
 
 class PipelineCPUWorker(CPUWorker):
-    """Allocates the buffer for the previous stage's activations; vLLM does so in a warm-up, which eager mode skips."""
+    """vLLM's CPU worker on cores of its own, with the shares of experts and the record of this module.
+
+    It also allocates the buffer for the previous stage's activations, as vLLM does in a warm-up that eager mode skips.
+    """
 
     _recorder: RoutingRecorder | None = None
 

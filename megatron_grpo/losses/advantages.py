@@ -9,7 +9,7 @@ from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingC
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Which groups have a learning signal: those whose rewards are not all equal.
+    """Whether each group has a learning signal, that is, rewards that are not all equal.
 
     Args:
         rewards: [groups, samples], floating point; NaN where a sample has no reward, which is ignored.

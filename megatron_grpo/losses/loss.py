@@ -11,8 +11,8 @@ microbatches and of data-parallel ranks, and with context parallelism, where a r
 So the driver, which knows all lengths and masks, counts once per optimizer step (`GlobalCounts.of`); every microbatch
 on every rank divides its sum by these numbers, and the shares only have to be added. Megatron-Core must therefore not
 average: gradients are summed over microbatches, context-parallel and data-parallel ranks (calculate_per_token_loss, a
-token count of 0, and `optimizer._sum_model_grads`). What concerns a whole sequence (its mean, its probability ratio) is
-summed over the context-parallel ranks that share it first, by `Segments.join`.
+token count of 0, and `trainer.optimizer._sum_model_grads`). Quantities of a whole sequence (its mean, its probability
+ratio) are first summed over the context-parallel ranks that share it, by `Segments.join`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
 
 
 def weighted_mean(values: Tensor, mask: Tensor, counts: GlobalCounts, weight: Tensor | float) -> Tensor:
-    """As `token_mean`, of which each token has a weight, [...], float32; 1: all weigh the same."""
+    """As `token_mean`, with a weight for each token, [...], float32, or 1; divided by the step's sum of weights."""
     return (values * weight * mask).sum() / (counts.tokens * counts.token_weight)
 
 

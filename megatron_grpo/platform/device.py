@@ -26,7 +26,7 @@ class Platform:
 
     name: Literal["cuda", "cpu", "dry"]
     device: torch.device
-    """Device of a process's tensors. Ray shows each worker only its own GPU, so that is always the first."""
+    """Device of a process's tensors: the first GPU that Ray shows it, because its own GPU comes first."""
     backend: Literal["nccl", "gloo", "fake"]
     host: Literal["cpu", "meta"] = "cpu"
     """Device of tensors in host memory; on a dry platform one that tells them from those on the device."""
@@ -53,7 +53,7 @@ def _copied_to_gpu(array: NDArray[Any]) -> Tensor:
 
 
 def require_gpus(assigned: Sequence[object]) -> None:
-    """Check that torch sees a GPU if Ray assigned one to this process; otherwise the run would go on on CPUs.
+    """Check that torch sees a GPU if Ray assigned one to this process; otherwise the run would continue on CPUs.
 
     Args:
         assigned: Ray's names of this process's GPUs (`assigned_gpus`); empty: it has none.

@@ -60,7 +60,7 @@ class Hook:
     library: str
     """Key of LIBRARIES."""
     platform: Literal["cuda", "cpu", "dry", "both"]
-    """Platforms on which the hook is used."""
+    """Platforms on which the hook is used; both: on CUDA and on the CPU."""
     module: str
     names: tuple[str, ...]
     """Path of attributes from the module to the symbol."""

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
-"""Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): segments that grow, because microbatches of all sizes leave
-gaps between segments of fixed size; and pinned memory above 64 MB as it is asked for, not the next power of two."""
+"""Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): expandable segments, because microbatches of many sizes
+fragment segments of fixed size; and pinned blocks above 64 MB at their exact size, not rounded to a power of two."""
 
 MEMORY_EVENTS = 200_000
-"""Number of allocations, the latest ones, that a memory snapshot lists."""
+"""Most allocations in a memory snapshot, which lists the latest ones."""
 
 
 class RankActor:

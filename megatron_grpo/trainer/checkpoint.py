@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def errors_in_one_line(what: str) -> Iterator[None]:
     """Turn an error of reading or writing a distributed checkpoint into a RunError of one line.
 
-    The line begins with `what`, which says which folder cannot be loaded or written. The error becomes its cause.
+    The line begins with `what`, which names the folder that cannot be loaded or written. The error becomes its cause.
     """
     try:
         yield
@@ -75,7 +75,7 @@ class ResultsFile:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the result was taken
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the result is taken
 
     def put(self, result: Any) -> None:
         """Write the result."""
@@ -183,7 +183,7 @@ class RankCheckpoint:
                 adapters differ (policy.lora).
         """
         rank = self._rank
-        # An optimizer on the host stores the classes that it is made of, which torch loads only if they are known.
+        # An optimizer on the host stores the classes that it is made of, and torch loads only classes listed as safe.
         groups = rank.optimizer.optimizer.param_groups
         classes: list[Any] = [value for group in groups for value in group.values() if isinstance(value, type)]
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):

@@ -39,7 +39,7 @@ class TrainResult:
     optimizer_steps: int = 1
     """Number of optimizer steps that the result covers."""
     gpu_memory_gib: float = 0.0
-    """Most GPU memory of the tensors of a rank, GiB; 0 on a CPU."""
+    """Peak GPU memory of a rank's tensors, the largest of all ranks, GiB; 0 on a CPU."""
 
 
 class NonFiniteGradientError(RunError):
@@ -209,7 +209,7 @@ class RankGroup:
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would return without waiting."""
-        return all(self._gather(self.submit("checkpoint.is_written"), "looking after a checkpoint"))
+        return all(self._gather(self.submit("checkpoint.is_written"), "checking the checkpoint"))
 
     def finish_checkpoint(self) -> None:
         """Complete a checkpoint that is written in the background; RunError: a rank could not write its part."""
@@ -221,7 +221,7 @@ class RankGroup:
 
     def devices(self) -> list[str]:
         """Ray's id of each rank's GPU; empty on a CPU. Ranks need not have started."""
-        found = self._gather([actor.gpus.remote() for actor in self.actors], "looking after GPUs")
+        found = self._gather([actor.gpus.remote() for actor in self.actors], "listing GPUs")
         return [device for devices in found for device in devices]
 
     def offload(self, *, weights: bool) -> None:
@@ -307,9 +307,6 @@ class RankGroup:
         finite[np.concatenate(batch.shards)] = np.concatenate([share.finite for share in shares])
         return [part for share in shares for part in share.shards], finite
 
-    def _shares(self, batch: StepBatch) -> list[slice]:
-        return shares_of(batch, self._config.parallel.data)
-
     def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[Microbatches]:
         """Plan each replica's microbatches (`planned`)."""
         return planned(self._config, self.cost, batch, sequences, microbatch_tokens)
@@ -318,7 +315,7 @@ class RankGroup:
         """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""
         works = []
         places = np.zeros(len(batch), dtype=np.int64)
-        for mine, plan in zip(self._shares(batch), plans, strict=True):
+        for mine, plan in zip(shares_of(batch, len(plans)), plans, strict=True):
             numbers = np.concatenate(batch.shards[mine])
             places[numbers] = np.arange(len(numbers))
             works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))

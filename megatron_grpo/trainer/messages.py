@@ -66,4 +66,4 @@ class StepShare:
     metrics: list[dict[str, float]] | None
     """Loss and metrics of each microbatch of the rank; None on ranks without the loss."""
     gpu_memory_gib: float = 0.0
-    """Most memory of the rank's GPU that its tensors took since the previous optimizer step, GiB; 0 on a CPU."""
+    """Peak memory of the rank's tensors on its GPU since the previous optimizer step, GiB; 0 on a CPU."""

@@ -19,7 +19,6 @@ from megatron_grpo.losses.loss import Segments
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
-    Move,
     PackedLayout,
     PackedSequences,
     held_routing,
@@ -36,11 +35,9 @@ class Microbatch:
     """Sequences laid end to end on the device. All positions were computed on the host, so that nothing here makes the
     host wait for the device.
 
-    Shapes under the pipeline schedule (1F1B): every microbatch of packed sequences has its own number of tokens, so the
-    tensors between stages, [tokens of this rank, 1, hidden], differ from one microbatch to the next. The stages
-    therefore send the shape ahead of each tensor, and neither seq_length nor micro_batch_size of the schedule is looked
-    at. All stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
-    The head computes only some tokens, here called rows: nobody needs the log-probability of a prompt's token, and the
+    Packed microbatches differ in length, and so do the tensors between pipeline stages (`ModelRank._run_schedule`). All
+    stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
+    The head computes only some tokens, here called rows: log-probabilities of a prompt's tokens are not needed, and the
     logits of all tokens would be the largest tensor of the step. A microbatch has one row at least, so that every rank
     goes through the same collectives, also a context-parallel rank without a sampled token.
     """
@@ -114,7 +111,7 @@ class MicrobatchMaker:
         sequence = np.repeat(np.arange(len(selected)), selected.lengths)  # of each token
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=self._packed(layout, fields.routed_experts, bool(indices), move),
+            sequences=self._packed(layout, fields.routed_experts, real=bool(indices)),
             rows=move(rows),
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in entries.items()}),
             segments=Segments(
@@ -125,12 +122,13 @@ class MicrobatchMaker:
             flat=flat,
         )
 
-    def _packed(self, layout: PackedLayout, routed: Tensor | None, real: bool, move: Move) -> PackedSequences:
+    def _packed(self, layout: PackedLayout, routed: Tensor | None, *, real: bool) -> PackedSequences:
         """The layout of the tokens for the layers; `real`: whether the tokens come from the batch.
 
         `routed` are the recorded experts, [tokens of the flat sequences, layers * experts of a token], int8 or int16.
         """
         members = held = None
+        move = self._move
         if self._shape.experts is not None:
             part, parts = 0, 1
             if self._parallel.sequence:

@@ -27,7 +27,7 @@ class DeviceMemory:
     every main_grad, every bucket and every shard of the optimizer is a view. Moving parameters with `.to("cpu")` would
     give each of them memory of its own and break the views, so that all-gathers would write into buffers that no
     parameter reads. An emptied storage stays the same object, so when its bytes return all views are valid again, and
-    neither Megatron-Core nor the optimizer notices. Three kinds of memory are told apart by what they cost to restore:
+    neither Megatron-Core nor the optimizer notices. Three kinds of memory are restored at different costs:
 
     - the optimizer's float32 weights and moments are copied to pinned host memory and back;
     - gradients are dropped, and come back as zeros;
@@ -47,7 +47,7 @@ class DeviceMemory:
     def require_weights(self) -> None:
         """Raise a RuntimeError if the weights are in host memory."""
         if self._without_weights:
-            raise RuntimeError("the weights are in host memory, because engines have the device: it is not their turn")
+            raise RuntimeError("the weights are in host memory while engines use the device")
 
     @torch.no_grad()
     def give_up(self, weights: bool) -> None:
@@ -77,7 +77,7 @@ class DeviceMemory:
         if self._platform.name == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-        logger.info("%.1f MiB given up so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
+        logger.info("%.1f MiB released so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -114,10 +114,10 @@ class DeviceMemory:
 
 
 def _drop_copies(rank: ModelRank) -> None:
-    """Drop what Transformer Engine keeps beside parameters, and makes anew in the next pass.
+    """Drop the caches that Transformer Engine keeps beside parameters and fills again in the next pass.
 
-    These are FP8 copies of bfloat16 weights and transposes of FP8 weights (one or two bytes a parameter), a gradient of
-    each shape that it hands to autograd where the real one is accumulated elsewhere, and working memory of products.
+    They hold FP8 copies of bfloat16 weights and transposes of FP8 weights (one or two bytes a parameter), a placeholder
+    for the gradients of each shape that are accumulated outside autograd, and cuBLAS's workspaces.
     """
     for chunk in (*rank.chunks, *(rank.reference or ())):
         for module in chunk.modules():

@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import Platform, current_platform
 
 _KEPT = 16
-"""Number of exchanges of shapes, the latest ones, whose tensors stay alive because sends may still be in flight."""
+"""Number of latest exchanges of shapes whose tensors are kept alive, because sends may still be in flight."""
 
 
 @cache
@@ -91,7 +91,7 @@ def initialize_parallel(
         rank: number of the calling process; tensor-parallel neighbours have consecutive numbers.
         store: rendezvous of the ranks.
         timeout_s: deadline of the start-up and of every later collective.
-        platform: what the ranks compute on; None: what this process can.
+        platform: platform of the ranks; None: the one that this process has.
     """
     platform = platform or current_platform()
     if platform.name != "cuda":

@@ -114,7 +114,7 @@ def unlisted(where: str, error: pickle.UnpicklingError) -> RunError:
     """
     _, found, rest = str(error).partition("GLOBAL ")
     if not found:
-        return RunError(f"{where} is damaged, or no file of torch.save")
+        return RunError(f"{where} is damaged, or was not written by torch.save")
     return RunError(f"{where} names {rest.split()[0]}, {_ADVICE}")
 
 

@@ -219,7 +219,8 @@ class ModelRank(ABC):
         variable_seq_lengths each stage first sends the shape of its output, [tokens, 1, hidden], then the tensor;
         seq_length and micro_batch_size below are ignored. The stages run 1F1B: forward passes fill the pipeline, then
         each stage alternates one forward with one backward, so at most `pipeline` microbatches of activations live at
-        once. `finish` is called on the last stage only, with the rows of its hidden states.
+        once (more with a virtual pipeline). `finish` is called on the last stage only, with the rows of its hidden
+        states.
         """
         padded = [*microbatches, *[[]] * self._empty_microbatches(len(microbatches))]
 
@@ -356,7 +357,7 @@ class ValueRank(ModelRank):
 
 
 def _peak_memory_gib() -> float:
-    """Most GPU memory of this process's tensors since the last call, GiB; 0 on a CPU."""
+    """Peak GPU memory of this process's tensors since the last call, GiB; 0 on a CPU."""
     if not torch.cuda.is_available():
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30

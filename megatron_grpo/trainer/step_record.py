@@ -1,10 +1,11 @@
-"""What a step does to a rank's tensors, in few numbers: weights before it, gradients, and the change of the weights."""
+"""Figures of a recorded step for each tensor of a rank: the weight before it, its gradients, and its change."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import ModelRank
 
 SKETCH = 64
-"""Numbers of a sketch."""
+"""Number of sums in a sketch."""
 _PIECE = 2**20 * SKETCH
 """Elements of a tensor that are sketched at a time, so that temporaries stay small beside the tensor."""
 
@@ -28,8 +29,8 @@ def sketch(tensor: Tensor, name: str) -> list[float]:
     square of the tensor's norm in expectation, with a standard deviation of about sqrt(2 / SKETCH), 18%, of it (count
     sketch: Charikar, Chen and Farach-Colton 2002; the estimate: Alon, Matias and Szegedy 1996). Two runs in different
     layouts can be compared tensor by tensor although neither keeps its tensors. Every element is in exactly one sum;
-    elements of one block of SKETCH are in different ones. Signs and sums follow from
-    the name and the element's number; sums are in float64.
+    elements of one block of SKETCH are in different ones. Signs and sums follow from the name and the element's number;
+    sums are in float64.
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
     flat, sums = tensor.detach().reshape(-1), torch.zeros(SKETCH, dtype=torch.float64, device=tensor.device)
@@ -55,9 +56,9 @@ def _mixed(numbers: Tensor) -> Tensor:
 class StepRecorder:
     """Sketches of a rank's tensors between `begin` and `end`; all methods are collective over the ranks of the model.
 
-    The first rank of each pipeline stage has the figures of the stage's tensors, the others have none. The gradient
-    buffers serve to gather the change of the weights too: in float32 they hold a number for each trained weight, cut
-    into the parts that the ranks update. Where the optimizer keeps its weights in a form of its own
+    The first rank of each pipeline stage has the figures of the stage's tensors, the others have none. The change of
+    the weights is gathered through the gradient buffers: they have a float32 number for each trained weight, and are
+    cut into the parts that the ranks update. Where the optimizer keeps its weights in a form of its own
     (policy.optimizer.precision_aware, cpu_offload) there are no figures of updates.
     """
 
@@ -68,7 +69,7 @@ class StepRecorder:
         self._steps = 0
 
     def begin(self) -> None:
-        """Note the weights; from now on `add_gradient` does something."""
+        """Note the weights, and from now on the gradient of each optimizer step (`add_gradient`)."""
         rank, settings = self._rank, self._rank.config.optimizer
         weights = iter_hf_tensors(rank.whole_chunks(), rank.shape)
         self._figures, self._steps = list(_figures("weight", 0, weights)), 0
@@ -97,26 +98,16 @@ class StepRecorder:
         return figures
 
     def _of_buffers(self, kind: Literal["gradient", "update"], step: int) -> list[TensorFigure]:
-        """Figures of what the gradient buffers hold, the other ranks' parts included."""
+        """Figures of the contents of the gradient buffers, including the other ranks' parts."""
         rank = self._rank
         rank.optimizer.complete_gradients()
         chunks = rank.chunks
-        found = list(_figures(kind, step, iter_hf_tensors(chunks, rank.shape, lambda bound: _buffer(bound.parameter))))
+        # Parameters that are not trained have no gradient buffer.
+        buffers = iter_hf_tensors(chunks, rank.shape, lambda bound: getattr(bound.parameter, "main_grad", None))
+        found = list(_figures(kind, step, buffers))
         if rank.config.lora.rank:
-            found += _figures(kind, step, iter_adapter_tensors(chunks, rank.shape, _gradient))
+            found += _figures(kind, step, iter_adapter_tensors(chunks, rank.shape, attrgetter("main_grad")))
         return found
-
-
-def _buffer(parameter: Any) -> Tensor | None:
-    """The gradient buffer of a parameter, in its shape; None: it is not trained."""
-    held: Tensor | None = getattr(parameter, "main_grad", None)
-    return held
-
-
-def _gradient(adapter: Any) -> Tensor:
-    held = _buffer(adapter)
-    assert held is not None, "adapters are trained"
-    return held
 
 
 def _figures(

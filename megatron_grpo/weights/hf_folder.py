@@ -42,6 +42,8 @@ class HFFolderReader:
     def read(self, wanted: WeightSlice) -> Tensor:
         """A slice [...] of a tensor, of shape `wanted.local_shape`, in the dtype of the file, contiguous, on the CPU.
 
+        An empty slice, of a rank that holds only padding of the vocabulary, is float32.
+
         Raises:
             ValueError: no such tensor, another shape than the model's config.json implies, values that are not
                 finite, or an unreadable file.

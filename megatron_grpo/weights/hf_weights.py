@@ -1,4 +1,4 @@
-"""Runs on ranks of the policy: loads a rank's shard from Hugging Face format, and gathers full tensors for export."""
+"""Runs on ranks of a model: loads a rank's shard from Hugging Face format, and gathers full tensors for export."""
 
 from __future__ import annotations
 

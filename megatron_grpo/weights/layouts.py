@@ -10,6 +10,7 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import HFTensor, WeightEntry, WeightSlice, is_per_layer
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo_kernels.fp8_format import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def destinations(
         if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # its rows follow the queries'
             row += _query_rank(model)
         slot = expert - shard.experts[0] if entry.per_expert else None
-        found.append(Destination(_parameter(entry, position, model, one.name), one, row, slot))
+        found.append(Destination(_parameter(entry, model, one.name), one, row, slot))
     return found
 
 
@@ -180,7 +181,7 @@ def _part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, 
     return WeightSlice(name, shape, axis, part.index * width, (part.index + 1) * width)
 
 
-def _parameter(entry: WeightEntry, position: int, model: ModelShape, name: str) -> str:
+def _parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
     """vLLM's name of the parameter that holds a tensor of this name."""
     module, _, kind = name.rpartition(".")
     if entry.per_expert:
@@ -201,13 +202,6 @@ def _query_rank(model: ModelShape) -> int:
     return model.latent.query_rank or 0 if model.latent is not None else 0
 
 
-# An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
-# compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter:
-# vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So a refit in FP8
-# requires that neither side's ranks cut a matrix inside a block; `cut_blocks` finds the matrices where they do, and
-# preflight refuses the job.
-BLOCK = 128
-"""Rows and columns of an FP8 block; the last block of a tensor may be smaller."""
 _ROUTING = {"experts", "score"}
 """Dimensions of the router's and of a value head's tensors, which are not converted to FP8."""
 
@@ -220,7 +214,12 @@ def in_fp8_blocks(entry: WeightEntry) -> bool:
 
 
 def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
-    """A text, for error messages, on every matrix that some rank's part cuts inside a block, with rows or columns.
+    """Yield, for error messages, every matrix that some rank's part cuts inside a block, with the part's range.
+
+    An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
+    compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter:
+    vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So a refit in FP8
+    requires that neither side's ranks cut a matrix inside a block, and preflight refuses the job where they do.
 
     Args:
         shape: sizes of the model.

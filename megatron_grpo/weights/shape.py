@@ -116,7 +116,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
     """The contents of a config.json.
 
     Raises:
-        ValueError: the file is missing, cannot be read, or is no JSON object; names the file.
+        ValueError: the file is missing, cannot be read, or is not a JSON object; names the file.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -129,7 +129,8 @@ def read_config_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # no JSON, thousands of digits or of brackets
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{file} is no object {{...}} but {type(raw).__name__}; give a folder in Hugging Face format")
+        kind = type(raw).__name__
+        raise ValueError(f"{file} is not a JSON object but of type {kind}; give a folder in Hugging Face format")
     return raw
 
 
@@ -142,7 +143,7 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
         default: result when the key is missing or null; None: the key is required.
 
     Raises:
-        ValueError: the key is missing without a default, or is no whole number of at least 1.
+        ValueError: the key is missing without a default, or is not a whole number of at least 1.
     """
     value = raw.get(key)
     if value is None:
@@ -160,7 +161,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     """A finite number of config.json above 0; the default when its key is missing or null.
 
     Raises:
-        ValueError: the value is no such number.
+        ValueError: the value is not such a number.
     """
     value = raw.get(key)
     if value is None:
@@ -174,7 +175,7 @@ def section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     """The first non-empty object among keys of one meaning; empty when there is none.
 
     Raises:
-        ValueError: a value is no object.
+        ValueError: a value is not an object.
     """
     for key in keys:
         value = raw.get(key)

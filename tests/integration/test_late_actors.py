@@ -92,7 +92,7 @@ def test_an_actor_that_holds_its_interpreter_writes_its_stacks(ranks: list[Any],
     call = ranks[0].train.remote(12.0, with_the_interpreter=True)
     with pytest.raises(RunError) as raised:
         gather([call], deadline_s=8.0, what="training step", name=NAME)
-    assert ": its interpreter is held; stacks are in " in str(raised.value)
+    assert ": its interpreter does not respond; stacks are in " in str(raised.value)
     with log_file(logs, NAME(0)).open() as log:
         log.seek(before)
         assert "in train" in log.read()

@@ -1,10 +1,9 @@
-"""Shape-only layers: the parameters of Transformer Engine's layers, and the tensors that its kernels make and save."""
+"""Shape-only layers: the parameters of Transformer Engine's layers, and the tensors that they make and save."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,171 +25,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
+from megatron_grpo.trainer.dry.kernels import Kernel, Made, Message, Product, attention, norm, run
 from megatron_grpo.trainer.dry.tracker import kind
-from megatron_grpo.trainer.dry.work import WorkKind, name_of, nbytes_of, note, note_message, note_product
+from megatron_grpo.trainer.dry.work import name_of, nbytes_of, note
 from megatron_grpo.trainer.model.layers import RMSNorm
-
-Made = tuple[Sequence[int], torch.dtype]
-"""Shape and dtype of a tensor that a kernel makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """The matrix product of a linear layer, [m, k] x [k, n], or one for each of `number` experts, whose m add up."""
-
-    m: int
-    k: int
-    n: int
-    dtype: str
-    number: int = 1
-
-    def note(self, m: int, k: int, n: int) -> None:
-        """Record the product, or that of a gradient in the given sizes."""
-        width = {"fp8": 1, "float32": 4}.get(self.dtype, 2)
-        sort: WorkKind = "grouped_matmul" if self.number > 1 else "matmul"
-        note_product("linear", m, k, n, self.dtype, number=self.number, kind=sort, width=width)
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A collective that an operation runs: its name, the bytes of its larger side, and its process group."""
-
-    name: str
-    nbytes: int
-    group: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """The memory and the work of one operation of Transformer Engine's, forward and backward."""
-
-    kind: str
-    outputs: Sequence[Made]
-    keeps: Sequence[int] = ()
-    """Numbers of the inputs that are saved for the backward pass."""
-    keeps_output: bool = False
-    """Whether the first output is saved for the backward pass."""
-    saved: Sequence[Made] = ()
-    """Further tensors that are saved for the backward pass."""
-    forward: Sequence[Made] = ()
-    """Tensors that live during the forward pass alone."""
-    backward: Sequence[Made] = ()
-    """Tensors that live during the backward pass alone, besides the inputs' gradients."""
-    product: Product | None = None
-    """The product that a linear layer computes."""
-    attention_flops: float = 0.0
-    """Operations of an attention's forward pass."""
-    messages: Sequence[Message] = ()
-    """Collectives of the forward pass."""
-    messages_back: Sequence[Message] = ()
-    """Collectives of the backward pass."""
-
-    def note_forward(self, moved: int) -> None:
-        """Record the work of the forward pass, which reads and writes `moved` bytes."""
-        if self.product is not None:
-            self.product.note(self.product.m, self.product.k, self.product.n)
-        elif self.attention_flops:
-            note("attention", self.kind, flops=self.attention_flops, nbytes=moved)
-        else:
-            note("elementwise", self.kind, nbytes=moved)
-        for one in self.messages:
-            note_message(one.name, one.nbytes, one.group)
-
-    def note_backward(self, moved: int, of_input: bool, of_weights: bool) -> None:
-        """Record the work of the backward pass: a product for each gradient; attention's products are five, not two."""
-        if self.product is not None:
-            m, k, n = self.product.m, self.product.k, self.product.n
-            if of_input:
-                self.product.note(m, n, k)
-            if of_weights:
-                self.product.note(n, m, k) if self.product.number == 1 else self.product.note(m, k, n)
-        elif self.attention_flops:
-            note("attention", self.kind, flops=2.5 * self.attention_flops, nbytes=2 * moved)
-        else:
-            note("elementwise", self.kind, nbytes=moved)
-        for one in self.messages_back:
-            note_message(one.name, one.nbytes, one.group)
-
-
-def run(kernel: Kernel, *inputs: Tensor) -> Any:
-    """The outputs of a kernel without numbers: a tensor, or a tuple of several."""
-    outputs = _Run.apply(kernel, *inputs)
-    return outputs[0] if len(kernel.outputs) == 1 else outputs
-
-
-class _Run(torch.autograd.Function):
-    """The autograd function of `run`."""
-
-    @staticmethod
-    def forward(ctx: Any, kernel: Kernel, *inputs: Tensor) -> tuple[Tensor, ...]:
-        like = inputs[0]
-        with kind(kernel.kind):
-            work, outputs, saved = (
-                [_new(like, one) for one in made] for made in (kernel.forward, kernel.outputs, kernel.saved)
-            )
-        del work
-        kept = [inputs[number] for number in kernel.keeps]
-        ctx.save_for_backward(*kept, *(outputs[:1] if kernel.keeps_output else ()), *saved)
-        ctx.kernel, ctx.inputs = kernel, [(one.shape, one.dtype) for one in inputs]
-        ctx.moved = nbytes_of([*inputs, *outputs])
-        kernel.note_forward(ctx.moved)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, like = ctx.saved_tensors, gradients[0]
-        with kind(ctx.kernel.kind):
-            work = [_new(like, one) for one in ctx.kernel.backward]
-            needed = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
-            made = [_new(like, one) if wanted else None for one, wanted in needed]
-        del work, saved
-        wanted = ctx.needs_input_grad[1:]
-        ctx.kernel.note_backward(ctx.moved, of_input=wanted[0], of_weights=any(wanted[1:]))
-        return None, *made
-
-
-def _new(like: Tensor, made: Made) -> Tensor:
-    return like.new_empty(tuple(made[0]), dtype=made[1])
-
-
-def norm(hidden: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm of [..., hidden]: saves its input, and 1 / RMS of each row in float32."""
-    saved = [(hidden.shape[:-1], torch.float32)]
-    result: Tensor = run(Kernel("norm", [(hidden.shape, hidden.dtype)], keeps=[0, 1], saved=saved), hidden, weight)
-    return result
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, context: Any = None, seen: int | None = None, **named: Any
-) -> Tensor:
-    """Fused attention of [..., heads, tokens or head_dim, ...] in the query's shape, with the value's last dimension.
-
-    Saves its inputs, its output and the logarithm of each row's sum in float32. Its backward pass sums the gradient of
-    the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers. Other
-    arguments are those of torch's attention, which change no shape.
-
-    `context`: the context-parallel group, if there is one. `seen`: keys of [tokens, heads, head_dim] that a query sees
-    at most, of which causal attention computes half; None: the tensors are [..., heads, tokens, head_dim].
-    """
-    parts = 1 if context is None else context.size()
-    ring: list[Made] = [(one.shape, one.dtype) for one in (key, value) for _ in range(2) if parts > 1]
-    keys, share = (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if seen is None else (seen, 0.5)
-    pairs = share * query.numel() / query.shape[-1] * keys  # of a query and a key, over all heads
-    turns = parts * nbytes_of([key, value])
-    kernel = Kernel(
-        "attention",
-        [((*query.shape[:-1], value.shape[-1]), query.dtype)],
-        keeps=[0, 1, 2],
-        keeps_output=True,
-        saved=[(query.shape[:-1], torch.float32)],
-        forward=ring,
-        backward=[(query.shape, torch.float32), *ring, *ring],
-        attention_flops=2.0 * pairs * (query.shape[-1] + value.shape[-1]),
-        messages=[Message("ring", turns, context)] if parts > 1 else [],
-        messages_back=[Message("ring", 2 * turns, context)] if parts > 1 else [],
-    )
-    result: Tensor = run(kernel, query, key, value)
-    return result
 
 
 class ShapedNorm(RMSNorm):
@@ -238,10 +76,10 @@ class Quantizable:
     ) -> Tensor:
         """[..., columns] to the shape `output`, in the dtype of `hidden`.
 
-        Saves the input of the product, in FP8 where the layer multiplies in FP8; with `normed`, which says that a norm
-        of this layer makes that input, the norm's input too. In FP8 the weights have copies of one byte for each of the
-        two directions in which products read them, made in the first forward pass and kept. FP8 parameters are such
-        copies themselves; they stand here as parameters in bfloat16, which take as much memory.
+        Saves the input of the product, in FP8 where the layer multiplies in FP8. `normed`: a norm of this layer makes
+        that input, so the norm's own input is saved too. In FP8 the weights have copies of one byte for each of the two
+        directions in which products read them, made in the first forward pass and kept. FP8 parameters are such copies
+        themselves; they stand here as parameters in bfloat16, which take as much memory.
         """
         matrix: list[Made] = [(hidden.shape, hidden.dtype)]
         backward = list(backward)

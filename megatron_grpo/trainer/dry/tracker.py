@@ -22,8 +22,8 @@ GRANULE = 512
 
 
 Moments = dict[tuple[str, str, str], dict[str, int]]
-"""Bytes alive by kind, at the fullest of all moments at which this operator made a tensor of this kind in this phase:
-the key is (phase, kind, operator)."""
+"""For (phase, kind, operator) the bytes alive by kind, at the fullest of the moments when the operator made a tensor of
+that kind in that phase."""
 
 _KIND: ContextVar[str] = ContextVar("kind", default="other")
 
@@ -41,8 +41,8 @@ def kind(name: str) -> Iterator[None]:
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of the storages that operators in its body make, from their first tensor to their last.
 
-    Tensors on the meta device, which stand for host memory, are not counted. What is not seen: memory that a kernel
-    takes and gives back within one operator, and the allocator's fragmentation.
+    Not counted are tensors on the meta device, which stand for host memory, memory that a kernel takes and gives back
+    within one operator, and the allocator's fragmentation.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class MemoryTracker(TorchDispatchMode):
         self.held: dict[str, int] = {}
         """Bytes alive at the end, by phase."""
         self.moments: Moments = {}
-        """The fullest moment of each sort, over which bytes are extrapolated to other numbers of layers."""
+        """The fullest moments, from which the peaks of models with other numbers of layers are extrapolated."""
         self._fullest: dict[tuple[str, str, str], int] = {}
         self._operator = ""
         self._phase = "other"
@@ -103,7 +103,7 @@ class MemoryTracker(TorchDispatchMode):
             self._resize(storage._cdata, storage.nbytes())
 
     def forget_peaks(self) -> None:
-        """Begin anew with what is alive now."""
+        """Restart the peaks at the bytes that are alive now."""
         self.peak, self.holders, self.peaks, self.moments, self._fullest = 0, {}, {}, {}, {}
 
     def follow(self, tensor: Tensor) -> None:
@@ -119,7 +119,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and count what it makes."""
+        """Run an operator and count the tensors that it returns."""
         result = func(*args, **(kwargs or {}))
         self._operator = func.name()
         for tensor in tree_leaves(result):
@@ -152,7 +152,7 @@ class MemoryTracker(TorchDispatchMode):
             self.peak, self.holders = self._total, self.moments[sort]
 
     def _read_sizes(self) -> None:
-        """Read the sizes again, because resizing a storage is no operator."""
+        """Read the sizes again, because resizing a storage is not an operator and so not seen."""
         for key, (reference, _, _) in list(self._storages.items()):
             storage = reference()
             if storage is not None:
@@ -165,10 +165,10 @@ IN_PLACE = {f"aten::{name}" for name in _WRITERS}
 
 
 class DryMode(MemoryTracker):
-    """A tracker that also answers what tensors without numbers, and ranks without peers, cannot.
+    """A tracker that also stands in for the values and the peers that a dry run lacks.
 
-    A number that the host reads is 1. Collectives do nothing: their outputs exist already. A boolean index selects
-    every row, and the mask of routed tokens as many as tokens have experts, `top_k` each. Operators' work is in `log`.
+    A number that the host reads is 1. Collectives do nothing: their outputs exist already. The mask of routed tokens
+    selects as many rows as tokens have experts, `top_k` each. Operators' work is in `log`.
     """
 
     def __init__(self, top_k: int) -> None:
@@ -190,7 +190,7 @@ class DryMode(MemoryTracker):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer, or run the operator and count what it makes."""
+        """Answer in place of the operator, or run it and count the tensors that it returns."""
         name = func.name()
         if name in IN_PLACE and args[0].is_floating_point():
             self.log.note_writer(name, args)

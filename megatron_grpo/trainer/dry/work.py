@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
@@ -69,25 +69,25 @@ class WorkLog:
             (*batch, m, k), n = left.shape, right.shape[-1]
             number = math.prod(batch)
             sizes = (number * m, k, n, number)
-            flops, moved = 2.0 * number * m * k * n, _bytes((left, right, result))
+            flops, moved = 2.0 * number * m * k * n, nbytes_of((left, right, result))
             self.note("matmul", name, flops=flops, nbytes=moved, sizes=sizes, dtype=name_of(left.dtype))
         elif sort == "gather":
-            self.note("elementwise", name, nbytes=2 * _bytes(result))
+            self.note("elementwise", name, nbytes=2 * nbytes_of(result))
         else:
-            self.note("elementwise", name, nbytes=_bytes(args) + _bytes(result))
+            self.note("elementwise", name, nbytes=nbytes_of(args) + nbytes_of(result))
 
     def note_writer(self, name: str, args: tuple[Any, ...]) -> None:
         """Count an operator that writes its first argument, which it also reads unless it copies or fills."""
         reads = name not in ("aten::copy_", "aten::zero_", "aten::fill_.Scalar")
-        self.note("elementwise", name, nbytes=_bytes(args) + (_bytes(args[0]) if reads else 0))
+        self.note("elementwise", name, nbytes=nbytes_of(args) + (nbytes_of(args[0]) if reads else 0))
 
     def note_message(self, name: str, args: tuple[Any, ...]) -> None:
         """Count a message of torch's process groups, `c10d::...`."""
         group = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
         if group is None:
-            return  # a wait, or a question to the group
+            return  # a wait, or a query of the group
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-        short, nbytes = name.removeprefix("c10d::").partition(".")[0], max(map(_bytes, args))
+        short, nbytes = name.removeprefix("c10d::").partition(".")[0], max(map(nbytes_of, args))
         if short in ("send", "recv_"):
             other = next(one for one in args if isinstance(one, int))
             self.note("send", short, nbytes=nbytes, ranks=(dist.get_rank(), ranks[other]))
@@ -155,15 +155,9 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def nbytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the elements of tensors."""
-    return sum(one.numel() * one.element_size() for one in tensors)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return nbytes_of([one for one in tree_leaves(value) if isinstance(one, Tensor)])
+def nbytes_of(value: Any) -> int:
+    """Bytes of the elements of a tensor, or of all tensors in a nested structure."""
+    return sum(one.nbytes for one in tree_leaves(value) if isinstance(one, Tensor))
 
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_"}

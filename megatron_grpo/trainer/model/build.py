@@ -88,7 +88,7 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
     Args:
         config: the model's configuration; `initialize_parallel` was called with its layout.
         shape: sizes of the model; that of a value model ends in a `ValueHead`, initially zero.
-        platform: what to build for; None: what this process computes on.
+        platform: platform to build for; None: the one that this process has.
 
     Raises:
         RunError: this rank's device or packages have no FP8, and the configuration asks for it.

@@ -48,9 +48,9 @@ class RoutingReplay:
 class ExpertRouter(TopKRouter):
     """Chooses a token's experts, counts the choices, and adds the losses that balance the load of experts.
 
-    Ours because Megatron-Core balances the load over a microbatch, which depends on packing and layout, and scales it
-    by token counts that only its own loss normalisation cancels. Here the load is balanced within each sequence, and
-    averaged over the sequences of the optimizer step.
+    Megatron-Core's own router balances the load over a microbatch, which depends on packing and layout, and scales its
+    loss by token counts that only its own loss normalisation cancels. Here the load is balanced within each sequence,
+    and averaged over the sequences of the optimizer step.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:

@@ -54,7 +54,7 @@ def _say_beyond_transformer_engine(family: str) -> None:
 
 @cache
 def _transformer_engine_found(platform: Literal["cuda", "cpu", "dry"]) -> bool:
-    """Whether there is a GPU with Transformer Engine; warns once when only the GPU is there."""
+    """Whether there is a GPU with Transformer Engine, as a dry run assumes; warns once when only the GPU is there."""
     if platform != "cuda":
         return platform == "dry"
     # The extension for torch is looked for, because the package transformer_engine may be installed without it.
@@ -85,11 +85,11 @@ def layer_spec(
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm if parts and engine else RMSNorm)
     if config.fp8.simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
-        block = with_front(block, RoundedLinear, fp8=config.fp8)
+        with_front(block, RoundedLinear, fp8=config.fp8)
     if config.quantization is not None:
-        block = with_front(block, QuantizedLinear, quantization=config.quantization)
+        with_front(block, QuantizedLinear, quantization=config.quantization)
     if config.lora.rank:
-        block = with_front(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
+        with_front(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
     return block
 
 

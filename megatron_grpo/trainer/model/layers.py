@@ -22,8 +22,8 @@ class RMSNorm(torch.nn.Module):
     With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the factor is 1 + weight, and
     everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
 
-    Ours because Megatron-Core's wrapper of torch's norm refuses sequence parallelism, in which each tensor-parallel
-    rank sees only some tokens. Megatron-Core sums the gradients of weights that are marked `sequence_parallel`.
+    Megatron-Core's own wrapper of torch's norm refuses sequence parallelism, in which each tensor-parallel rank sees
+    only some tokens. Megatron-Core sums the gradients of weights that are marked `sequence_parallel`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -63,7 +63,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 def with_front(
     block: TransformerBlockSubmodules, front: type, names: Collection[str] | None = None, **arguments: Any
-) -> TransformerBlockSubmodules:
+) -> None:
     """Make `front` the first base class of linear layers in a stage's spec of torch modules, in place.
 
     The front overrides methods of the layer's own class, the next base; `arguments` are keyword arguments of the
@@ -71,7 +71,6 @@ def with_front(
     """
     for layer in block.layer_specs:
         _put_in_front(layer.submodules, front, names, arguments)
-    return block
 
 
 @cache

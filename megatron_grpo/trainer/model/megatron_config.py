@@ -179,7 +179,7 @@ def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
         return
     what = f"policy.fp8.format={fp8.format}"
     if not uses_transformer_engine(shape, platform):
-        raise RunError(f"{what} needs a GPU and Transformer Engine; policy.fp8.simulate=true has its numerics without")
+        raise RunError(f"{what} needs a GPU and Transformer Engine; policy.fp8.simulate=true imitates its numerics")
     if platform.name == "dry":
         return
     have = torch.cuda.get_device_capability()

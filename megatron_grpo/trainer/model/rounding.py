@@ -48,8 +48,8 @@ def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
     last dimension and, where `rows` is above 1, in the one before.
     """
     height, width = values.numel() // values.shape[-1], values.shape[-1]
-    assert height % rows == 0, f"{height} rows are no whole blocks of {rows}"
-    assert width % columns == 0, f"{width} columns are no whole blocks of {columns}"
+    assert height % rows == 0, f"{height} rows are not whole blocks of {rows}"
+    assert width % columns == 0, f"{width} columns are not whole blocks of {columns}"
     blocks = values.reshape(height // rows, rows, width // columns, columns).float()
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
     # 448 / max = mantissa * 2^exponent with a mantissa in [1/2, 1): the power of two below it is 2^(exponent - 1).

@@ -53,7 +53,7 @@ def _read(raw: dict[str, Any]) -> ModelShape:
         if raw.get(key, wanted) != wanted:
             raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
     for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if key not in raw:  # transformers chooses experts so all the same; vLLM by softmax, or without the bias
+        if key not in raw:  # transformers assumes this value; vLLM would choose by softmax, or without the bias
             raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{wanted}"')
     # read_dense is given the rotated part of a head as the whole head.
     heads = {"head_dim": size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
@@ -88,7 +88,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     if groups > 1 and (count % groups or top_k != 2 * top_groups):
         # A group's score is the sum of its two best experts; Megatron-Core sums as many as a token has in each group.
         text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
-        raise ValueError(text + "experts must share out evenly over groups, two of a token in each")
+        raise ValueError(text + "groups must be equally large, with two experts of a token in each of its groups")
     return ExpertShape(
         count=count,
         ffn_hidden=width,

@@ -59,7 +59,7 @@ def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
     # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
     step, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
-        raise ValueError(f"mlp_only_layers={shown(dense)} must be a list of numbers of layers")
+        raise ValueError(f"mlp_only_layers={shown(dense)} must be a list of layer numbers")
     experts = ExpertShape(
         count=count,
         ffn_hidden=size(raw, "moe_intermediate_size"),

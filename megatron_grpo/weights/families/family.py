@@ -1,7 +1,7 @@
-"""The weight map: a table that describes a model family's weights, and what a new family has to provide.
+"""The weight map: a table that describes a model family's weights, and the parts of a new family.
 
 A family is a `Family(...)` at the end of a file in this folder, alone or with its relatives, listed in `_ALL` of
-`families`. docs/extending.md names what else belongs to one. It gives:
+`families`. docs/extending.md lists the other places that a family touches. It gives:
 
 - `read`: config.json to `ModelShape`. Families with Llama's options start from `llama.read_dense` and `replace` what
   differs; an option that the Megatron model here cannot compute raises ValueError with the key.

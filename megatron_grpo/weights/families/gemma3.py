@@ -87,7 +87,7 @@ def _ropes(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         raise ValueError(f"rope_parameters={shown(dict(by_type))} must have {_LOCAL} and {_GLOBAL}")
     local = section(by_type, _LOCAL)
     if local.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_type={shown(local['rope_type'])} of {_LOCAL} is not supported; default is")
+        raise ValueError(f"rope_type={shown(local['rope_type'])} of {_LOCAL} is not supported; only default is")
     everywhere = {**section(by_type, _GLOBAL), **section(raw, "rope_scaling")}
     theta = number(everywhere, "rope_theta", number(raw, "rope_theta", 1.0))
     return number(local, "rope_theta", number(raw, "rope_local_base_freq", 1.0)), {**everywhere, "rope_theta": theta}

@@ -79,7 +79,7 @@ def read_dense(
     heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     groups = size(raw, "num_key_value_heads", heads)
     if heads % groups:
-        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
     head_dim = size(raw, "head_dim", max(hidden // heads, 1))
     return ModelShape(
         family=family,

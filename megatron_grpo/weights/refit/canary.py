@@ -1,4 +1,5 @@
-"""The canary on the driver: its prompt, its limit, the policy's side, and which refits it follows."""
+"""The canary: a prompt whose log-probabilities are compared between policy and engines after a refit. Here are its
+tokens, the largest allowed difference, the policy's log-probabilities, and which refits it follows."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def policy_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float
         fields.routed_experts = torch.full((len(token_ids), form.columns), UNKNOWN, dtype=torch.int16)
     batch = TokenBatch([len(token_ids)], fields)
     settings = rank.settings
-    rank.settings = replace(settings, temperature=1.0)  # vLLM's are those of the prompt, which no temperature changes
+    rank.settings = replace(settings, temperature=1.0)  # vLLM computes those of a prompt without a temperature
     try:
         found = rank.logprobs(batch, [[0]])
     finally:

@@ -29,7 +29,7 @@ class ModelReload:
         self._config = worker.vllm_config.model_config
         self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
         self._kernels: list[tuple[Any, Any]] = []
-        """(quant_method, kernel before the reload) of each layer of experts on a CPU."""
+        """(quant_method, deleted kernel) of each converted layer; None: no kernel was deleted (`forget_kernel`)."""
 
     def begin(self) -> None:
         """Let the weight loaders of converted layers collect plain weights."""

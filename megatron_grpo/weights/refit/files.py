@@ -311,9 +311,9 @@ class FilesTransport(WeightTransport):
             self._whole = True
             writers = self._policy.submit(connect_writer, self._folder, self._bucket_bytes)
         shared = {"folder": str(self._folder), "session": self._session}
-        answers = self._generation.submit("connect_weights", self.mode, shared, 0, engines=engines)
+        answers = self._on_engines("connect_weights", engines, self.mode, shared, 0)
         deadline = time.monotonic() + self._timeout_s
-        self._complete(writers, dict(zip(engines, answers, strict=True)), deadline, "connecting the refit")
+        self._complete(writers, answers, deadline, "connecting the refit")
         self._linked = engines
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:

@@ -77,7 +77,7 @@ class Sketch:
         self._columns += width
 
     def fingerprint(self) -> Fingerprint:
-        """[DIRECTIONS + 1] numbers of the columns so far; what is not finite becomes the largest float."""
+        """[DIRECTIONS + 1] numbers of the columns so far; NaN and infinities become the largest floats."""
         assert self._sums is not None, "a matrix has columns"
         return list(torch.nan_to_num(self._sums, nan=torch.finfo(torch.float64).max).tolist())
 
@@ -115,7 +115,7 @@ def differing(
 
 
 def kept_parts(shape: ModelShape, shard: RankShard) -> Iterator[Destination]:
-    """Yield what a rank of an engine keeps of every Hugging Face tensor, in the order of the weight map."""
+    """Yield the parts of Hugging Face tensors that a rank of an engine keeps, in the order of the weight map."""
     for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers))):
         if not entry.copy and shard.keeps(entry, layer):
             for expert in range(*shard.experts) if entry.per_expert else [0]:
@@ -143,8 +143,8 @@ def engine_fingerprints(
         shard: the part of the model that the worker holds.
 
     Returns:
-        By the name of a Hugging Face tensor, or of an expert ("model.layers.0.mlp.experts.3"). What attention with
-        latent vectors derives from a tensor has the tensor's name and " in attention".
+        By the name of a Hugging Face tensor, or of an expert ("model.layers.0.mlp.experts.3"). The matrix that latent
+        attention derives from a tensor has the tensor's name plus " in attention".
     """
     found: dict[str, Fingerprint] = {}
     parts: defaultdict[str, list[Destination]] = defaultdict(list)
@@ -310,6 +310,6 @@ def _vectors(kind: str, size: int, device: torch.device) -> Tensor:
 
 
 def _drawn(kind: str, size: int) -> Tensor:
-    """[DIRECTIONS, size], float64, normal: the same in every process; a prefix of what a larger size gives."""
+    """[DIRECTIONS, size], float64, normal: the same in every process, and the beginning of a larger size's."""
     generator = torch.Generator().manual_seed(_SEEDS[kind])
     return torch.randn(size, DIRECTIONS, dtype=torch.float64, generator=generator).T.contiguous()

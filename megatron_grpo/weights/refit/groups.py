@@ -30,7 +30,7 @@ FAILURE = "failure"
 """Key in the store for the first failure of any member, in words: who failed, and why."""
 
 LOOK_S = 0.5
-"""Seconds between two looks of a waiting member at FAILURE: 1,500 members look 3,000 times a second."""
+"""Seconds between two reads of FAILURE by a waiting member: 1,500 members read it 3,000 times a second."""
 
 PAUSES_S = 20e-6, 5e-3
 """Shortest and longest pause between two polls of a transfer, in seconds."""
@@ -95,7 +95,7 @@ class Watch:
 
     With NCCL nobody is told that a process is gone: a transfer to it stays pending, and so does every transfer that
     waits for that one, until the last timeout of the last member. So no member waits inside of the library. It polls,
-    and looks now and then at the FAILURE that the first member to fail has left in the store, or the driver, which
+    and now and then looks for FAILURE in the store. The first member to fail leaves it there, or else the driver, which
     learns from Ray that a process is gone.
 
     Args:

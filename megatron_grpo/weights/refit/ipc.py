@@ -21,7 +21,7 @@ class CudaMemory:
     """Memory on this process's GPU, freed when this process and all that map it have released it."""
 
     def __init__(self, nbytes: int) -> None:
-        torch.cuda.ipc_collect()  # free what other processes have released
+        torch.cuda.ipc_collect()  # frees memory that other processes have released
         # Another process needs a system call to map an expandable segment, which containers often forbid.
         before = torch._C._accelerator_getAllocatorSettings()
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

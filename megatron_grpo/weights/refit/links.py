@@ -106,8 +106,8 @@ class Links:
     """One rank's end of all its links.
 
     Between processes of one machine that compute on its CPUs, or on the same GPUs, messages are handed over in shared
-    memory: the engine's rank reads the buffer of the policy's rank. What is sent through the group is a notice with the
-    number of the buffer, and the same notice back when the buffer has been read.
+    memory: the engine's rank reads the buffer of the policy's rank. Only a notice with the number of the buffer goes
+    through the group, and the same notice comes back when the buffer has been read.
 
     Args:
         rendezvous: address and size of the group.

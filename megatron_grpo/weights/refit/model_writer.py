@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import is_per_layer
-from megatron_grpo.weights.layouts import BLOCK, Destination, RankShard, destinations
+from megatron_grpo.weights.layouts import Destination, RankShard, destinations
 from megatron_grpo.weights.refit.engine_layers import (
     BlockedLayer,
     RebuiltLayer,
@@ -28,7 +28,7 @@ from megatron_grpo.weights.refit.engine_layers import (
 )
 from megatron_grpo.weights.refit.plan import Pieces, box_of
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo_kernels.fp8_format import blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, blocks
 
 
 class _Region(NamedTuple):

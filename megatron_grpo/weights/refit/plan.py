@@ -23,10 +23,10 @@ from torch import Tensor
 
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, is_per_layer
-from megatron_grpo.weights.layouts import BLOCK, RankShard, destinations, in_fp8_blocks
+from megatron_grpo.weights.layouts import RankShard, destinations, in_fp8_blocks
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.fp8_blocks import quantise
-from megatron_grpo_kernels.fp8_format import blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, blocks
 
 FP8 = "float8_e4m3fn"
 """Dtype of pieces whose elements are followed by a float32 scale for each block."""

@@ -142,10 +142,9 @@ class ReshardTransport(WeightTransport):
         )
         self._write_plan(self._store, receivers)
         sends = self._policy.submit(connect_shards, rendezvous)
-        receives = {}
+        receives: dict[int, Any] = {}
         for place, engine in enumerate(engines):
-            arguments = (self.mode, asdict(rendezvous), place * ranks)
-            (receives[engine],) = self._generation.submit("connect_weights", *arguments, engines=[engine])
+            receives |= self._on_engines("connect_weights", [engine], self.mode, asdict(rendezvous), place * ranks)
         deadline = time.monotonic() + self._timeout_s
         self._complete(sends, receives, deadline, "connecting the refit")
         self._linked = engines

@@ -7,9 +7,10 @@ leaves engines that serve nothing, never engines that serve two versions or half
 with new links, since half a message may be left in an old one. An attempt that costs an engine is not counted as a
 retry: the engine is replaced and the others receive the version once more.
 
-What was received intact may still be wrong where it is used, so two checks compare engines with the policy. Before the
-commit, when it is due, all weights are compared as the kernels hold them. After the commit and before
-engines serve, the canary compares what they compute. Neither is tried again: such a fault does not heal by itself.
+Weights that arrived intact may still be wrong where they are used, so two checks compare engines with the policy.
+Before the commit, when that check is due, all weights are compared as the kernels hold them. After the commit and
+before engines serve, the canary compares log-probabilities. A failed check is not repeated, because such a fault does
+not heal by itself.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class WeightTransport(ABC):
         return replace(report, seconds=time.monotonic() - began, replaced=replaced)
 
     def admit(self, report: TransferReport) -> TransferReport:
-        """Let engines that share the policy's devices serve what they received, if the canary allows it.
+        """Let engines that share the policy's devices serve the weights that they received, if the canary allows it.
 
         They have no memory to compute before the policy has left the devices. Other engines serve already.
 
@@ -362,7 +363,7 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
     overdue = [name for name, call in ranks.items() if call not in over]
     _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
     _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
-    if not lost:  # otherwise a library may hold ranks until a lost engine is ended
+    if not lost:  # otherwise ranks may hang in a library only until the lost engine is ended
         _require_policy(overdue, "stuck", failure)
     return lost
 

@@ -101,7 +101,8 @@ class RefitWorker(Worker):
         if parallel.data_parallel_size > 1:
             return {"problem": "its engines share the work (data parallelism); start one server for each"}
         if model.logprobs_mode != "processed_logprobs":
-            return {"problem": f"--logprobs-mode={model.logprobs_mode} is not what tokens are drawn with"}
+            text = f"--logprobs-mode={model.logprobs_mode} must be processed_logprobs, from which tokens are drawn"
+            return {"problem": text}
         if self.device.type == "cpu" and config.scheduler_config.enable_chunked_prefill:
             return {"problem": "a CPU engine that cuts prompts into pieces cannot repeat a response"}
         try:

@@ -98,7 +98,7 @@ def test_machines_that_join_late_are_waited_for(
     machines = Machines([node(8)], [node(8)], [node(8)], [node(8)], [node(8), node(8)])
     wait(machines, monkeypatch)
     assert machines.number > 4
-    assert [record.message for record in caplog.records] == ["1 of 2 machines are there: 10.0.0.8"]
+    assert [record.message for record in caplog.records] == ["1 of 2 machines have joined: 10.0.0.8"]
 
 
 def test_machines_that_never_join_are_an_error_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_what_ends_a_process_is_in_its_log(tmp_path: Path) -> None:
     assert "ValueError: no such thing" in log
     code = "thread = threading.Thread(target=lambda: 1 / 0, name='poller'); thread.start(); thread.join()"
     log = run_logged(tmp_path / "thread", code)
-    assert "thread poller ends: nobody catches ZeroDivisionError" in log
+    assert "thread poller ends: uncaught ZeroDivisionError" in log
     log = run_logged(tmp_path / "crashes", "ctypes.string_at(0)")
     assert "Segmentation fault" in log
     assert "string_at" in log

@@ -59,7 +59,7 @@ def test_a_head_that_answers() -> None:
 
 def test_a_server_of_another_kind() -> None:
     with listening(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as address:
-        assert unreachable(address) == "what answers there is not Ray"
+        assert unreachable(address) == "something other than Ray answers there"
     with listening(lambda connection: connection.shutdown(socket.SHUT_RDWR)) as address:
         assert unreachable(address) is not None
 

@@ -48,7 +48,7 @@ def test_a_size_that_is_none(tmp_path: Path, key: str, value: Any) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor=two must be a number above 0"),
         ({"rope_theta": "large"}, "rope_theta=large must be a number above 0"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number above 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=8 is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, change: dict[str, Any], text: str) -> None:
@@ -58,8 +58,8 @@ def test_what_does_not_fit(tmp_path: Path, change: dict[str, Any], text: str) ->
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"[1, 2]", "is no object {...} but list"),
-        (b"3", "is no object {...} but int"),
+        (b"[1, 2]", "is not a JSON object but of type list"),
+        (b"3", "is not a JSON object but of type int"),
         (b"", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b'{"num_hidden_layers": ' + b"9" * 5000 + b"}", "is not valid JSON"),
