@@ -122,12 +122,17 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = _experts_of_rank(model, shape)
+    # A stage may lack parameters outside layers, such as the embedding; a chunk that is the whole model may not, except
+    # for the copy of a tied embedding.
+    whole = model.pre_process and model.post_process
     bound: list[BoundEntry] = []
     for entry, layer, local in global_entries(weight_entries(shape), shape, layers):
         for expert in range(len(experts) if entry.per_expert else 1):
             names = [name.format(layer=local, expert=expert) for name in entry.megatron]
             there = [name for name in names if name in parameters]
-            assert there or not is_per_layer(entry.megatron[0]), f"layer {layer} of the model has no parameter {names}"
+            in_layer = is_per_layer(entry.megatron[0])
+            owner_text = f"layer {layer} of the model" if in_layer else "the model"
+            assert there or not (in_layer or (whole and not entry.copy)), f"{owner_text} has no parameter {names}"
             for name in there:
                 module, _, last = name.rpartition(".")
                 owner = model.get_submodule(module)

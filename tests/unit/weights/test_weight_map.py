@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, padded_vocab
 from megatron_grpo.weights.hf_folder import HFFolderReader, write_hf_folder
-from megatron_grpo.weights.hf_weights import merge_slices, split_parameter
+from megatron_grpo.weights.hf_weights import bound_entries, merge_slices, split_parameter
 from megatron_grpo.weights.shape import ModelShape
 
 SHAPE = ModelShape(
@@ -190,3 +190,32 @@ def test_a_tensor_with_numbers_that_are_not_finite_is_refused(tmp_path: Path) ->
     assert reader.read(slices["a"]).tolist() == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"model.safetensors: b has values that are not finite"):
         reader.read(slices["b"])
+
+
+class Stage(torch.nn.Module):
+    """The parameters outside layers of a pipeline stage without layers, and an embedding unless it is not the first."""
+
+    def __init__(self, *, first: bool, tied: bool, norm: str = "weight") -> None:
+        super().__init__()
+        self.pre_process, self.post_process = first, True
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList()
+        self.decoder.final_layernorm = torch.nn.Module()
+        self.decoder.final_layernorm.register_parameter(norm, torch.nn.Parameter(torch.ones(6)))
+        if first:
+            self.embedding = torch.nn.ModuleDict({"word_embeddings": torch.nn.Embedding(13, 6)})
+        if not (first and tied):
+            self.output_layer = torch.nn.Linear(6, 13, bias=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_stage_binds_its_parameters_outside_layers(first: bool, tied: bool) -> None:
+    stage = Stage(first=first, tied=tied)
+    bound = bound_entries([stage], replace(SHAPE, tied_embeddings=tied))
+    assert {id(one.parameter) for one in bound} == {id(parameter) for parameter in stage.parameters()}
+
+
+def test_a_whole_model_must_have_every_parameter_outside_layers() -> None:
+    with pytest.raises(AssertionError, match=r"^the model has no parameter \['decoder.final_layernorm.weight'\]"):
+        bound_entries([Stage(first=True, tied=False, norm="scale")], SHAPE)
