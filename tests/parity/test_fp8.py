@@ -58,7 +58,7 @@ def test_rounding_equals_arithmetic(dtype: torch.dtype) -> None:
 
 
 def test_blocks_that_are_cut_are_an_error() -> None:
-    with pytest.raises(AssertionError, match="100 columns are no whole blocks of 128"):
+    with pytest.raises(AssertionError, match="100 columns are not whole blocks of 128"):
         round_blocks(torch.ones(128, 100), 1, 128)
 
 
