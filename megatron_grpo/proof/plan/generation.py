@@ -251,8 +251,6 @@ class Generated:
 
     seconds: float
     """Until the last response is complete."""
-    half_s: float
-    """Until half of the responses are complete."""
     busy: float
     """Mean number of sequences that decode, over `seconds`."""
 
@@ -271,7 +269,7 @@ def generate(decoder: Decoder, prompt: float, responses: NDArray[np.float64], mo
     """
     assert most > 0, "the engine holds no sequence"
     waiting = [float(one) for one in responses][::-1]
-    total, clock, decoded, area, done, half = len(waiting), 0.0, 0.0, 0.0, 0, 0.0
+    clock, decoded, area = 0.0, 0.0, 0.0
     running: list[tuple[float, float]] = []  # (decoded tokens of the engine at the end, at the beginning)
     began = 0.0
     while running or waiting:
@@ -287,6 +285,4 @@ def generate(decoder: Decoder, prompt: float, responses: NDArray[np.float64], mo
         clock, area, decoded = clock + seconds, area + seconds * batch, end
         while running and running[0][0] <= decoded:
             began -= heapq.heappop(running)[1]
-            done += 1
-        half = half or (clock if 2 * done >= total else 0.0)
-    return Generated(clock, half, area / clock if clock else 0.0)
+    return Generated(clock, area / clock if clock else 0.0)

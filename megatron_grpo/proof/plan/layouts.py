@@ -207,14 +207,13 @@ def estimate(config: Config, shape: ModelShape, hardware: Hardware) -> float:
         active += dense + (routed * experts.top_k / experts.count if experts is not None else 0.0)
     compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])
     own = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
-    domain = hardware.gpus_per_domain
-    link = hardware.nvlink_bytes_per_s, hardware.network_bytes_per_s
 
     def speed(ranks: int) -> float:
-        return link[0] if ranks <= domain else link[1] * min(ranks, domain) if ranks < domain else link[1]
+        within = ranks <= hardware.gpus_per_domain
+        return hardware.nvlink_bytes_per_s if within else hardware.network_bytes_per_s
 
     row = 2.0 * shape.hidden
-    split = 4 * own * row * (parallel.tensor - 1) / parallel.tensor / link[0]
+    split = 4 * own * row * (parallel.tensor - 1) / parallel.tensor / hardware.nvlink_bytes_per_s
     ring = parallel.context - 1
     keys = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
     split += ring * own * keys / speed(parallel.tensor * parallel.context)
