@@ -136,6 +136,11 @@ class Config(Section):
         return self.debug.rollouts_from is None
 
     @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Type of the engines' weights and activations."""
+        return self.generation.engine.dtype or self.policy.precision
+
+    @property
     def saves(self) -> bool:
         """Whether checkpoints are written."""
         return self.checkpointing.enabled and self.debug.train
