@@ -40,7 +40,6 @@ from megatron_grpo.config.loss_schema import (
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from megatron_grpo.config.plan_schema import PlanConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
@@ -60,6 +59,7 @@ from megatron_grpo.config.run_schema import (
     DebugConfig,
     LoggerConfig,
     MlflowConfig,
+    PlanConfig,
     PrepareConfig,
     WandbConfig,
 )

@@ -280,7 +280,7 @@ class Examination:
         return Finding("first_layer", cause, text, UNKNOWN[side.name], before, again)
 
     def _configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
-        """Reasons in the configuration why two sides differ that both compute as they are told."""
+        """Reasons in the configuration for a gap between two sides that are each correct."""
         law, law_of_training = engine.law, trainer.law
         if law != law_of_training:
             before, after = (
@@ -333,7 +333,7 @@ class Examination:
         return list(others(self._config, self._model, sorted(self._configured.prompts)))
 
     def _other_prompts(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, list[Tokens]]]:
-        """Rollouts behind prompts of other settings, by description, with the key of the setting."""
+        """By description of another data setting: its key, and the rollouts with the prompts of that setting."""
         settings = [] if self._configured is None else [self._configured, *self._others]
         found = {}
         for one in settings:

@@ -34,7 +34,7 @@ LINES = 5
 
 
 def engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute sequences with a new engine of one rank, with the run's settings of the engine, without graphs.
+    """Compute sequences in a new engine of one rank, with the run's engine settings but without CUDA graphs.
 
     Args:
         config: the run's configuration.
@@ -99,7 +99,7 @@ def _serve(request: Path, result: Path) -> None:
 
 
 def _hook(model: Any, states: dict[str, list[Tensor]]) -> None:
-    """Keep the hidden states of every forward pass. A layer of vLLM returns a sum as two parts, which the next adds."""
+    """Keep the hidden states of every forward pass. A layer of vLLM returns its output and the residual unadded."""
 
     def keep(point: str) -> Any:
         def hook(_module: Any, _given: Any, output: Any) -> None:

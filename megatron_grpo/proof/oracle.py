@@ -24,7 +24,7 @@ GREEDY = 1e-5
 
 
 TIE = 3e-5
-"""Difference of two scores of experts in float32 that rounding may turn round."""
+"""Experts whose float32 scores differ by less than this may change their order by rounding."""
 RouterPart = Literal["inputs", "weights", "logits", "scores"]
 """Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
 
@@ -217,7 +217,7 @@ class Oracle:
 
     @torch.no_grad()
     def first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
-        """Position of the first token of each sequence whose experts rounding may choose; its length if there is none.
+        """Position of each sequence's first token whose choice of experts rounding may change; else its length.
 
         At such a token a chosen expert and one that is not chosen have equal scores within `TIE`, so that two correct
         programs may compute different experts for it, and different numbers for what follows.
@@ -277,7 +277,7 @@ def _kept(point: str, found: dict[str, list[Tensor]]) -> Any:
 
 
 def _margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Distance of the scores of the worst chosen expert and of the best other one, [tokens], float32."""
+    """Absolute difference of the lowest score of a chosen expert and the highest of the others, [tokens], float32."""
     scores, chosen = output[0].float(), output[2]
     bias = getattr(router, "e_score_correction_bias", None)
     if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias

@@ -135,7 +135,10 @@ def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatc
 
 
 def make_loss() -> ClippedPGLossFn:
-    """The mean of advantage times log-probability: a loss whose value depends on the weights too."""
+    """Minus the mean of advantage times log-probability (REINFORCE), whose value depends on the weights.
+
+    The value of PPO's loss does not before the first update, when every ratio is 1.
+    """
     return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
 
 

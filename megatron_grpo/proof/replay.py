@@ -212,9 +212,10 @@ def _own(plan: Plan, mine: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _shared(task: ReplayTask, values: Tensor | None, places: NDArray[np.int64]) -> Tensor:
-    """Outputs of the output ranks, [tokens of the replica], at all ranks: [tokens of the batch], float32, on the host.
+    """Send outputs, [tokens of the replica], from ranks that have them to all: [tokens of the batch], float32.
 
-    Collective over all ranks; the ranks of a later pipeline stage need them for the loss.
+    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, and all
+    ranks of the last pipeline stage need them for the loss.
     """
     device = current_platform().device
     whole = torch.zeros(sum(task.batch.lengths), device=device)

@@ -47,7 +47,7 @@ class Calibration:
 
     hardware: Hardware
     rows: list[tuple[str, float, float, float]]
-    """What is compared, and of it the plan before, the run, and the plan with the new profile; seconds or GiB."""
+    """(name, planned before, measured, planned with the new profile) of each compared figure; seconds or GiB."""
 
     def table(self) -> list[str]:
         """Lines for a terminal."""

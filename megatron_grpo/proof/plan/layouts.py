@@ -69,7 +69,7 @@ def layout_name(config: Config) -> str:
 
 
 def gpus_of(config: Config) -> tuple[int, int]:
-    """GPUs of all nodes that the policy and the engines get: in the recipe's proportion; all for both in turn."""
+    """GPUs of the policy and of the engines, shared out in the recipe's proportion; colocated, both have all GPUs."""
     total = config.cluster.num_nodes * config.cluster.gpus
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     if config.generation.colocated or not config.generates:
@@ -141,7 +141,7 @@ def legal_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Conf
 
 
 def _chunk_counts(layers: int, pipeline: int, uneven: bool) -> list[int]:
-    """Numbers of chunks to try: none, two and four of them, as far as they divide the layers of a rank."""
+    """Model chunks of a rank to try: 1, 2 and 4, where they divide its layers."""
     if pipeline == 1 or uneven:
         return [1]
     return [one for one in (1, 2, 4) if layers // pipeline % one == 0]

@@ -32,7 +32,7 @@ class Holder:
     layers: int
     """Layers of the rank."""
     bytes_per_layer: int | None
-    """Bytes that a layer adds, the others are of no layer; None: not known, since the rank ran at its full depth."""
+    """Bytes that each layer adds; the rest belongs to no layer. None: not known, since the rank ran at full depth."""
 
     def as_dict(self) -> dict[str, Any]:
         """The holder for JSON."""
@@ -166,7 +166,7 @@ def sleeping_engine(config: Config, hardware: Hardware) -> int:
 
 
 def advice(config: Config, shape: ModelShape, memory: RankMemory) -> str:
-    """The key that would take most off a GPU whose rank does not fit, with a value."""
+    """The key, with a value, that would free the most memory on a GPU whose rank does not fit."""
     policy, parallel = config.policy, config.policy.parallel
     longest = policy.max_total_sequence_length
     keeps_reference = config.uses_reference and not config.reference.offload and config.plan.workload == "rl"

@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def assumptions(self) -> list[str]:
-        """What the figures rest on, besides the configuration."""
+        """Assumptions behind the figures, besides the configuration."""
         worst = self.fullest
         parts = reserve_parts(self.config, worst.phases[worst.phase], self.hardware)
         reserve = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
@@ -182,7 +182,7 @@ def lengths_of(config: Config) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class PendingPlan:
-    """A plan whose dry runs are on their way."""
+    """A plan whose dry runs are not yet done."""
 
     config: Config
     shape: ModelShape
@@ -215,7 +215,7 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
         config: the run's configuration, without problems.
         shape: sizes of its model.
         pool: processes of `trace.tracing`.
-        brief: leave out what decides little and takes most of the time: the phases between training and generation,
+        brief: leave out slow parts that rarely change the verdict: the phases between training and generation,
             skewed experts, and the stages between the first and the last if they have the same layers.
 
     Raises:
