@@ -57,9 +57,9 @@ def _run(arguments: Sequence[str]) -> int:
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     try:
         with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as scratch:
-            from megatron_grpo.proof.doctor import Request, diagnose  # here: torch takes seconds to import
+            from megatron_grpo.proof.doctor import diagnose  # here: torch takes seconds to import
 
-            diagnosis = diagnose(run_dir, config, model, Path(scratch), Request(**given))
+            diagnosis = diagnose(run_dir, config, model, Path(scratch), **given)
     finally:
         logging.disable(logging.NOTSET)
     print(json.dumps(_as_json(run_dir, diagnosis)) if "--json" in arguments else "\n".join(_lines(run_dir, diagnosis)))

@@ -32,10 +32,10 @@ EPILOG = f"""\
 Every other argument is vLLM's own (vllm serve --help=all), for instance
 --tensor-parallel-size=2 or --max-model-len=4096.
 
-The run names the server in generation.server.urls. Whoever reaches the server
-can change its weights, so it wants a token, which server and run find in the
-environment variable {TOKEN_VARIABLE}; without one there the server makes
-one and prints it. It listens on this machine alone unless --host says otherwise.
+The run names the server in generation.server.urls. Every client that reaches
+the server can change its weights, so requests need a token. Server and run read
+it from the environment variable {TOKEN_VARIABLE}; if that is not set, the server
+makes a token and prints it. It listens on this machine alone unless --host says otherwise.
 """
 
 

@@ -115,8 +115,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     """
     warnings.filterwarnings("ignore")  # packages warn about their fallbacks
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    from megatron_grpo.proof.models import prepare_model  # here: torch takes seconds to import
-    from megatron_grpo.proof.problem import make_batch, solve
+    from megatron_grpo.proof.problem import make_batch, prepare_model, solve  # here: torch takes seconds to import
     from megatron_grpo.proof.ranks import Task, compare, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)

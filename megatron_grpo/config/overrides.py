@@ -253,7 +253,7 @@ def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequenc
         read.accepted.append(text)
         return None
     if name in options:
-        return Problem(text, f"takes nothing away that could be named; choose another {name}, or set single keys")
+        return Problem(text, f"a group cannot be removed; choose another {name}, or set single keys")
     if key := known_key(name):
         return Problem(text, f"every key has a value; write {name}=..., {keys()[key].default_text} by default")
     if known_section(name):

@@ -40,7 +40,6 @@ from megatron_grpo.config.loss_schema import (
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from megatron_grpo.config.plan_schema import PlanConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
@@ -60,6 +59,7 @@ from megatron_grpo.config.run_schema import (
     DebugConfig,
     LoggerConfig,
     MlflowConfig,
+    PlanConfig,
     PrepareConfig,
     WandbConfig,
 )
@@ -134,6 +134,11 @@ class Config(Section):
     def generates(self) -> bool:
         """Whether rollouts are sampled, rather than read from a recording."""
         return self.debug.rollouts_from is None
+
+    @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Type of the engines' weights and activations."""
+        return self.generation.engine.dtype or self.policy.precision
 
     @property
     def saves(self) -> bool:

@@ -158,7 +158,7 @@ def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     text = f"is for engines that keep blocks in FP8; add +generation.engine_args.quantization={engine}, or use false"
     yield config.generation.engine_args.get("quantization") != engine, subject, text
     text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
-    yield (config.generation.engine.dtype or config.policy.precision) != "bfloat16", subject, text
+    yield config.engine_dtype != "bfloat16", subject, text
     if shape is not None and not any(layout_problems(config, shape)):
         places = training_shards(config.policy.parallel, shape), engine_shards(config.generation.parallel, shape)
         cuts = list(cut_blocks(shape, *places))

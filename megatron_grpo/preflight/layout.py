@@ -72,7 +72,7 @@ def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iter
     uneven = {**given, **{name: True for name, counts in flags.items() if counts}}
     if uneven and (stages == 1 or (given and counted)):
         name, value = next(iter(uneven.items()))
-        both = "and count_embedding or count_loss are two ways to one end; use one"
+        both = "and count_embedding or count_loss both shift layers between stages; use one of the two ways"
         yield True, f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else both
         return
     middle, left = stages - len(given), shape.layers + counted - sum(given.values())
@@ -163,7 +163,7 @@ def _replay(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     if shape is None or shape.experts is None:
         yield shape is not None, subject, "the model has no experts; use false"
         return
-    text = "policy.moe.replay_routing=true needs what a CPU engine records only uncompiled; use true"
+    text = "a CPU engine records experts, for policy.moe.replay_routing=true, only without compilation; use true"
     yield on_cpu and not engine.enforce_eager, "generation.engine.enforce_eager=", text
     text = "vLLM returns routed experts, for policy.moe.replay_routing=true, with prefix caching only; use true"
     yield not on_cpu and not engine.enable_prefix_caching, "generation.engine.enable_prefix_caching=", text

@@ -181,8 +181,8 @@ def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
     yield policy.deterministic and sums, "policy.deterministic=", text
     for section, optimizer in optimizers.items():
         without = {
-            "cpu_offload": "without GPUs everything is in host memory already; leave it out, or give cluster.gpus",
-            "precision_aware": "needs GPUs; leave it out, or give cluster.gpus",
+            "cpu_offload": "without GPUs all is in host memory already; leave it out, or give cluster.gpus_per_node",
+            "precision_aware": "needs GPUs; leave it out, or give cluster.gpus_per_node",
         }
         for name, text in without.items():
             asked, key = getattr(optimizer, name), f"{section}.optimizer.{name}="

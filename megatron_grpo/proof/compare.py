@@ -65,8 +65,8 @@ class Difference:
     """The first tensor, in the order of computation, that is past the tolerance; if none is, the one most apart."""
     sequence: int | None = None
     token: int | None = None
-    """The first token past the tolerance, if none is the one most apart: number of its sequence in the step, and its
-    position there."""
+    """The first token past the tolerance, or the token most apart if none is: number of its sequence in the step, and
+    its position in the sequence."""
     token_id: int | None = None
 
     @property
@@ -179,7 +179,7 @@ def compare(
 def _of_hidden_states(
     record: RecordedStep, first: Mapping[str, Tensor], second: Mapping[str, Tensor], limit: float
 ) -> Iterator[Difference]:
-    """The first point of the model with a token past the limit, or the point most apart; nothing without any."""
+    """The first point with a token past the limit, or the one most apart; nothing without a common point."""
     largest: Difference | None = None
     for point in (one for one in first if one in second):
         rows, others = first[point].float(), second[point].float()
@@ -209,7 +209,7 @@ def _at_token(record: RecordedStep, quantity: Quantity, tensor: str | None, apar
 
 
 Figures = dict[tuple[int, str], tuple[float, float]]
-"""By optimizer step and tensor its distance between two sides, and its norm."""
+"""By (optimizer step, name): the distance of a tensor between the two sides, and its norm on the second side."""
 
 
 def _distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
@@ -233,7 +233,10 @@ def _distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
 def _of_tensors(
     quantity: Quantity, kind: str, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
-    """The tensor most apart, and the first one past the limit: of weights forwards, of gradients backwards."""
+    """The largest difference, with the name of the first tensor past the limit in the order of computation.
+
+    Gradients are computed from the last layer to the first.
+    """
     figures, limit = _distances(kind, sides), limits[quantity]
     if not figures:
         return

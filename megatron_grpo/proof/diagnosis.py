@@ -39,7 +39,7 @@ FLOAT32 = Distance(3e-5, 1e-3)
 """Rounding of a forward pass in float32. Layouts differ by at most 2e-5 at a token (`proof.ranks.TOLERANCES`); engines
 have other kernels, so they are allowed more at single tokens."""
 MARGIN = 3.0
-"""Two programs that round to bfloat16 differ from float32 by at most this factor of what transformers does."""
+"""A program in bfloat16 may be this many times as far from float32 as transformers in bfloat16 is."""
 
 
 def rounding_of(exact: Tensor, rounded: Tensor | None) -> Distance:
@@ -78,7 +78,7 @@ class Finding:
 
 
 EXPLAINED = 0.8
-"""Share of the mean difference that an explanation removes, unless what is left is rounding."""
+"""Least share of the mean difference that an accepted explanation removes, unless the rest is rounding."""
 
 
 def best_explanation(
@@ -86,8 +86,8 @@ def best_explanation(
 ) -> Finding | None:
     """The suspect that comes closest to the record; None if none explains it.
 
-    Groups are tried in order, the cheap and frequent ones first. A group is the last one when one of its suspects
-    reproduces the record to rounding; within the groups so far the closest suspect is taken.
+    Groups are tried in order, the cheap and frequent ones first. The search ends after the first group with a
+    suspect that reproduces the record to rounding; the closest suspect so far is taken.
 
     Args:
         side: the name of the side, with which the text begins.

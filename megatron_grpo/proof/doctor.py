@@ -27,6 +27,7 @@ from megatron_grpo.proof.diagnosis import (
 )
 from megatron_grpo.proof.engine_side import engine_again
 from megatron_grpo.proof.evidence import Evidence, Rollout, Weights, read_evidence
+from megatron_grpo.proof.hidden_states import trainer_again
 from megatron_grpo.proof.oracle import Law, Oracle, Tokens
 from megatron_grpo.proof.prompts import Rendering, configured, others
 from megatron_grpo.proof.suspects import (
@@ -45,7 +46,6 @@ from megatron_grpo.proof.suspects import (
     tensor_suspects,
     version_suspects,
 )
-from megatron_grpo.proof.trainer_side import trainer_again
 from megatron_grpo.weights.families import shape_of_folder
 
 
@@ -70,19 +70,16 @@ class Diagnosis:
     """Facts that are no mistakes, and checks that could not be made, with the reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to examine."""
-
-    step: int | None = None
-    """A recorded step; None: the newest whose weights can be had."""
-    tokens: int = 2048
-    """Most sampled tokens to score."""
-    engine: bool = False
-    """Start an engine with the same weights if nothing else explains the engine's log-probabilities."""
-
-
-def diagnose(run_dir: Path, config: Config, model: Path, scratch: Path, request: Request) -> Diagnosis:
+def diagnose(
+    run_dir: Path,
+    config: Config,
+    model: Path,
+    scratch: Path,
+    *,
+    step: int | None = None,
+    tokens: int = 2048,
+    engine: bool = False,
+) -> Diagnosis:
     """Examine a recorded step.
 
     Args:
@@ -90,15 +87,17 @@ def diagnose(run_dir: Path, config: Config, model: Path, scratch: Path, request:
         config: the run's configuration.
         model: folder of the model that the run started from.
         scratch: folder for exported checkpoints.
-        request: what to examine.
+        step: number of the step; None: the newest one whose weights are available.
+        tokens: most sampled tokens to score.
+        engine: start an engine with the same weights if nothing else explains the engine's log-probabilities.
 
     Raises:
         ValueError: the step cannot be examined; the text says what to do.
         RunError: a model or checkpoint cannot be loaded.
     """
     weights = Weights(run_dir, config, model, shape_of_folder(model), scratch)
-    evidence = read_evidence(run_dir, request.step, weights, config, request.tokens)
-    return Examination(config, model, weights, evidence, again=request.engine).run()
+    evidence = read_evidence(run_dir, step, weights, config, tokens)
+    return Examination(config, model, weights, evidence, again=engine).run()
 
 
 class Examination:
@@ -132,11 +131,12 @@ class Examination:
         found.findings += record_findings(evidence, self._stops, stop_strings=stop_strings)
         found.findings += self._template_findings()
         engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))
-        found.findings += self._judged(engine, self._engine_dtype, evidence.version)
+        found.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
         recorded = evidence.column("prev_logprobs")
         version = evidence.step - 1
         if recorded is None or version not in self._weights.versions:
-            version, recorded = evidence.version, self._trainer(evidence.version, evidence.tokens)[0]
+            version, folder = evidence.version, self._weights.folder(evidence.version)
+            recorded, _ = trainer_again(self._config, folder, evidence.tokens, hidden=False)
             found.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         trainer = self._side("trainer", version, recorded, Law(temperature=engine.law.temperature))
         found.findings += self._judged(trainer, self._config.policy.precision, version)
@@ -176,16 +176,6 @@ class Examination:
         assert recorded is not None, "generation always records its log-probabilities"
         rollouts, tokens = self._evidence.rollouts, self._evidence.tokens
         return Side(name, self._oracle(version), rollouts, tokens, law, recorded)
-
-    @property
-    def _engine_dtype(self) -> str:
-        return self._config.generation.engine.dtype or self._config.policy.precision
-
-    def _trainer(
-        self, version: int, tokens: Sequence[Tokens], *, hidden: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The trainer's log-probabilities of sequences, and its hidden states."""
-        return trainer_again(self._config, self._weights.folder(version), tokens, hidden=hidden)
 
     def _judged(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
         """What is wrong with a side, if its record differs from the oracle by more than rounding."""
@@ -248,7 +238,9 @@ class Examination:
         if all(one / 3 < seen < 3 * one for one, seen in ((coarse.mean, before.mean), (coarse.worst, before.worst))):
             text = f"the {side.name} differs from float32 as much as a computation in bfloat16 does"
             return Finding("precision", "precision", text, PRECISION, before)
-        return self._unknown(side, base)
+        where = where_apart(side.lengths, side.recorded, base, rounding_of(base, None))
+        text = f"no suspect explains the {side.name}: {where}"
+        return Finding("unexplained", "unexplained", text, UNKNOWN[side.name], before)
 
     def _eight_bits(self, side: str) -> list[str]:
         """Keys by which a side keeps or multiplies numbers in 8 bits, whose rounding the oracle does not show."""
@@ -257,11 +249,6 @@ class Examination:
             return [f"generation.engine_args.{one}" for one in ("quantization", "kv_cache_dtype") if arguments.get(one)]
         fp8 = ["policy.fp8.format"] if policy.fp8.format != "off" else []
         return [*fp8, *(["policy.quantization"] if policy.quantization else [])]
-
-    def _unknown(self, side: Side, base: Tensor) -> Finding:
-        where = where_apart(side.lengths, side.recorded, base, rounding_of(base, None))
-        text, before = f"no suspect explains the {side.name}: {where}", Distance.between(side.recorded, base)
-        return Finding("unexplained", "unexplained", text, UNKNOWN[side.name], before)
 
     def _by_layers(self, side: Side, base: Tensor, version: int) -> Finding | None:
         """A finding from the side's own code, run again with the same weights; None: it was not asked for."""
@@ -272,7 +259,7 @@ class Examination:
             law = Law()
             logprobs, states = engine_again(self._config, folder, tokens)
         else:
-            logprobs, states = self._trainer(version, tokens, hidden=True)
+            logprobs, states = trainer_again(self._config, folder, tokens, hidden=True)
         before, again = Distance.between(side.recorded, base), Distance.between(logprobs, side.predict(law=law))
         if again.mean < before.mean / 10:
             text = (
@@ -293,7 +280,7 @@ class Examination:
         return Finding("first_layer", cause, text, UNKNOWN[side.name], before, again)
 
     def _configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
-        """Reasons in the configuration why two sides differ that both compute as they are told."""
+        """Reasons in the configuration for a gap between two sides that are each correct."""
         law, law_of_training = engine.law, trainer.law
         if law != law_of_training:
             before, after = (
@@ -304,7 +291,7 @@ class Examination:
             text = "sampling removes or penalises tokens, and training sees the whole distribution of the model"
             if not before.within(self._found.sides["engine"][1]):
                 yield Finding("sampling_options", "sampling", text, ", ".join(named), before, after)
-        types = self._engine_dtype, self._config.policy.precision
+        types = self._config.engine_dtype, self._config.policy.precision
         if types[0] != types[1]:
             text = f"the engine computes in {types[0]} and the trainer in {types[1]}"
             yield Finding("precision", "precision", text, PRECISION, self._found.gap)
@@ -346,7 +333,7 @@ class Examination:
         return list(others(self._config, self._model, sorted(self._configured.prompts)))
 
     def _other_prompts(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, list[Tokens]]]:
-        """Rollouts behind prompts of other settings, by description, with the key of the setting."""
+        """By description of another data setting: its key, and the rollouts with the prompts of that setting."""
         settings = [] if self._configured is None else [self._configured, *self._others]
         found = {}
         for one in settings:

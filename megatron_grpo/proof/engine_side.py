@@ -34,7 +34,7 @@ LINES = 5
 
 
 def engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute sequences with a new engine of one rank, with the run's settings of the engine, without graphs.
+    """Compute sequences in a new engine of one rank, with the run's engine settings but without CUDA graphs.
 
     Args:
         config: the run's configuration.
@@ -50,7 +50,7 @@ def engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> t
     """
     arguments = {
         "model": str(folder),
-        "dtype": config.generation.engine.dtype or config.policy.precision,
+        "dtype": config.engine_dtype,
         "max_model_len": max(len(one.ids) for one in sequences) + 1,
         "max_num_batched_tokens": max(2048, max(len(one.ids) for one in sequences) + 1),
         "enforce_eager": True,
@@ -99,13 +99,13 @@ def _serve(request: Path, result: Path) -> None:
 
 
 def _hook(model: Any, states: dict[str, list[Tensor]]) -> None:
-    """Keep the hidden states of every forward pass. A layer of vLLM returns a sum as two parts, which the next adds."""
+    """Keep the hidden states of every forward pass. A layer of vLLM returns its output and the residual unadded."""
 
     def keep(point: str) -> Any:
         def hook(_module: Any, _given: Any, output: Any) -> None:
             parts = output if isinstance(output, tuple) else (output,)
-            summed = point != "norm" and "." in point and point.count(".") == 1
-            value = parts[0] + parts[1] if summed and len(parts) > 1 and parts[1] is not None else parts[0]
+            is_layer = point.count(".") == 1
+            value = parts[0] + parts[1] if is_layer and len(parts) > 1 and parts[1] is not None else parts[0]
             states.setdefault(point, []).append(value.detach().float().cpu().clone())
 
         return hook

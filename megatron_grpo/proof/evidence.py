@@ -1,4 +1,4 @@
-"""The evidence that a run leaves of one step: recorded rollouts, and the weights of each version that can be had."""
+"""The evidence that a run leaves of one step: recorded rollouts, and the weights of each available version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A recorded rollout, with its sampled tokens that one weight version alone explains."""
+    """A recorded rollout, and those of its sampled tokens that depend on a single weight version."""
 
     row: dict[str, Any]
     """The row of the file (`read_rollouts`)."""
@@ -67,7 +67,7 @@ def joined_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def rollout_of(row: dict[str, Any], version: int, *, recomputed: bool) -> Rollout | None:
-    """The tokens of a row that `version` alone explains; None: it has none.
+    """The rollout of a row, with the sampled tokens that depend on `version` alone; None: there are none.
 
     Args:
         row: row of the file of rollouts.
@@ -112,7 +112,7 @@ class Weights:
 
     @property
     def versions(self) -> list[int]:
-        """Versions whose weights can be had, in ascending order."""
+        """Versions whose weights are available, in ascending order."""
         return sorted({0, *self._checkpoints})
 
     def folder(self, version: int) -> Path:
@@ -170,7 +170,7 @@ class Evidence:
 
 
 def read_evidence(run_dir: Path, step: int | None, weights: Weights, config: Config, most_tokens: int) -> Evidence:
-    """The rollouts of a step; without `step`, of the newest whose weights can be had.
+    """The rollouts of a step; without `step`, of the newest one whose weights are available.
 
     Args:
         run_dir: the run's folder.
@@ -180,7 +180,7 @@ def read_evidence(run_dir: Path, step: int | None, weights: Weights, config: Con
         most_tokens: sampled tokens to score, of whole rollouts, the first samples of all prompts first.
 
     Raises:
-        ValueError: nothing is recorded, or the weights of no recorded step can be had; the text says what to do.
+        ValueError: nothing is recorded, or the weights of no recorded step are available; the text says what to do.
     """
     files = recorded_steps(run_dir)
     if not files:
@@ -199,7 +199,7 @@ def read_evidence(run_dir: Path, step: int | None, weights: Weights, config: Con
             have = ", ".join(map(str, weights.versions))
             text = f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}"
             raise ValueError(f"{text}; take a step N + 1 after a checkpoint step_N (checkpointing.save_period)")
-    raise ValueError(f"{run_dir} has no recorded step whose weights can be had; keep checkpoints, or record step 1")
+    raise ValueError(f"{run_dir} has no recorded step whose weights are available; keep checkpoints, or record step 1")
 
 
 def _most_frequent_version(rows: Sequence[dict[str, Any]]) -> int | None:

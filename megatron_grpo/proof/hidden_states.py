@@ -1,6 +1,6 @@
-"""Hidden states of a rank's layers during a forward pass, and their assembly over ranks into whole sequences.
+"""Forward passes that keep the hidden states of a rank's layers, and the assembly of these states over ranks.
 
-What is captured, in the order of computation, by names that follow Hugging Face's (`point_order` sorts them):
+The points at which states are kept, in the order of computation (`point_order`), by names that follow Hugging Face's:
 
     embedding                           output of the embedding, scaled where the model scales it
     layers.N.input_layernorm            absent where Transformer Engine fuses the norm with the product after it
@@ -16,9 +16,9 @@ What is captured, in the order of computation, by names that follow Hugging Face
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,10 +26,19 @@ from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import HashStore
 
-from megatron_grpo.data.batch import TokenBatch, token_places
+from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given, token_places
+from megatron_grpo.data.packing import OF_TOKENS, planner
+from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import held_source
-from megatron_grpo.trainer.rank import Microbatches, ModelRank
+from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+from megatron_grpo.trainer.rank import Microbatches, PolicyRank
+from megatron_grpo.weights.families import shape_of_folder
+
+if TYPE_CHECKING:
+    from megatron_grpo.proof.oracle import Tokens
 
 EMBEDDING, HEADS, NORM = "embedding", "self_attn.heads", "norm"
 _OF_LAYER = {
@@ -67,29 +76,23 @@ def point_order(point: str) -> tuple[int, int]:
     return int(layer), list(_OF_LAYER.values()).index(rest[0] if rest else "")
 
 
-@contextmanager
-def captured(
-    rank: ModelRank, batch: TokenBatch, microbatches: Microbatches, places: NDArray[np.int64]
-) -> Iterator[list[Piece]]:
-    """Capture hidden states of the policy in the body, which makes one forward pass over the microbatches.
+def logprobs_and_states(
+    rank: PolicyRank, batch: TokenBatch, microbatches: Microbatches, places: NDArray[np.int64]
+) -> tuple[Tensor | None, list[Piece]]:
+    """Compute log-probabilities in one forward pass, and keep the hidden states of the pass.
 
-    Usage, on every rank of a layout (the pass is collective)::
-
-        with captured(rank, batch, microbatches, places) as pieces:
-            rank.logprobs(batch, microbatches)
-
-    and where the pieces of all ranks come together, `assembled(pieces, tokens)`. Every real token of the microbatches
-    is captured by exactly one rank at every point, whatever the layout: tensor-parallel ranks that hold equal values
-    leave them to the first of them, and padding is left out.
+    Collective over the ranks of a layout. Each rank returns its pieces; `assembled` makes whole tensors of the pieces
+    of all ranks. Every real token of the microbatches is kept by exactly one rank at every point, whatever the layout:
+    of tensor-parallel ranks with equal values the first one keeps them, and padding is left out.
 
     Args:
-        rank: a policy whose chunks are evaluated, not trained: with recomputed activations a layer would run twice.
+        rank: the policy's rank.
         batch: this replica's sequences.
-        microbatches: those of the pass.
-        places: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not captured.
+        microbatches: numbers of the sequences in each microbatch of the pass.
+        places: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not kept.
 
-    Yields:
-        The pieces, which the pass fills.
+    Returns:
+        The log-probabilities as `PolicyRank.logprobs` returns them, and the pieces.
     """
     pieces: list[Piece] = []
     sources = [_sources(rank, batch, indices, places) for indices in microbatches]
@@ -99,7 +102,7 @@ def captured(
         for point, module in _points(chunk)
     ]
     try:
-        yield pieces
+        return rank.logprobs(batch, microbatches), pieces
     finally:
         for handle in handles:
             handle.remove()
@@ -128,6 +131,46 @@ def assembled(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
     return whole
 
 
+def trainer_again(
+    config: Config, folder: Path, sequences: Sequence[Tokens], *, hidden: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute recorded sequences again by the trainer's code, on one rank in this process, in the run's precision.
+
+    Args:
+        config: the run's configuration; its layout is replaced by one rank.
+        folder: the weights in Hugging Face format, adapters merged.
+        sequences: the tokens.
+        hidden: keep hidden states.
+
+    Returns:
+        Log-probabilities of the chosen tokens, [chosen tokens of all sequences], float32; and hidden states by point,
+        [tokens of all sequences, width], empty without `hidden`.
+    """
+    policy = replace(config.policy, parallel=ParallelConfig(), lora=LoraConfig())
+    policy = replace(policy, optimizer=replace(policy.optimizer, distributed=False))
+    lengths = [len(one.ids) for one in sequences]
+    batch = TokenBatch(lengths, TokenFields(token_ids=torch.cat([one.ids for one in sequences]).int()))
+    initialize_parallel(policy.parallel, rank=0, store=HashStore(), seed=0, timeout_s=policy.timeout_s)
+    try:
+        settings = RankSettings(
+            config=policy,
+            shape=shape_of_folder(folder),
+            folder=str(folder),
+            decay_steps=1,
+            temperature=config.generation.temperature,
+        )
+        (microbatches,) = planner(policy, OF_TOKENS).microbatches([np.array(lengths)])
+        rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))
+        if hidden:
+            found, pieces = logprobs_and_states(rank, batch, microbatches, everywhere)
+        else:
+            found, pieces = rank.logprobs(batch, microbatches), []
+    finally:
+        destroy_parallel()
+    logprobs = [part[one.places] for part, one in zip(given(found).split(lengths), sequences, strict=True)]
+    return torch.cat(logprobs), assembled(pieces, len(everywhere))
+
+
 def _points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """The captured modules of one chunk of a model, with the names of their points."""
     if chunk.pre_process:
@@ -152,7 +195,7 @@ class _Source:
     """[tokens of this rank's part under sequence parallelism], int64."""
 
 
-def _sources(rank: ModelRank, batch: TokenBatch, indices: Sequence[int], places: NDArray[np.int64]) -> _Source:
+def _sources(rank: PolicyRank, batch: TokenBatch, indices: Sequence[int], places: NDArray[np.int64]) -> _Source:
     layout = rank.maker.place([batch.lengths[index] for index in indices])
     flat = places[token_places(np.asarray(batch.lengths), np.asarray(indices))]
     parallel = rank.config.parallel

@@ -24,7 +24,7 @@ GREEDY = 1e-5
 
 
 TIE = 3e-5
-"""Difference of two scores of experts in float32 that rounding may turn round."""
+"""Experts whose float32 scores differ by less than this may change their order by rounding."""
 RouterPart = Literal["inputs", "weights", "logits", "scores"]
 """Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
 
@@ -106,6 +106,20 @@ class Law:
         return torch.empty_like(logits).scatter_(1, order, values)
 
 
+def eager_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a model whose attention and experts are transformers' plain torch code, without fused kernels."""
+    # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
+    kind = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **kind).eval()
+
+
+def stored_tensors(model: Any) -> dict[str, Tensor]:
+    """Parameters, and the buffers that a model's files have too, by their names in transformers."""
+    stored = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return dict(model.named_parameters()) | buffers
+
+
 class Oracle:
     """The model of a folder, in one process, computed by transformers' plain code.
 
@@ -118,23 +132,15 @@ class Oracle:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
-        kind = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **kind)
+            model = eager_model(folder, dtype)
         except Exception as error:  # a model's own code may raise anything
             raise RunError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
-        self.model: Any = model.eval().requires_grad_(False)
+        self.model: Any = model.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights by their names in transformers, in memory: experts are stacked, tied weights named once."""
-        return {name: tensor.detach() for name, tensor in self._held().items()}
-
-    def _held(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the model itself, by name."""
-        stored = self.model.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in stored}
-        return dict(self.model.named_parameters()) | buffers
+        return {name: tensor.detach() for name, tensor in stored_tensors(self.model).items()}
 
     @property
     def layers(self) -> list[Any]:
@@ -163,7 +169,7 @@ class Oracle:
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Compute the body with other values of some tensors, by name; each has the shape of the tensor."""
-        own = self._held()
+        own = stored_tensors(self.model)
         before = {name: own[name].data for name in values}
         try:
             for name, value in values.items():
@@ -211,7 +217,7 @@ class Oracle:
 
     @torch.no_grad()
     def first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
-        """Position of the first token of each sequence whose experts rounding may choose; its length if there is none.
+        """Position of each sequence's first token whose choice of experts rounding may change; else its length.
 
         At such a token a chosen expert and one that is not chosen have equal scores within `TIE`, so that two correct
         programs may compute different experts for it, and different numbers for what follows.
@@ -271,7 +277,7 @@ def _kept(point: str, found: dict[str, list[Tensor]]) -> Any:
 
 
 def _margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Distance of the scores of the worst chosen expert and of the best other one, [tokens], float32."""
+    """Absolute difference of the lowest score of a chosen expert and the highest of the others, [tokens], float32."""
     scores, chosen = output[0].float(), output[2]
     bias = getattr(router, "e_score_correction_bias", None)
     if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias

@@ -21,7 +21,7 @@ from megatron_grpo.trainer.parallel import initialize_parallel
 
 T = TypeVar("T")
 Enter = Callable[[str], object]
-"""A function that takes the name of each phase of a rank as it begins, for messages."""
+"""A function that a rank calls with the name of each phase when the phase begins; messages name it."""
 Body = Callable[[T, Enter], dict[str, Any]]
 """The work of a rank: from the task and `Enter` to tensors, numbers, texts, lists and dicts of them, by name."""
 
@@ -37,8 +37,8 @@ def run_on_ranks(
         parallel: the layout.
         seed: seed of the ranks' random states.
         timeout_s: deadline of the whole call.
-        gpus: GPUs of this machine, of which each rank gets one; 0: the ranks compute on the CPU; None: they compute on
-            what this process sees.
+        gpus: GPUs of this machine, of which each rank gets one; 0: the ranks compute on the CPU; None: every
+            rank sees the devices that this process sees.
 
     Raises:
         RunError: a rank failed, died or missed the deadline, which the text names; or there are fewer GPUs than ranks.
@@ -47,9 +47,10 @@ def run_on_ranks(
     if gpus and gpus < world:
         raise RunError(f"the layout has {world} ranks, and this machine {gpus} GPUs")
     threads = int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, (os.cpu_count() or 1) // world)
-    os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
+    os.environ["PYTHONSAFEPATH"] = "1"  # keeps the working folder off the ranks' import path
     os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
-    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the other ranks are ended after a failure
+    # After a failure torch ends the other ranks, and would log each of them.
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)
     store, end = open_store("127.0.0.1", timeout_s), time.monotonic() + timeout_s
     # The ranks are forked from a server that has imported everything, because imports take longer than computing.
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, body.__module__])

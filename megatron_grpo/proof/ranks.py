@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -55,14 +56,17 @@ class Findings:
     peak_bytes: int = 0
 
 
-def measure(task: Task, enter: Callable[[str], object]) -> Findings:
-    """Build the rank's part of the model and measure it; `enter` gets the name of each phase as it begins."""
+def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
+    """Build the rank's part of the model and measure it; returns the fields of `Findings` by name.
+
+    `enter` gets the name of each phase as it begins.
+    """
     enter("building the model")
     config = _config(task)
-    shares = planner(config, OF_TOKENS).share(torch.tensor(task.batch.lengths).numpy(), task.parallel.data)
+    shares = planner(config, OF_TOKENS).share(np.array(task.batch.lengths), task.parallel.data)
     numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
     batch = task.batch.select(numbers)
-    (microbatches,) = planner(config, OF_TOKENS).microbatches([torch.tensor(batch.lengths).numpy()])
+    (microbatches,) = planner(config, OF_TOKENS).microbatches([np.array(batch.lengths)])
     rank = _build(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
     enter("log-probabilities")
     logprobs = rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches)
@@ -86,7 +90,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> Findings:
     result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel rank 0 reports the loss
         result.losses = [0.0] * len(result.losses)
-    return result
+    return {one.name: getattr(result, one.name) for one in fields(result)}
 
 
 def _config(task: Task, *, distributed: bool = False) -> PolicyConfig:
@@ -136,13 +140,8 @@ def run_layout(task: Task) -> list[Findings]:
     Raises:
         RunError: a rank failed, died or missed the deadline; the text names it.
     """
-    found = run_on_ranks(_measured, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
+    found = run_on_ranks(measure, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
     return [Findings(**one) for one in found]
-
-
-def _measured(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
-    found = measure(task, enter)
-    return {one.name: getattr(found, one.name) for one in fields(found)}
 
 
 TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}

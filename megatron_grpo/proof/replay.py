@@ -28,7 +28,7 @@ from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.preflight.layout import split_rules
-from megatron_grpo.proof.hidden_states import Piece, assembled, captured
+from megatron_grpo.proof.hidden_states import Piece, assembled, logprobs_and_states
 from megatron_grpo.proof.processes import run_on_ranks
 from megatron_grpo.proof.record import RecordedStep
 from megatron_grpo.trainer.group import Microbatches, TrainResult, cost_of, planned, shares_of
@@ -186,8 +186,8 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     enter("log-probabilities")
     forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
     plan = _own(task.logprobs, mine)
-    with captured(rank, forward, plan, np.where(task.captured[places], places, -1)) as pieces:
-        logprobs = _shared(task, rank.logprobs(forward, plan), places)
+    own, pieces = logprobs_and_states(rank, forward, plan, np.where(task.captured[places], places, -1))
+    logprobs = _shared(task, own, places)
     if task.uses_prev:
         batch.fields.prev_logprobs = logprobs[places]
     if task.settings.reference is not None:
@@ -212,9 +212,10 @@ def _own(plan: Plan, mine: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _shared(task: ReplayTask, values: Tensor | None, places: NDArray[np.int64]) -> Tensor:
-    """Outputs of the output ranks, [tokens of the replica], at all ranks: [tokens of the batch], float32, on the host.
+    """Send outputs, [tokens of the replica], from ranks that have them to all: [tokens of the batch], float32.
 
-    Collective over all ranks; the ranks of a later pipeline stage need them for the loss.
+    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, and all
+    ranks of the last pipeline stage need them for the loss.
     """
     device = current_platform().device
     whole = torch.zeros(sum(task.batch.lengths), device=device)

@@ -51,7 +51,7 @@ class Side:
     tokens: Sequence[Tokens]
     """The sequences of the rollouts, or with other prompts."""
     law: Law
-    """The distribution that the configuration says."""
+    """The sampling distribution of the configuration."""
     recorded: Tensor
     """[tokens], float32."""
 

@@ -11,7 +11,7 @@ from megatron_grpo.config.typed import typed
 from megatron_grpo.controller.directory import record_start
 from megatron_grpo.data.rollout_files import Learnt, RunFacts, StepRecord, rollouts_file, write_rollouts
 from megatron_grpo.data.trajectory import Span, Trajectory
-from megatron_grpo.proof.models import prepare_model
+from megatron_grpo.proof.problem import prepare_model
 from megatron_grpo.weights.families import shape_of_folder
 from tests.support.recording import make_facts
 

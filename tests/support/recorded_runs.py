@@ -27,7 +27,7 @@ from megatron_grpo.controller.directory import record_start
 from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.rollout_files import Learnt, rollouts_file, write_rollouts
 from megatron_grpo.data.trajectory import Span, Trajectory
-from megatron_grpo.proof.models import prepare_model
+from megatron_grpo.proof.problem import prepare_model
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank

@@ -22,11 +22,11 @@ def loop_rules(config: Config) -> Iterator[Rule]:
     yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
     text = "keeps prompts whose samples differ; needs LOOP.num_generations_per_prompt of 2 or more"
     yield loop.use_dynamic_sampling and loop.num_generations_per_prompt < 2, "LOOP.use_dynamic_sampling=", text
-    text = "moves what nothing is compared with; needs loss_fn.reference_policy_kl_penalty > 0"
+    text = "moves a reference policy that the loss does not use; needs loss_fn.reference_policy_kl_penalty > 0"
     yield loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0, "LOOP.sync_ref_model=", text
     stop = loop.early_stop
     if stop.enabled:
-        text = "nothing says when; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
+        text = "has no criterion; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
         yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
         yield from _validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
         text = "decides after a validation; needs data.val_path and LOOP.val_period"
@@ -123,10 +123,10 @@ def ppo_rules(config: Config) -> Iterator[Rule]:
     ppo, penalty = config.ppo, config.loss_fn.reference_policy_kl_penalty
     text = f"leaves none of the ppo.max_num_steps={ppo.max_num_steps} steps to the policy"
     yield ppo.policy_training_start_step >= ppo.max_num_steps, "ppo.policy_training_start_step=", text
-    text = f"leaves nothing to compare with, and loss_fn.reference_policy_kl_penalty={penalty:g} has to; set it to 0"
+    text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty:g} needs one; set it to 0"
     skips = ppo.skip_reference_policy_logprobs_calculation
     yield skips and penalty > 0, "ppo.skip_reference_policy_logprobs_calculation=", text
-    text = "this is a run on CPU: cluster.gpus is 0"
+    text = "this is a run on CPU: cluster.gpus_per_node is 0"
     yield ppo.calculate_advantages_on_gpu and config.cluster.gpus == 0, "ppo.calculate_advantages_on_gpu=", text
     estimator, prefix = ppo.adv_estimator, "ppo.adv_estimator"
     is_raw, alpha = estimator.name == "raw_reward", estimator.length_adaptive_alpha

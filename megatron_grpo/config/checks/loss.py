@@ -57,9 +57,9 @@ def _kl(config: Config) -> Iterator[Rule]:
     score, subject = loss.kl_score_function_gradient, "loss_fn.kl_score_function_gradient="
     text = "excludes loss_fn.use_on_policy_kl_approximation, whose weight has a gradient for the same purpose"
     yield score and weighs, subject, text
-    text = "is about the KL in the loss, and loss_fn.use_kl_in_reward leaves none there; its gradient is right"
+    text = "is about the KL in the loss, and loss_fn.use_kl_in_reward leaves none there; its gradient is already right"
     yield score and loss.use_kl_in_reward, subject, text
-    text = "needs an estimate without bias: loss_fn.reference_policy_kl_type=k1 or k3"
+    text = "needs an unbiased estimate: loss_fn.reference_policy_kl_type=k1 or k3"
     yield score and loss.reference_policy_kl_type == "k2", subject, text
     text = "sums over the tokens after each one, which context-parallel ranks share; use policy.parallel.context=1"
     yield score and config.policy.parallel.context > 1, subject, text
@@ -92,7 +92,7 @@ def async_rules(config: Config) -> Iterator[Rule]:
     """Settings that cannot be combined with training on samples of earlier weights, or with oversampling."""
     options = config.loop.async_grpo
     text = (
-        "trains on samples of earlier weights, and nothing weighs them; give "
+        "trains on samples of earlier weights without an importance correction; give "
         "loss_fn.use_importance_sampling_correction=true, best with loss_fn.truncated_importance_sampling_type=tis "
         "and loss_fn.truncated_importance_sampling_ratio=2"
     )
@@ -124,9 +124,9 @@ def async_cautions(config: Config) -> Iterator[Rule]:
     """Settings of asynchronous training that are allowed and may not be intended."""
     ahead = config.loop.async_grpo.samples_ahead
     text = (
-        "leaves the weights of samples of earlier weights without a limit; "
+        "puts no limit on the importance weights of samples from earlier versions of the policy; "
         "loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2 give one"
     )
     yield ahead and config.loss_fn.truncated_importance_sampling_type is None, "LOOP.async_grpo.enabled=", text
-    text = "leaves out responses whose weights are old, as it does those that the two frameworks disagree about"
+    text = "also leaves out responses from earlier versions of the policy, on which the frameworks need not disagree"
     yield ahead and config.loop.seq_logprob_error_threshold is not None, "LOOP.seq_logprob_error_threshold=", text

@@ -204,7 +204,7 @@ def _tasks(config: Config) -> Iterator[Rule]:
         unknown = task is not None and task not in config.env
         yield unknown, f"{key}={task}", f"no such environment under env; there is {known}"
     for task in data.tasks:
-        text = f"says how prompts of no environment look; env has {known}"
+        text = f"sets the prompts of a task that has no environment; env has {known}"
         yield task not in config.env, f"data.tasks.{task}", text
 
 

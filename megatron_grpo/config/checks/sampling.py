@@ -52,7 +52,7 @@ def filter_rules(config: Config) -> Iterator[Rule]:
     """Filters or structured output together with an option that compares the probabilities of engine and trainer."""
     drops = _drops(config)
     text = (
-        "leaves out what the model itself would have sampled with another probability, and the form gives many tokens "
+        "leaves out tokens that sampling and training give other probabilities, and the form gives many tokens "
         "a probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
     )
     yield drops and config.generation.structured != StructuredConfig(), drops or "", text
@@ -60,8 +60,8 @@ def filter_rules(config: Config) -> Iterator[Rule]:
     compares = "loss_fn.use_importance_sampling_correction=True" if corrects else drops
     for name, subject in _changed(config.generation, _FILTERS).items():
         text = (
-            "leaves tokens out that training counts with: every token that is sampled is likelier there, and "
-            f"{compares} would take that for a difference between the two frameworks; use "
+            "removes tokens that training's distribution includes: sampled tokens are likelier there than in training, "
+            f"and {compares} would take that for a difference between the two frameworks; use "
             f"{shown(getattr(GenerationConfig(), name))}, or leave that option out"
         )
         yield compares, subject, text
@@ -116,7 +116,7 @@ def server_rules(config: Config) -> Iterator[Rule]:
     )
     yield endpoint.enabled and not is_local and token() is None, "generation.endpoint.host=", text
     for name, environment in config.env.items():
-        text = "asks the model where nobody answers; give generation.endpoint.enabled=true"
+        text = "asks the model through the endpoint, which is off; give generation.endpoint.enabled=true"
         unanswered = environment.agent_func is not None and not endpoint.enabled
         yield unanswered, f"env.{name}.agent_func={environment.agent_func}", text
     urls, engines = config.generation.server.urls, config.generation.parallel.data

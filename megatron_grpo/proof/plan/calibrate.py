@@ -47,7 +47,7 @@ class Calibration:
 
     hardware: Hardware
     rows: list[tuple[str, float, float, float]]
-    """What is compared, and of it the plan before, the run, and the plan with the new profile; seconds or GiB."""
+    """(name, planned before, measured, planned with the new profile) of each compared figure; seconds or GiB."""
 
     def table(self) -> list[str]:
         """Lines for a terminal."""
@@ -107,9 +107,7 @@ def calibrate(
 
 def write_profile(file: Path, hardware: Hardware, name: str) -> None:
     """Write a profile as YAML, for plan.hardware=FILE."""
-    entry = hardware.as_dict()
-    entry["flops"] = dict(hardware.flops)
-    file.write_text(yaml.safe_dump({name: entry}, sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump({name: hardware.as_dict()}, sort_keys=False), encoding="utf-8")
 
 
 def _sum(times: StepTimes, phases: tuple[str, ...]) -> float:

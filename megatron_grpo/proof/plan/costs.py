@@ -96,7 +96,7 @@ def product_s(hardware: Hardware, work: Work) -> float:
 
 
 def _filled(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
-    """Share of the peak that `number` results of [rows, columns] leave to kernels of this tile."""
+    """Share of the peak that kernels of this tile reach on `number` results of [rows, columns]."""
     high, wide = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
     used = rows / tile[0] / high * columns / tile[1] / wide
     tiles = number * high * wide

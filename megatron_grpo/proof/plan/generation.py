@@ -106,11 +106,9 @@ def engine_size(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     vLLM gives the cache what gpu_memory_utilization leaves after weights and the activations that it measures with a
     pass of max_num_batched_tokens tokens: the widest feed-forward, and logits in float32 of max_num_seqs tokens.
     """
-    generation, engine = config.generation, config.generation.engine
-    dtype = engine.dtype or config.policy.precision
-    width, parallel = _WIDTH[dtype], generation.parallel
-    quantized = str(generation.engine_args.get("quantization", "")).startswith("fp8")
-    weights = max(_weights(shape, one, width, 1 if quantized else width) for one in engine_shards(parallel, shape))
+    generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
+    width, matrix_width = _widths(config)
+    weights = max(_weights(shape, one, width, matrix_width) for one in engine_shards(parallel, shape))
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
     layers = math.ceil(shape.layers / parallel.pipeline)
     kv = kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
@@ -122,6 +120,12 @@ def engine_size(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     activations = int(width * tokens * wide + logits + _GRAPHS_BYTES)
     left = hardware.memory_gib * 2**30 * engine.gpu_memory_utilization - weights - activations
     return EngineSize(weights, kv, activations, max(0, int(left // (BLOCK_TOKENS * kv))))
+
+
+def _widths(config: Config) -> tuple[int, int]:
+    """Bytes of a number in an engine: of activations, norms and embeddings, and of the layers' matrices."""
+    width = _WIDTH[config.engine_dtype]
+    return width, 1 if str(config.generation.engine_args.get("quantization", "")).startswith("fp8") else width
 
 
 def kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) -> int:
@@ -238,11 +242,7 @@ class Decoder:
 
 def decoder_of(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
     """The engines of a run."""
-    generation = config.generation
-    width = _WIDTH[generation.engine.dtype or config.policy.precision]
-    quantized = str(generation.engine_args.get("quantization", "")).startswith("fp8")
-    parallel = generation.parallel
-    return Decoder(shape, hardware, parallel.tensor, width, 1 if quantized else width)
+    return Decoder(shape, hardware, config.generation.parallel.tensor, *_widths(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +251,6 @@ class Generated:
 
     seconds: float
     """Until the last response is complete."""
-    half_s: float
-    """Until half of the responses are complete."""
     busy: float
     """Mean number of sequences that decode, over `seconds`."""
 
@@ -271,7 +269,7 @@ def generate(decoder: Decoder, prompt: float, responses: NDArray[np.float64], mo
     """
     assert most > 0, "the engine holds no sequence"
     waiting = [float(one) for one in responses][::-1]
-    total, clock, decoded, area, done, half = len(waiting), 0.0, 0.0, 0.0, 0, 0.0
+    clock, decoded, area = 0.0, 0.0, 0.0
     running: list[tuple[float, float]] = []  # (decoded tokens of the engine at the end, at the beginning)
     began = 0.0
     while running or waiting:
@@ -287,6 +285,4 @@ def generate(decoder: Decoder, prompt: float, responses: NDArray[np.float64], mo
         clock, area, decoded = clock + seconds, area + seconds * batch, end
         while running and running[0][0] <= decoded:
             began -= heapq.heappop(running)[1]
-            done += 1
-        half = half or (clock if 2 * done >= total else 0.0)
-    return Generated(clock, half, area / clock if clock else 0.0)
+    return Generated(clock, area / clock if clock else 0.0)

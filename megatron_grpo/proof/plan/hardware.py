@@ -81,14 +81,9 @@ class Hardware:
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as an entry of a YAML file, without its name."""
-        found = asdict(self)
+        found = asdict(self) | {"flops": dict(self.flops)}
         del found["name"]
         return found
-
-
-def hardware_names() -> list[str]:
-    """Names of the profiles that come with the package."""
-    return list(_profiles())
 
 
 def hardware(name: str) -> Hardware:
@@ -106,16 +101,12 @@ def hardware(name: str) -> Hardware:
             raise ValueError(f"{name} holds no hardware profile: it needs one entry, NAME: {{flops: …}}")
         (found,) = raw.items()
         return _made(*found)
-    profiles = _profiles()
+    profiles: dict[str, dict[str, Any]] = yaml.safe_load(
+        files("megatron_grpo.proof.plan").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    )
     if name not in profiles:
         raise ValueError(f"cluster.gpu={name} is unknown; there are {', '.join(profiles)}, or a file NAME.yaml")
     return _made(name, profiles[name])
-
-
-def _profiles() -> dict[str, dict[str, Any]]:
-    text = files("megatron_grpo.proof.plan").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return found
 
 
 def _made(name: str, raw: dict[str, Any]) -> Hardware:

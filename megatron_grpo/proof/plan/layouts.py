@@ -69,7 +69,7 @@ def layout_name(config: Config) -> str:
 
 
 def gpus_of(config: Config) -> tuple[int, int]:
-    """GPUs of all nodes that the policy and the engines get: in the recipe's proportion; all for both in turn."""
+    """GPUs of the policy and of the engines, shared out in the recipe's proportion; colocated, both have all GPUs."""
     total = config.cluster.num_nodes * config.cluster.gpus
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     if config.generation.colocated or not config.generates:
@@ -141,7 +141,7 @@ def legal_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Conf
 
 
 def _chunk_counts(layers: int, pipeline: int, uneven: bool) -> list[int]:
-    """Numbers of chunks to try: none, two and four of them, as far as they divide the layers of a rank."""
+    """Model chunks of a rank to try: 1, 2 and 4, where they divide its layers."""
     if pipeline == 1 or uneven:
         return [1]
     return [one for one in (1, 2, 4) if layers // pipeline % one == 0]
@@ -207,14 +207,13 @@ def estimate(config: Config, shape: ModelShape, hardware: Hardware) -> float:
         active += dense + (routed * experts.top_k / experts.count if experts is not None else 0.0)
     compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])
     own = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
-    domain = hardware.gpus_per_domain
-    link = hardware.nvlink_bytes_per_s, hardware.network_bytes_per_s
 
     def speed(ranks: int) -> float:
-        return link[0] if ranks <= domain else link[1] * min(ranks, domain) if ranks < domain else link[1]
+        within = ranks <= hardware.gpus_per_domain
+        return hardware.nvlink_bytes_per_s if within else hardware.network_bytes_per_s
 
     row = 2.0 * shape.hidden
-    split = 4 * own * row * (parallel.tensor - 1) / parallel.tensor / link[0]
+    split = 4 * own * row * (parallel.tensor - 1) / parallel.tensor / hardware.nvlink_bytes_per_s
     ring = parallel.context - 1
     keys = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
     split += ring * own * keys / speed(parallel.tensor * parallel.context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ class Holder:
     layers: int
     """Layers of the rank."""
     bytes_per_layer: int | None
-    """Bytes that a layer adds, the others are of no layer; None: not known, since the rank ran at its full depth."""
+    """Bytes that each layer adds; the rest belongs to no layer. None: not known, since the rank ran at full depth."""
 
     def as_dict(self) -> dict[str, Any]:
         """The holder for JSON."""
@@ -76,6 +75,19 @@ class RankMemory:
         """Bytes of weights, gradients and the optimizer's state at the peak."""
         return sum(one.bytes for one in self.holders if one.kind in STATIC)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The rank for JSON; sizes in GiB."""
+        return {
+            "stage": self.stage,
+            "rank": self.rank,
+            "layers": self.layers,
+            "expert_skew": self.expert_skew,
+            "peak_gib": round(self.peak / GIB, 3),
+            "reserve_gib": round(self.reserve / GIB, 3),
+            "phases": {name: round(size / GIB, 3) for name, size in self.phases.items()},
+            "holders": [one.as_dict() for one in self.holders],
+        }
+
 
 def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_weights: int = 0) -> RankMemory:
     """The memory of a traced rank's GPU.
@@ -92,7 +104,7 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_wei
         phases = {"train": phases["train"]}
     elif config.generation.colocated and "refit" in phases:
         # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
-        weights = sum(_parts(report, "onload", report.held["onload"]).get(kind, 0) for kind in STATIC[:1])
+        weights = _parts(report, "onload", report.held["onload"]).get("weights", 0)
         phases = {**phases, "refit": phases["refit"] - report.held["onload"] + weights + engine_weights}
     peak = max(phases.values())
     by_phase = {name: _parts(report, name, size) for name, size in phases.items()}
@@ -154,7 +166,7 @@ def sleeping_engine(config: Config, hardware: Hardware) -> int:
 
 
 def advice(config: Config, shape: ModelShape, memory: RankMemory) -> str:
-    """The key that would take most off a GPU whose rank does not fit, with a value."""
+    """The key, with a value, that would free the most memory on a GPU whose rank does not fit."""
     policy, parallel = config.policy, config.policy.parallel
     longest = policy.max_total_sequence_length
     keeps_reference = config.uses_reference and not config.reference.offload and config.plan.workload == "rl"
@@ -180,8 +192,3 @@ def advice(config: Config, shape: ModelShape, memory: RankMemory) -> str:
     if policy.optimizer.cpu_offload < 1 and policy.optimizer.distributed:
         return "policy.optimizer.cpu_offload=1.0 keeps the optimizer's state in host memory"
     return f"policy.parallel.pipeline={2 * parallel.pipeline} splits layers over more GPUs"
-
-
-def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The rank whose GPU has the highest peak."""
-    return max(ranks, key=lambda one: one.peak)

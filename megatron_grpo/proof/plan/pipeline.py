@@ -21,8 +21,6 @@ class Replay:
 
     seconds: float
     """From the first pass of any stage to the end of the last one."""
-    ends: tuple[float, ...]
-    """End of the last pass of each stage."""
     busy: tuple[float, ...]
     """Seconds that each stage computes."""
 
@@ -103,7 +101,7 @@ def replay(
             if places[stage] == len(order):
                 waiting.remove(stage)
         assert progressed, "a stage waits for a pass that never comes"
-    return Replay(max(free), tuple(free), tuple(busy))
+    return Replay(max(free), tuple(busy))
 
 
 def _ready(

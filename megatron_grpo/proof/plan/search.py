@@ -61,16 +61,17 @@ class Search:
     def as_dict(self) -> dict[str, Any]:
         """The result for JSON."""
         rows = [
-            {**_sizes(one), "fits": fits, "reason": one.reason, **({} if one.plan is None else one.plan.as_dict())}
+            {
+                "overrides": overrides_of(one.candidate.config),
+                "fits": fits,
+                "reason": one.reason,
+                **({} if one.plan is None else one.plan.as_dict()),
+            }
             for fits, found in ((True, self.best), (False, self.failed))
             for one in found
         ]
         counts = {"legal": self.legal, "too_large": self.too_large, "left": self.left}
         return {"layouts": rows, **counts, "searched_s": round(self.searched_s, 1)}
-
-
-def _sizes(outcome: Outcome) -> dict[str, Any]:
-    return {"overrides": overrides_of(outcome.candidate.config)}
 
 
 def search(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, wanted: int = 8) -> Search:

@@ -57,13 +57,13 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The microbatches of an optimizer step on a replica, relative to those of the dry run."""
+    """The microbatches of an optimizer step on a replica."""
 
     microbatches: int
     tokens: float
-    """Tokens of a microbatch."""
+    """Tokens of a microbatch, relative to the dry run's."""
     context: float
-    """Tokens that a token sees."""
+    """Mean tokens that a token attends to, relative to the dry run's."""
 
 
 @dataclass
@@ -214,7 +214,7 @@ def _exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
     """Seconds of the messages of data-parallel ranks that nothing hides, in an optimizer step.
 
     Gradients are reduced while the last microbatch goes backward, weights are gathered while the first one goes
-    forward; what takes longer than these passes is exposed, and a tenth in any case.
+    forward; the time beyond these passes is exposed, and at least the share 1 - `Efficiency.hidden` of a message.
     """
     exposed, overlap, hidden = 0.0, model.overlap, model.hardware.efficiency.hidden
     for one in phases:
@@ -259,7 +259,9 @@ def _generation(
     decoder, copies = decoder_of(config, shape, hardware), config.loop.num_generations_per_prompt
     engines = generation.parallel.data
     own = np.sort(responses)[engines - 1 :: engines] if len(responses) >= engines else np.sort(responses)[-1:]
-    own = np.random.default_rng(0).permutation(own)  # lengths are not known when responses begin
+    own = np.random.default_rng(0).permutation(
+        own
+    )  # responses start in random order, because their lengths are not known
     alone = generate(decoder, lengths.prompt, own, most, copies)
     assumptions.append(f"engines hold up to {most} sequences, and {alone.busy:.0f} decode on average")
     ahead = config.loop.async_grpo.max_trajectory_age_steps + 1

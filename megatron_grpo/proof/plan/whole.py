@@ -21,7 +21,7 @@ from megatron_grpo.proof.plan.generation import (
     recorded_lengths,
 )
 from megatron_grpo.proof.plan.hardware import Hardware, hardware
-from megatron_grpo.proof.plan.memory import GIB, RankMemory, advice, fullest, rank_memory, reserve_parts
+from megatron_grpo.proof.plan.memory import GIB, RankMemory, advice, rank_memory, reserve_parts
 from megatron_grpo.proof.plan.step import StepTimes, step_times
 from megatron_grpo.proof.plan.trace import PendingTrace, RankTrace, submit_traces, tracing
 from megatron_grpo.weights.shape import ModelShape
@@ -55,23 +55,20 @@ class Plan:
     @property
     def fullest(self) -> RankMemory:
         """The rank with the highest peak."""
-        return fullest(self.ranks)
+        return max(self.ranks, key=lambda one: one.peak)
 
     @property
     def problems(self) -> list[str]:
         """Reasons why the run does not fit, each with a key that would help; empty: it fits."""
-        return list(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        worst, has = self.fullest, self.hardware.memory_gib
+        worst, has, found = self.fullest, self.hardware.memory_gib, list(self._engine_problems())
         if worst.peak > has * GIB:
             skew = f" with {worst.expert_skew:g} times the mean tokens of an expert" if worst.expert_skew > 1 else ""
-            yield (
+            text = (
                 f"rank {worst.rank} (pipeline stage {worst.stage}) takes {worst.peak / GIB:.1f} of {has:.1f} GiB "
                 f"in {worst.phase}{skew}; {advice(self.config, self.shape, worst)}"
             )
-
-        yield from self._engine_problems()
+            found.insert(0, text)
+        return found
 
     def _engine_problems(self) -> Iterator[str]:
         """Engines without room for one sequence, or that leave too little of shared GPUs."""
@@ -103,7 +100,7 @@ class Plan:
         return {
             "fits": not self.problems,
             "peak_gib": round(self.fullest.peak / GIB, 3),
-            "ranks": [rank_dict(one) for one in self.ranks],
+            "ranks": [one.as_dict() for one in self.ranks],
             "step_s": None if times is None else round(times.step_s, 3),
             "phase_s": None if times is None else {name: round(one, 3) for name, one in times.phase_s.items()},
             "tokens_per_s_per_gpu": None if times is None else round(times.tokens_per_s_per_gpu, 1),
@@ -114,7 +111,7 @@ class Plan:
 
     @property
     def assumptions(self) -> list[str]:
-        """What the figures rest on, besides the configuration."""
+        """Assumptions behind the figures, besides the configuration."""
         worst = self.fullest
         parts = reserve_parts(self.config, worst.phases[worst.phase], self.hardware)
         reserve = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
@@ -135,20 +132,6 @@ class Plan:
                 f"{self.engine.cache_tokens} tokens"
             )
         return found + ([] if self.times is None else self.times.assumptions)
-
-
-def rank_dict(rank: RankMemory) -> dict[str, Any]:
-    """A rank for JSON."""
-    return {
-        "stage": rank.stage,
-        "rank": rank.rank,
-        "layers": rank.layers,
-        "expert_skew": rank.expert_skew,
-        "peak_gib": round(rank.peak / GIB, 3),
-        "reserve_gib": round(rank.reserve / GIB, 3),
-        "phases": {name: round(size / GIB, 3) for name, size in rank.phases.items()},
-        "holders": [one.as_dict() for one in rank.holders],
-    }
 
 
 def profile(config: Config) -> Hardware:
@@ -199,7 +182,7 @@ def lengths_of(config: Config) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class PendingPlan:
-    """A plan whose dry runs are on their way."""
+    """A plan whose dry runs are not yet done."""
 
     config: Config
     shape: ModelShape
@@ -232,7 +215,7 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
         config: the run's configuration, without problems.
         shape: sizes of its model.
         pool: processes of `trace.tracing`.
-        brief: leave out what decides little and takes most of the time: the phases between training and generation,
+        brief: leave out slow parts that rarely change the verdict: the phases between training and generation,
             skewed experts, and the stages between the first and the last if they have the same layers.
 
     Raises:

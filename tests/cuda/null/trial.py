@@ -23,8 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.proof.models import SMALL, TINY
-from megatron_grpo.proof.problem import counts_of, make_loss
+from megatron_grpo.proof.problem import SMALL, TINY, counts_of, make_loss
 from megatron_grpo.trainer.messages import RankSettings, StepShare
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
@@ -42,7 +41,7 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 256,
     "num_local_experts": 8,
 }
-"""Sizes that every FP8 recipe can split into whole blocks, in place of those of `proof.models`."""
+"""Sizes that every FP8 recipe can split into whole blocks, in place of those of `proof.problem`."""
 LATENT = {
     "num_key_value_heads": SIZES["num_attention_heads"],
     "q_lora_rank": 128,

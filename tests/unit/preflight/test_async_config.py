@@ -55,7 +55,7 @@ def test_what_is_remarked_on() -> None:
     said = {
         one.subject: one.text for one in remarks(compose_config(["+exp=quickstart", f"{ENABLED}=true", CORRECTION]))
     }
-    assert "without a limit" in said[f"{ENABLED}=True"]
+    assert "puts no limit on the importance weights" in said[f"{ENABLED}=True"]
     threshold = "grpo.seq_logprob_error_threshold=1.5"
     said = {one.subject: one.text for one in remarks(compose_config(["+exp=quickstart_async", threshold]))}
     assert "leaves out responses" in said[threshold]

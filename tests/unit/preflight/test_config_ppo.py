@@ -41,7 +41,7 @@ def problems_of(*overrides: str) -> dict[str, str]:
             PPO,
             ["loss_fn.reference_policy_kl_penalty=0.1"],
             "ppo.skip_reference_policy_logprobs_calculation=True",
-            "loss_fn.reference_policy_kl_penalty=0.1 has to",
+            "loss_fn.reference_policy_kl_penalty=0.1 needs one",
         ),
         (
             PPO,

@@ -36,10 +36,14 @@ FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[p
             "makes all rewards the same",
         ),
         (["grpo.batch_multiplier=0.5"], "grpo.batch_multiplier=0.5", "float >= 1"),
-        (["grpo.sync_ref_model=true"], "grpo.sync_ref_model=True", "moves what nothing is compared with"),
+        (
+            ["grpo.sync_ref_model=true"],
+            "grpo.sync_ref_model=True",
+            "moves a reference policy that the loss does not use",
+        ),
         (["grpo.ref_model_mixup_alpha=0"], "grpo.ref_model_mixup_alpha=0", "float > 0 and <= 1"),
         (["grpo.seq_logprob_error_threshold=1"], "grpo.seq_logprob_error_threshold=1", "float > 1"),
-        (["grpo.early_stop.enabled=true"], "grpo.early_stop.enabled=True", "nothing says when"),
+        (["grpo.early_stop.enabled=true"], "grpo.early_stop.enabled=True", "has no criterion"),
         (
             ["grpo.early_stop.enabled=true", "grpo.early_stop.patience=1", "grpo.early_stop.metric_name=reward"],
             "grpo.early_stop.metric_name=reward",

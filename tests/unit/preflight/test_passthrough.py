@@ -23,7 +23,7 @@ SETTINGS = [
     ("policy.recompute_modules=[moe]", "the model has no experts; leave out moe"),
     ("policy.recompute_modules=[layernorm]", "only by Transformer Engine"),
     ("policy.recompute_modules=[attention]", "is an element of what must be list of one of core_attn, mlp"),
-    ("policy.optimizer.cpu_offload=0.5", "without GPUs everything is in host memory already"),
+    ("policy.optimizer.cpu_offload=0.5", "without GPUs all is in host memory already"),
     ("policy.optimizer.precision_aware=true", "needs GPUs"),
     ("policy.gradient_accumulation_fusion=true", "needs GPUs"),
     ("policy.overlap_param_gather=true", "needs policy.overlap_grad_reduce=true"),

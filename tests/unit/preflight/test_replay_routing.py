@@ -33,7 +33,7 @@ def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "subject", "text"),
     [
-        ([], "generation.engine.enforce_eager=False", "records only uncompiled; use true"),
+        ([], "generation.engine.enforce_eager=False", "only without compilation; use true"),
         (
             [*ON_GPUS, "generation.engine.enable_prefix_caching=false"],
             "generation.engine.enable_prefix_caching=False",

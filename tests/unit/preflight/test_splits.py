@@ -84,7 +84,7 @@ def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
             DENSE,
             {"pipeline": 2, "last_stage_layers": 3, "count_loss": True},
             "last_stage_layers=3",
-            "are two ways to one end; use one",
+            "both shift layers between stages; use one of the two ways",
         ),
         (DENSE, {"count_loss": True}, "count_loss=True", "needs policy.parallel.pipeline > 1"),
         (DENSE, {"virtual_pipeline": 2}, "virtual_pipeline=2", "needs policy.parallel.pipeline > 1"),

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_grpo import doctor
 from megatron_grpo.data.rollout_files import Learnt
 from megatron_grpo.data.trajectory import Span, Trajectory
-from megatron_grpo.proof import trainer_side
+from megatron_grpo.proof import hidden_states
 from megatron_grpo.proof.diagnosis import Distance, best_explanation
-from megatron_grpo.proof.doctor import Diagnosis, Request, diagnose
+from megatron_grpo.proof.doctor import Diagnosis, diagnose
 from megatron_grpo.proof.prompts import TEMPLATES
 from megatron_grpo.proof.suspects import Suspect, pursue
 from megatron_grpo.trainer.rank import PolicyRank
@@ -56,7 +56,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 def examined(run: RecordedRun, scratch: Path, step: int | None = None) -> Diagnosis:
     scratch.mkdir()
-    return diagnose(run.run_dir, run.config, run.versions[0], scratch, Request(step=step))
+    return diagnose(run.run_dir, run.config, run.versions[0], scratch, step=step)
 
 
 def only(found: Diagnosis) -> tuple[str, str]:
@@ -262,7 +262,7 @@ class SpoiledRank(PolicyRank):
 def test_what_no_suspect_explains_is_found_layer_by_layer(
     dense: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_side, "PolicyRank", SpoiledRank)
+    monkeypatch.setattr(hidden_states, "PolicyRank", SpoiledRank)
     dense.write(1, sampled(dense.versions[0], dense.prompts()))
     found = examined(dense, tmp_path / "scratch", step=1)
     assert only(found) == ("layer", "first_layer")

@@ -1,4 +1,4 @@
-"""transformers' results, which layouts are compared with, for models on which its defaults fail or differ."""
+"""The model that layouts compute, and transformers' results, where its defaults fail or differ."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.proof.models import EXPERTS, SMALL
-from megatron_grpo.proof.problem import make_batch, solve
+from megatron_grpo.proof.problem import EXPERTS, SMALL, make_batch, prepare_model, solve
+from megatron_grpo.weights.families import shape_of_folder
+from tests.support.gemma3_config import OLD, in_the_new_spelling
 
 PADDING = 20
 
@@ -49,3 +50,13 @@ def test_a_failure_of_transformers_is_one_message(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(RunError, match=f"^transformers cannot compute {tmp_path}: SafetensorError: [^\\n]*$"):
         solve(folder, make_batch(SMALL["vocab_size"], 4, 16, 0))
+
+
+@pytest.mark.parametrize("raw", [OLD, in_the_new_spelling(OLD)], ids=["old", "new"])
+def test_a_small_copy_has_layers_with_a_window_and_without(raw: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "gemma3_text"}))
+    small = shape_of_folder(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
+    assert small.layers == 4
+    assert set(small.windowed) == {True, False}
+    assert small.window == 16
+    assert small.softmax_scale == 1 / 16

@@ -10,8 +10,9 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.engines import NCCL_SENDING, nccl_bytes
 from megatron_grpo.proof.dry_run import DryReport
 from megatron_grpo.proof.plan.hardware import hardware
-from megatron_grpo.proof.plan.memory import GIB, GRAPHS_GIB, RankMemory, advice, fullest, rank_memory
+from megatron_grpo.proof.plan.memory import GIB, GRAPHS_GIB, RankMemory, advice, rank_memory
 from megatron_grpo.proof.plan.trace import RankTrace
+from megatron_grpo.proof.plan.whole import Plan
 from tests.unit.proof.test_dry_run import DENSE, EXPERTS
 
 H100 = hardware("h100")
@@ -105,7 +106,7 @@ def test_a_plain_training_step_counts_neither_log_probabilities_nor_the_refit() 
 
 def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
     ranks = [rank_memory(on_gpus(), traced(moments), H100) for moments in (STEP, {"train": {"weights": 50}})]
-    assert fullest(ranks) is ranks[1]
+    assert Plan(on_gpus(), DENSE, H100, ranks, None, None, [], 0.0).fullest is ranks[1]
 
 
 ACTIVATIONS = {"train": {"weights": 10, "linear": 80}}
