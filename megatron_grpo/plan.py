@@ -120,7 +120,7 @@ def _search_table(found: Search) -> Iterator[str]:
     yield (
         f"{found.legal} legal layouts: {found.too_large} exceed a GPU with their weights, gradients and optimizer "
         f"state alone, {len(found.best) + len(found.failed)} ran dry in {found.searched_s:.0f} s, {found.left} have "
-        "slower estimates"
+        "slower estimates or keep more on a rank than one that does not fit"
     )
     yield "     step s  tokens/s/GPU  peak GiB  layout"
     for number, one in enumerate(found.best[:_SHOWN], start=1):
