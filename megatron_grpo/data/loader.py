@@ -205,7 +205,7 @@ class PromptLoader(Batches):
         self.epoch = state["epoch"]
         self.left_out = state["left_out"]
         self._batches = state["batches"]
-        self._waiting = list(state.get("waiting", []))  # earlier versions have none
+        self._waiting = list(state["waiting"])
         self._order.epoch = self.epoch
         self._loader.load_state_dict(state["loader"])
 
