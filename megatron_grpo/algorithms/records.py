@@ -15,6 +15,7 @@ from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config, LoggerConfig
 from megatron_grpo.data.batch import token_places
+from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import (
     RunFacts,
@@ -33,7 +34,7 @@ from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.source import vocabulary_digest
 
 
-class RecordedSteps:
+class RecordedSteps(Batches):
     """Recorded steps of an earlier run, in place of a loader; it has that run's position in the data, for checkpoints.
 
     Args:
@@ -43,20 +44,12 @@ class RecordedSteps:
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:
         self.path, self.prompts_per_batch = path, prompts_per_batch
-        self.epoch = 0
-        """Epochs that the run had completed."""
-        self.left_out = 0
-        """Always 0: a recording reads no rows that could be left out."""
         self.files: Mapping[int, Path] = recorded_steps(path)
         """The file of each step."""
         self._position: dict[str, Any] = {"epoch": 0}
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield nothing: a recording has rollouts instead of prompts."""
-        return iter(())
-
-    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Yield nothing: no prompts wait in a recording."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:

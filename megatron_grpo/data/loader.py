@@ -88,7 +88,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[list[DatumSpec]]: ...
 
     def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Whole batches of the rows before the position that are to be loaded again; a stream has none."""
+        """Whole batches of the rows before the position that are to be loaded again; only a `PromptLoader` has some."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
