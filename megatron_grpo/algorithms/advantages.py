@@ -141,7 +141,7 @@ def token_advantages(
         lengths: [sequences], int64: tokens of each.
         arrays: sampled (bool), [sum(lengths)]; with use_kl_in_reward prev_logprobs and reference_logprobs (float32).
         config: estimator, penalty and clipping.
-        rewards: [groups, samples], float32: rewards as they are learnt from (`Scores`); NaN where there is none.
+        rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.
 
     Returns:

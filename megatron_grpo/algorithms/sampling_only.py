@@ -32,7 +32,8 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.dumps.begin(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.position()))
+    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.position()))
+    run.dumps.begin()
     outcomes = samples.outcomes
     metrics = sampling_metrics(config, samples, samples.scores or score(config, outcomes))
     metrics |= learning_metrics(None, StepBatch.of_outcomes(config, outcomes))

@@ -133,7 +133,7 @@ def learn(
 
 
 def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, guard: StepGuard) -> None:
-    """End the recording of a step and write what it computed, unless it had no optimizer step."""
+    """End the recording of a step and write its figures, unless it had no optimizer step."""
     tensors = policy.end_record()
     if result is not None:
         figures = StepFigures(

@@ -102,8 +102,8 @@ class Checkpointer:
             begin = 0 if of_another_run else read_state(path)["save_state"]["total_steps"]
         if steps and steps[-1] > begin:
             text = (
-                f"would go on after step {begin}, and {self.folder} has checkpoints of what came after it, up to step "
-                f"{steps[-1]}; choose another run_dir, or delete them"
+                f"would go on after step {begin}, and {self.folder} has later checkpoints, up to step {steps[-1]}; "
+                "choose another run_dir, or delete them"
             )
             raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
         return path

@@ -17,14 +17,14 @@ TEMPLATE_S = 10.0
 """Seconds after which rendering one conversation is ended; the templates of released models take milliseconds."""
 
 
-class _Overdue(Exception):  # noqa: N818  # the deadline has passed, in the thread that renders
-    pass
+class _Overdue(Exception):  # noqa: N818
+    """The deadline has passed; raised in the thread that renders."""
 
 
 class _Watch:
     """A thread that raises `_Overdue` in other threads at their deadlines, because a template cannot be asked to stop.
 
-    Signals would reach the main thread alone, and a thread for each conversation would take longer than rendering it.
+    Signals would reach only the main thread, and a thread for each conversation would take longer than rendering it.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def _raised(left: Any, right: Any) -> Any:
     return left**right
 
 
-# One such operation may take for ever, and nothing can interrupt it; Jinja's sandbox asks these functions.
+# One such operation may take forever, and nothing can interrupt it; Jinja's sandbox asks these functions.
 SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
 SandboxedEnvironment.default_binop_table |= {"*": _multiplied, "**": _raised}
 

@@ -86,7 +86,13 @@ class EnvironmentWorker:
         settings: EnvironmentSettings,
         rewards: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """Arguments are those of `EnvironmentPool`; `rewards` also has the clients of reward models."""
+        """
+        Args:
+            name: task name of the environment, for messages.
+            config: type and options of the environment.
+            settings: settings of the run.
+            rewards: reward functions of a script and clients of reward models, by their entry in reward_funcs.
+        """
         begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
         self._observations = Observations(settings)

@@ -226,8 +226,8 @@ class ServerEngine:
             mode, *_ = self._source or ("none",)
             if mode != "files":
                 raise RuntimeError(
-                    f"{self._url} was started anew and has lost version {version}, which refit.mode={mode} brings at "
-                    "the end of a step alone; with refit.mode=files such a server reads it from the folder"
+                    f"{self._url} was started anew and has lost version {version}, which refit.mode={mode} sends "
+                    "only at the end of a step; with refit.mode=files a restarted server reads it from the folder"
                 )
             logger.warning("%s serves %s and is given version %d again", self._url, served, version)
             await self._require_fitting()

@@ -94,7 +94,7 @@ def gain_no_rights() -> None:
 
 
 def use_small_pages() -> None:
-    """Let this process and its descendants take memory in pages of the smallest size alone."""
+    """Let this process and its descendants take memory only in pages of the smallest size."""
     _prctl(_PR_SET_THP_DISABLE, 1)
 
 

@@ -31,9 +31,9 @@ _BUFFER_BYTES = {"socket:": 2 * int(read("/proc/sys/net/core/wmem_default") or 2
 class MemoryWatch:
     """Kills the descendants of this process when their memory together exceeds a limit.
 
-    No limit of the kernel bounds the memory of several processes together, so it has to be read, and what a program
-    takes between two readings is noticed too late. The time to the next reading is therefore what the processors need
-    to fill the rest of the limit and half of what may be held beyond it.
+    No limit of the kernel bounds the memory of several processes together, so it has to be read, and memory that a
+    program takes between two readings is noticed late. The next reading is therefore due before the processors can have
+    filled the rest of the limit and half of BEYOND.
 
     The sum of resident sizes is quick to read but counts a shared page once for each process. When it exceeds the
     limit, all processes are stopped, so that they take nothing during the exact reading, which is slow. Until they have

@@ -56,7 +56,7 @@ class Tests(Peer):
     """
 
     def __init__(self, reading: int, writing: int, allow: bool) -> None:
-        """`allow`: whether the program's word is taken where live objects are compared."""
+        """`allow`: whether tests may compare live objects of the program, which decides the result."""
         super().__init__(reading, writing)
         self._allow = allow
         self._messages = 0
