@@ -101,7 +101,7 @@ class Batches(Protocol):
 
 
 class PromptLoader(Batches):
-    """Batches of prompts, epoch after epoch. Prompts flagged as too long (loss_multiplier 0) are left out and counted.
+    """Batches of prompts, epoch after epoch; prompts with loss_multiplier 0 (too long, refused) are left out.
 
     Each `iter()` yields the rest of the current epoch and then moves on to the next one::
 
@@ -166,7 +166,7 @@ class PromptLoader(Batches):
         if self._batches == 0:
             raise RunError(
                 f"not one batch of {self.prompts_per_batch} prompts: the data has {self._rows} rows, of which "
-                f"{self.left_out} are left out because they are too long"
+                f"{self.left_out} are left out as too long or refused"
             )
         self.epoch += 1
         self._batches = 0

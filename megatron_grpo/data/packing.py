@@ -75,7 +75,8 @@ class Bins:
             For each replica indices into `lengths`.
 
         Raises:
-            ValueError: there are fewer sequences than replicas.
+            ValueError: there are fewer sequences than replicas, or the replicas cannot have equally many microbatches.
+                With any multiple of `replicas` sequences they can.
         """
         if len(lengths) < replicas:
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")

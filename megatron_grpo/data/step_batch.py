@@ -20,9 +20,9 @@ from megatron_grpo.data.trajectory import Outcome
 class StepBatch:
     """The sequences that a step trains on: numbers by sequence, and references to their tokens.
 
-    Lives on the driver, which never holds a token. The stages of a step extend it; the handle of a model sends each
-    replica its part, and a rollout worker reads it for computations over all tokens and for the file of rollouts. The
-    samples of a prompt are neighbours.
+    Lives on the driver, without tokens. The stages of a step extend it; the handle of a model sends each replica its
+    part, and a rollout worker reads it for computations over all tokens and for the file of rollouts. The samples of a
+    prompt are neighbours.
     """
 
     lengths: NDArray[np.int64]

@@ -25,14 +25,14 @@ from megatron_grpo.weights.source import made_before_the_run
 def check_scoring(
     config: Config,
     sets: Sequence[DatasetConfig] | None = None,
-    given: Mapping[str, RewardFunction] | None = None,
+    rewards: Mapping[str, RewardFunction] | None = None,
 ) -> None:
     """Import every environment, processor, reward function and agent, and check options, parameters and data columns.
 
     Args:
         config: environments, processors and data.
         sets: sets of prompts whose responses are scored; None: the training and validation sets.
-        given: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
+        rewards: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
 
     Raises:
         ConfigError: a class or function cannot be imported or called, or its options or parameters do not fit; or a
@@ -42,7 +42,7 @@ def check_scoring(
     problems = list(processor_problems(config.data))
     problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
     if not problems:  # reward functions may need the modules that these checks import
-        problems = [problem for name in config.env for problem in _reward_problems(config, name, sets, given or {})]
+        problems = [problem for name in config.env for problem in _reward_problems(config, name, sets, rewards or {})]
     if problems:
         raise ConfigError(problems)
 
@@ -66,7 +66,7 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
 
 
 def _reward_problems(
-    config: Config, task: str, sets: Sequence[DatasetConfig] | None, given: Mapping[str, RewardFunction]
+    config: Config, task: str, sets: Sequence[DatasetConfig] | None, rewards: Mapping[str, RewardFunction]
 ) -> Iterator[Problem]:
     environment = config.env[task]
     columns = _columns(config, sets, task) if environment.reward_funcs else None
@@ -80,7 +80,7 @@ def _reward_problems(
                 yield Problem(subject, reason)
             continue
         try:
-            check_parameters(entry, given.get(entry) or load_reward_function(entry), columns)
+            check_parameters(entry, rewards.get(entry) or load_reward_function(entry), columns)
         except RunError as error:
             yield Problem(subject, str(error))
     if environment.agent_func is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 PACE_S = 0.02
-"""Responses that complete within this many seconds of each other are sent together, to save messages."""
+"""Seconds that a complete response waits for others to be sent with it, which saves messages."""
 
 SAME_NAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Fields of SamplingSettings that have the same name in vLLM."""

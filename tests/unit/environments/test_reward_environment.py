@@ -242,7 +242,7 @@ def test_parameters_by_position_are_refused_before_anything_starts() -> None:
     entries = {f"{__name__}.by_position": None, "given.by_position": {"given.by_position": by_position}}
     for entry, given in entries.items():
         with pytest.raises(ConfigError, match="it takes prompts, completions by position only: leave the / out"):
-            check_scoring(scored_by(entry), sets=[], given=given)
+            check_scoring(scored_by(entry), sets=[], rewards=given)
     assert load_reward_function(f"{__name__}.turned_into_positions") is turned_into_positions
 
 
