@@ -142,7 +142,8 @@ class PromptLoader(Batches):
         )
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """
+        """Yield the batches of the rest of the current epoch, then move on to the next epoch.
+
         Raises:
             RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
         """
@@ -266,7 +267,8 @@ class StreamLoader(Batches):
         self._drawn = 0
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """
+        """Yield the batches of the rest of the current epoch, then move on to the next epoch.
+
         Raises:
             RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
         """

@@ -251,12 +251,12 @@ class Engines:
         while True:
             await asyncio.sleep(min(LOOK_S, deadline_s))
             passed = loop.time() - deadline_s
-            waited = [client for client in self.clients if client.busy and max(began, client.since) <= passed]
-            if not waited:
+            slow = [client for client in self.clients if client.busy and max(began, client.since) <= passed]
+            if not slow:
                 continue
-            restarts = [client.restarts for client in waited]
-            reason = str(await asyncio.to_thread(overdue, "generation", [client.name for client in waited], deadline_s))
-            for client, before in zip(waited, restarts, strict=True):
+            restarts = [client.restarts for client in slow]
+            reason = str(await asyncio.to_thread(overdue, "generation", [client.name for client in slow], deadline_s))
+            for client, before in zip(slow, restarts, strict=True):
                 if client.restarts == before:
                     client.lose(reason)
 

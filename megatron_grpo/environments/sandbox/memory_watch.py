@@ -38,7 +38,7 @@ class MemoryWatch:
     The sum of resident sizes is quick to read but counts a shared page once for each process. When it exceeds the
     limit, all processes are stopped, so that they take nothing during the exact reading, which is slow. Until they have
     had as many page faults as would fill the rest of the limit, no further exact reading is needed. A process that was
-    forked since then counts with all its pages, because those that its parent took may be left to it alone.
+    forked since then counts with all its pages, because it may become the only holder of pages that its parent took.
     """
 
     def __init__(self, limit: int, processes: int) -> None:
