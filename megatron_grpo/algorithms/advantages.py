@@ -141,7 +141,7 @@ def token_advantages(
         lengths: [sequences], int64: tokens of each.
         arrays: sampled (bool), [sum(lengths)]; with use_kl_in_reward prev_logprobs and reference_logprobs (float32).
         config: estimator, penalty and clipping.
-        rewards: [groups, samples], float32: rewards as they are learnt from (`Scores`); NaN where there is none.
+        rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.
 
     Returns:
@@ -225,9 +225,16 @@ def ppo_token_advantages(
 ) -> tuple[Arrays, NDArray[np.bool_]]:
     """Advantages and returns of every sampled token, 0 for the others; the arithmetic is float64.
 
-    Advantages are normalised over the tokens in the loss, then clipped as configured. Arguments are those of
-    `token_advantages`, with values [sum(lengths)], float32, among the arrays, and in_loss [sequences], bool: whether
-    the loss is taken over the response.
+    Advantages are normalised over the tokens in the loss, then clipped as configured.
+
+    Args:
+        lengths: [sequences], int64: tokens of each.
+        arrays: sampled (bool) and values (float32), [sum(lengths)]; with use_kl_in_reward prev_logprobs and
+            reference_logprobs (float32).
+        config: estimator, penalty and clipping.
+        rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
+        response_tokens: [sequences], int64: sampled tokens of each.
+        in_loss: [sequences], bool: whether the loss is taken over the response.
 
     Returns:
         advantages and returns, each [sum(lengths)], float32; and [sequences], bool: whether all of a

@@ -76,13 +76,12 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
-        facts = samples.facts(run.position())
-        run.dumps.hold(number, samples.groups, batch, facts)
+        run.dumps.hold(number, samples.groups, batch, samples.facts(run.position()))
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
-    run.dumps.begin(number, samples.groups, batch, facts)
+    run.dumps.begin()
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, guard)
     transfer = publish(run.transport, run.placement, number, timer)

@@ -66,7 +66,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     except RunError as error:
         with _only_noted(run, "the rollouts of the step that failed could not be written"):
             run.dumps.leave()
-        with _only_noted(run, "what was being saved could not be completed"):
+        with _only_noted(run, "the checkpoint that was being written could not be completed"):
             run.checkpointer.finish()
         if isinstance(error, ModelLostError):
             raise ModelLostError(f"{error}; {_where_to_continue(run)}") from error

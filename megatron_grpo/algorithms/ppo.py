@@ -52,8 +52,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
-        facts = samples.facts(run.position())
-        run.dumps.hold(number, samples.groups, batch, facts)
+        run.dumps.hold(number, samples.groups, batch, samples.facts(run.position()))
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)
@@ -61,7 +60,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
-    run.dumps.begin(number, samples.groups, batch, facts)
+    run.dumps.begin()
     with timer.phase("train_value"):
         of_values = learn_values(config, batch, run.value, run.value_loss_fn, guard)
     learned = None

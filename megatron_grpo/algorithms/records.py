@@ -15,6 +15,7 @@ from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config, LoggerConfig
 from megatron_grpo.data.batch import token_places
+from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import (
     RunFacts,
@@ -33,7 +34,7 @@ from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.source import vocabulary_digest
 
 
-class RecordedSteps:
+class RecordedSteps(Batches):
     """Recorded steps of an earlier run, in place of a loader; it has that run's position in the data, for checkpoints.
 
     Args:
@@ -43,20 +44,12 @@ class RecordedSteps:
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:
         self.path, self.prompts_per_batch = path, prompts_per_batch
-        self.epoch = 0
-        """Epochs that the run had completed."""
-        self.left_out = 0
-        """Always 0: a recording reads no rows that could be left out."""
         self.files: Mapping[int, Path] = recorded_steps(path)
         """The file of each step."""
         self._position: dict[str, Any] = {"epoch": 0}
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield nothing: a recording has rollouts instead of prompts."""
-        return iter(())
-
-    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Yield nothing: no prompts wait in a recording."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,17 +89,24 @@ class RolloutDumps:
     def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
         self._rollouts, self._config, self._run_dir, self._facts = rollouts, config, run_dir, facts
         self._writing: dict[int, Any] = {}
-        self._held: tuple[int, list[SampledGroup], StepBatch, StepFacts] | None = None
+        self._held: tuple[int, list[SampledGroup], StepBatch | None, StepFacts] | None = None
 
-    def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch, facts: StepFacts) -> None:
-        """Keep the rollouts of a step, which `leave` writes if the step fails before `begin`."""
+    def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
+        """Keep the rollouts of a step until `begin`, or until `leave` if the step fails before.
+
+        Args:
+            step: number of the step.
+            groups: the rollouts, a group for each prompt.
+            batch: the step's batch, to which later stages add advantages and log-probabilities; None: the run does not
+                train.
+            facts: facts about the sampling of the step, for the file.
+        """
         self._held = (step, groups, batch, facts)
 
-    def begin(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
-        """Begin to write the rollouts of a step that logger.rollouts selects, all of them for a later replay.
-
-        `batch` is None if the run does not train. `facts`: facts about the sampling of the step, for the file.
-        """
+    def begin(self) -> None:
+        """Begin to write the rollouts of the held step that logger.rollouts selects, all of them for a later replay."""
+        assert self._held is not None, "hold() comes first"
+        step, groups, batch, facts = self._held
         self._held = None
         replays = self._config.replays(step) and batch is not None
         if self._config.rollouts != "off" or replays:
@@ -122,7 +122,7 @@ class RolloutDumps:
     def leave(self) -> None:
         """Write the rollouts of a failed step, and wait until all are on disk; RunError: they could not be written."""
         if self._held is not None:
-            self.begin(*self._held)
+            self.begin()
         for step in list(self._writing):
             self.finish(step)
 

@@ -136,8 +136,9 @@ class FirstComplete:
 
     A prompt that was begun with weights of version w must be taken by the step that learns with version
     w + max_age_steps at the latest. A step takes a fixed number of prompts, so deadlines can pile up: if a step took
-    only young prompts, later steps could be left with more old ones than they can take. A step therefore waits until,
-    for every k, the prompts that are due within k steps are no more than k steps take (`_in_time`).
+    only young prompts, later steps could be left with more old ones than they can take. A step therefore waits until
+    enough old prompts are complete: for every k, the prompts that it leaves over and that are due within the next k
+    steps must be no more than k steps take (`_in_time`).
 
     Args:
         prompts_per_take: prompts that are taken together; every step takes at least once.
@@ -169,7 +170,7 @@ class FirstComplete:
 
     def add(self, row: int, version: int) -> int:
         """Record a prompt that is begun with weights of this version; returns its number."""
-        assert len(self._begun) < self._per_take * (self._max_age + 1), "what is sampled further ahead becomes too old"
+        assert len(self._begun) < self._per_take * (self._max_age + 1), "prompts begun further ahead become too old"
         self._begun[self._next] = _Begun(row, version)
         self._next += 1
         return self._next - 1

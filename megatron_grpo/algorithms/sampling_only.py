@@ -8,8 +8,9 @@ from megatron_grpo.algorithms.advantages import score
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.stages import learning_metrics, sampling_metrics, without_tokens
+from megatron_grpo.algorithms.stages import learning_metrics, sampling_metrics
 from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.observability.timing import StepTimer, processed
 
 
@@ -31,10 +32,11 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.dumps.begin(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.position()))
+    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.position()))
+    run.dumps.begin()
     outcomes = samples.outcomes
     metrics = sampling_metrics(config, samples, samples.scores or score(config, outcomes))
-    metrics |= learning_metrics(None, without_tokens(config, outcomes))
+    metrics |= learning_metrics(None, StepBatch.of_outcomes(config, outcomes))
     timing = timer.seconds
     speed = processed([outcome.tokens for outcome in outcomes], timing)
     return StepReport(metrics, dict(timing), {**speed, **samples.engines}, samples.sampled)

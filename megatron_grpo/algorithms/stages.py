@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -20,9 +18,9 @@ from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.packing import OF_TOKENS, Cost, planner
+from megatron_grpo.data.packing import OF_TOKENS, Cost
 from megatron_grpo.data.replay_files import StepFigures, figures_file, write_figures
-from megatron_grpo.data.step_batch import StepBatch
+from megatron_grpo.data.step_batch import StepBatch, assign
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
@@ -50,63 +48,18 @@ from megatron_grpo.weights.refit.transport import CanaryFailedError, RefitError,
 def training_batch(
     config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS
 ) -> StepBatch:
-    """Lay the rollouts of a step out in shards, one for each replica of the policy.
-
-    The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
-    multiplier is 0 and, with overlong_filtering, those that were cut off.
+    """Lay the rollouts of a step out in shards, one for each replica of the policy, and put them into the object store.
 
     Args:
-        config: layouts and minibatches, and what is left out of the loss.
+        config: layouts and minibatches, and the rollouts that are left out of the loss.
         groups: rollouts of the step, a group for each prompt.
         rollouts: the pool whose workers put the shards into the object store.
         cost: the policy's cost of a sequence, by which work is divided equally among replicas.
     """
-    outcomes = [outcome for group in groups for outcome in group.outcomes]
-    batch = without_tokens(config, outcomes)
-    if config.loss_fn.positive_example_nll_weight > 0:
-        batch.positive = np.array([bool(outcome.correct) for outcome in outcomes])
+    batch = StepBatch.of_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
     batch.shards = assign(config, batch, cost)
     batch.fields = rollouts.tokens.build_shards(groups, batch.shards)
     return batch
-
-
-def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
-    """The batch of a step with lengths and loss membership of its rollouts, but without shards of their tokens."""
-    overlong = config.loop.overlong_filtering
-    weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
-    return StepBatch(
-        lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
-        response_tokens=np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64),
-        in_loss=np.array(
-            [
-                outcome.reward is not None and outcome.loss_multiplier > 0 and not (overlong and outcome.truncated)
-                for outcome in outcomes
-            ]
-        ),
-        weights=None if (weights == 1).all() else weights,
-    )
-
-
-def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
-    """Assign sequences to shards: for each shard the numbers of its sequences, [sequences], int64, ascending.
-
-    Every minibatch is divided equally over the shards, as its microbatches would be over as many replicas. With a
-    value model, the number of shards is the least common multiple of both models' replicas, so that each replica has
-    whole shards. If the minibatches of the models differ, the sequences between consecutive minibatch ends of either
-    model are divided equally, so that every replica has a sequence in every minibatch.
-    """
-    policy, value = config.policy, config.value_model
-    trained = [policy] if value is None else [policy, value]
-    shards = math.lcm(*(model.parallel.data for model in trained))
-    if shards == 1:
-        return [np.arange(len(batch))]
-    sizes = [model.train_global_batch_samples or len(batch) for model in trained]
-    ends = sorted({int(numbers[-1]) + 1 for size in sizes for numbers in batch.minibatches(size)})
-    members: list[list[int]] = [[] for _ in range(shards)]
-    for start, end in pairwise([0, *ends]):
-        for shard, share in enumerate(planner(policy, cost).share(batch.lengths[start:end], shards)):
-            members[shard] += [start + index for index in share]
-    return [np.array(sorted(one), dtype=np.int64) for one in members]
 
 
 def add_logprobs(
@@ -180,7 +133,7 @@ def learn(
 
 
 def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, guard: StepGuard) -> None:
-    """End the recording of a step and write what it computed, unless it had no optimizer step."""
+    """End the recording of a step and write its figures, unless it had no optimizer step."""
     tensors = policy.end_record()
     if result is not None:
         figures = StepFigures(

@@ -58,7 +58,7 @@ def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
-    """The content that `write_with_checksum` was given.
+    """Read the content of a file that `write_with_checksum` wrote.
 
     Raises:
         CheckpointError: the file is missing, or one of its bytes is not as it was written.
@@ -76,7 +76,7 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def missing_is_an_error(path: Path) -> Iterator[None]:
-    """Around reading a file of a checkpoint: turns its absence into a CheckpointError that names it."""
+    """Turn the absence of a checkpoint's file, found while the body reads it, into a CheckpointError that names it."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -142,8 +142,7 @@ def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
     for inner in (path for path in entries if path.is_dir()):
         sync(inner)
     by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
-    manifest = {"format": _FORMAT, "step": step, "sealed": [STATE_FILE], "files": by_name}
-    write_with_checksum(folder / MANIFEST_FILE, manifest)
+    write_with_checksum(folder / MANIFEST_FILE, {"format": _FORMAT, "step": step, "files": by_name})
 
 
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:

@@ -102,8 +102,8 @@ class Checkpointer:
             begin = 0 if of_another_run else read_state(path)["save_state"]["total_steps"]
         if steps and steps[-1] > begin:
             text = (
-                f"would go on after step {begin}, and {self.folder} has checkpoints of what came after it, up to step "
-                f"{steps[-1]}; choose another run_dir, or delete them"
+                f"would go on after step {begin}, and {self.folder} has later checkpoints, up to step {steps[-1]}; "
+                "choose another run_dir, or delete them"
             )
             raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
         return path
@@ -165,13 +165,9 @@ class Checkpointer:
             return
         if pending.driver_files is None:
             if all(model.checkpoint_is_written() for model in pending.writers):
-                try:
-                    with self._writing(pending.step, pending.folder):
-                        for model in pending.writers:
-                            model.finish_checkpoint()
-                except RunError:
-                    self.pending = None
-                    raise
+                with self._writing(pending.step, pending.folder):
+                    for model in pending.writers:
+                        model.finish_checkpoint()
                 pool = ThreadPoolExecutor(1, "checkpoint-digests")
                 files = (pending.folder, pending.step, pending.state, pending.loader_state)
                 pending.driver_files = pool.submit(complete, *files)
@@ -188,21 +184,19 @@ class Checkpointer:
         pending = self.pending
         if pending is None:
             return
-        try:
-            with self._writing(pending.step, pending.folder):
-                if pending.driver_files is None:
-                    for model in pending.writers:
-                        model.finish_checkpoint()
-                    complete(pending.folder, pending.step, pending.state, pending.loader_state)
-                else:
-                    pending.driver_files.result()
-                self._remove(pending.step)
-                pending.folder.rename(self.path(pending.step))
-                sync(self.folder)
-                self._prune()
-                self.on_publish(pending.step, self.path(pending.step))
-        finally:
-            self.pending = None
+        with self._writing(pending.step, pending.folder):
+            if pending.driver_files is None:
+                for model in pending.writers:
+                    model.finish_checkpoint()
+                complete(pending.folder, pending.step, pending.state, pending.loader_state)
+            else:
+                pending.driver_files.result()
+            self._remove(pending.step)
+            pending.folder.rename(self.path(pending.step))
+            sync(self.folder)
+            self._prune()
+            self.on_publish(pending.step, self.path(pending.step))
+        self.pending = None
         seconds = time.monotonic() - pending.began
         how = f"beside training, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
         self.note(f"saved {self.path(pending.step)} {how}")
@@ -211,11 +205,13 @@ class Checkpointer:
     def _writing(self, step: int, folder: Path) -> Iterator[None]:
         """Turn an error of the body's file operations into a RunError that names the checkpoint.
 
-        After any error the incomplete folder is removed, which leaves room for the summary on a full disk.
+        After any error nothing is pending, and the incomplete folder is removed, which leaves room for the summary on a
+        full disk.
         """
         try:
             yield
         except BaseException as error:
+            self.pending = None
             full = self.folder.is_dir() and shutil.disk_usage(self.folder).free < _LEAST_FREE
             shutil.rmtree(folder, ignore_errors=True)
             told = isinstance(error, ModelLostError) or (isinstance(error, RunError) and not full)

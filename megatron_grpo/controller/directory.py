@@ -27,8 +27,6 @@ VALUE_FOLDER = "megatron_value"
 """Folder of the value model's distributed checkpoint inside a checkpoint of PPO."""
 IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed", "debug.train")
 """Keys that identify a run; all other keys may change between start and resume."""
-_ONCE_ABSENT = {"debug.train": True}
-"""Values of keys for runs of earlier versions, which did not have these keys."""
 
 
 @contextmanager
@@ -142,9 +140,8 @@ def changes_since_last_start(folder: Path, config: Config) -> list[str]:
         raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
     now = dict(leaves(dataclasses.asdict(config)))
     for key in IDENTITY:
-        its = before.get(key, _ONCE_ABSENT.get(key))
-        if its != now[key]:
-            text = f"holds another run: its {key} is {its}, this one's is {now[key]}"
+        if before.get(key) != now[key]:
+            text = f"holds another run: its {key} is {before.get(key)}, this one's is {now[key]}"
             raise ConfigError([Problem(f"run_dir={file.parent}", f"{text}; choose another run_dir")])
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in different]

@@ -117,7 +117,7 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
     with ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         if config.generates:
-            check_scoring(config, given=user_objects.rewards)  # before processes are started
+            check_scoring(config, rewards=user_objects.rewards)  # before processes are started
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.keeping)
         checkpointer.keeps = config.logger.needed_by_a_replay

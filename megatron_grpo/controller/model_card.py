@@ -1,4 +1,4 @@
-"""The model card of an exported folder, and the folder's way to the Hugging Face hub."""
+"""The model card of an exported folder, and the upload of the folder to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
     """Write the card of a model: what it was trained from and how, and the metrics of its checkpoint.
 
     Args:
-        output: folder of the exported model; the other arguments are those of `push`.
+        output: folder of the exported model.
+        base: path or hub name of the model that training started from.
+        checkpoint: the checkpoint, in its run's folder.
+        adapters: whether the folder holds adapters for the base model instead of a model.
     """
     from huggingface_hub import ModelCard, ModelCardData  # here: its import takes longer than all others together
 
@@ -64,7 +67,7 @@ def push(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool
         adapters: whether the folder holds adapters for the base model instead of a model.
 
     Raises:
-        RunError: the hub refuses it or is not reached.
+        RunError: the hub refuses the upload or cannot be reached.
     """
     from huggingface_hub import HfApi
 

@@ -1,4 +1,4 @@
-"""The configuration of a run that has been, with some of its keys changed by a command line."""
+"""The configuration of an earlier run, with some of its keys changed on a command line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config_of_values(values: dict[str, Any], overrides: Sequence[str], source: s
     algorithm = str(values.get("algorithm", "grpo"))
     for override in overrides:
         if override.startswith("+") or composes(override.partition("=")[0]):
-            text = "recipes and groups are for folders; a checkpoint has its run's configuration, of which keys change"
+            text = "cannot be composed with the recorded configuration of a run; change single keys, section.key=VALUE"
             raise ConfigError([Problem(override, text)])
         _set(values, override, algorithm)
     config, problems = typed(values, algorithm)

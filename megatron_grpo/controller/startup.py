@@ -59,7 +59,7 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         cluster.reserve(config.policy.parallel, engines if own_engines else None, value_parallel)
         if config.generates:
             generation = _start_generation(config, folder, cluster, stack)
-    policy = _policy(config, folder, cluster)
+    policy = MegatronPolicy(policy_settings(config, folder), cluster.policy_options, config.cluster.startup_timeout_s)
     stack.callback(policy.shutdown)
     if colocated:
         cluster.share(policy.devices(), engines.ranks_per_engine)
@@ -111,10 +111,6 @@ def policy_settings(config: Config, folder: Path) -> RankSettings:
         seed=config.loop.seed,
         shares_cores=_shares_cores(config),
     )
-
-
-def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
-    return MegatronPolicy(policy_settings(config, folder), cluster.policy_options, config.cluster.startup_timeout_s)
 
 
 def _value(config: Config, cluster: RayCluster) -> MegatronValue:

@@ -61,7 +61,7 @@ class TokenFields:
 
 def given(entry: Tensor | None) -> Tensor:
     """Unwrap an optional field of TokenFields, [tokens] or [sequences, length]."""
-    assert entry is not None, "an entry that was not computed or not fetched"
+    assert entry is not None, "the field was not computed or not fetched"
     return entry
 
 

@@ -93,7 +93,7 @@ _COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "ass
 
 @lru_cache(maxsize=512)
 def plan(texts: tuple[str, ...]) -> Plan:
-    """Read Python tests.
+    """Analyse Python tests: their imports, the names that they take from the program, and doubts about their verdicts.
 
     Raises:
         ValueError: a text is no Python.
@@ -142,7 +142,7 @@ def _free(text: str) -> set[str]:
 
 
 def _bound(text: str, assigned_only: bool = False) -> set[str]:
-    """Names that Python source binds at module level: by assignments alone, or also by imports and definitions."""
+    """Names that Python source binds at module level: by assignments only, or also by imports and definitions."""
     names = symtable.symtable(text, "tests", "exec").get_symbols()
     if assigned_only:
         return {one.get_name() for one in names if one.is_assigned() and not one.is_namespace()}

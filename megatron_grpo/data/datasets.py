@@ -187,7 +187,8 @@ class AllTaskProcessedDataset:
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        """
+        """The prompt of a row; with skip_refused, an empty one with loss_multiplier 0 for a refused row.
+
         Raises:
             ValueError: no prompt can be made of the row, and skip_refused is false.
             IndexError: there is no such row.

@@ -88,7 +88,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[list[DatumSpec]]: ...
 
     def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Whole batches of the rows before the position that are to be loaded again; a stream has none."""
+        """Whole batches of the rows before the position that are to be loaded again; only a `PromptLoader` has some."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Batches(Protocol):
 
 
 class PromptLoader(Batches):
-    """Batches of prompts, epoch after epoch. Prompts flagged as too long (loss_multiplier 0) are left out and counted.
+    """Batches of prompts, epoch after epoch; prompts with loss_multiplier 0 (too long, refused) are left out.
 
     Each `iter()` yields the rest of the current epoch and then moves on to the next one::
 
@@ -142,7 +142,8 @@ class PromptLoader(Batches):
         )
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """
+        """Yield the batches of the rest of the current epoch, then move on to the next epoch.
+
         Raises:
             RunError: no prompt can be made of a row, or a whole epoch has too few prompts for a single batch.
         """
@@ -166,7 +167,7 @@ class PromptLoader(Batches):
         if self._batches == 0:
             raise RunError(
                 f"not one batch of {self.prompts_per_batch} prompts: the data has {self._rows} rows, of which "
-                f"{self.left_out} are left out because they are too long"
+                f"{self.left_out} are left out as too long or refused"
             )
         self.epoch += 1
         self._batches = 0
@@ -205,7 +206,7 @@ class PromptLoader(Batches):
         self.epoch = state["epoch"]
         self.left_out = state["left_out"]
         self._batches = state["batches"]
-        self._waiting = list(state.get("waiting", []))  # earlier versions have none
+        self._waiting = list(state["waiting"])
         self._order.epoch = self.epoch
         self._loader.load_state_dict(state["loader"])
 
@@ -266,7 +267,8 @@ class StreamLoader(Batches):
         self._drawn = 0
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """
+        """Yield the batches of the rest of the current epoch, then move on to the next epoch.
+
         Raises:
             RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
         """

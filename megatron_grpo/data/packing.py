@@ -51,11 +51,11 @@ class Bins:
     A plan has two aims that pull apart. Every microbatch has a fixed overhead (kernel launches, and with pipelines and
     expert parallelism a collective per layer), so there should be as few as the memory of one allows. And replicas wait
     for each other at every optimizer step, so all should need equally long, which is a matter of cost and not of
-    tokens: attention makes one sequence of 8,000 tokens dearer than eight of 1,000. So the number of microbatches is
-    settled by tokens, as the fewest that the sequences fit into, and the sequences are spread over this number by cost:
-    longest first, each goes to the bin with the least to do that still has room (Graham 1969, "longest processing
-    time"). The same rule then deals whole bins to replicas, equally many to each, because replicas that share
-    experts go through their microbatches in step. Takes O(n log n) time for n sequences.
+    tokens: because of attention, one sequence of 8,000 tokens costs more than eight of 1,000. So the number of
+    microbatches is settled by tokens, as the fewest found that the sequences fit into, and the sequences are spread
+    over this number by cost: longest first, each goes to the bin with the least cost that still has room (Graham 1969,
+    "longest processing time"). The same rule then deals whole bins to replicas, equally many to each, because replicas
+    that share experts go through their microbatches in step. Takes O(n log n) time for n sequences.
     """
 
     microbatch_tokens: int
@@ -75,7 +75,8 @@ class Bins:
             For each replica indices into `lengths`.
 
         Raises:
-            ValueError: there are fewer sequences than replicas.
+            ValueError: there are fewer sequences than replicas, or the replicas cannot have equally many microbatches.
+                With any multiple of `replicas` sequences they can.
         """
         if len(lengths) < replicas:
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")

@@ -1,4 +1,4 @@
-"""Files of what a step computed, which a replay of the step is compared with: run_dir/replay/step_N.parquet."""
+"""Files of the figures of recorded steps, for comparison with a replay of the step: run_dir/replay/step_N.parquet."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TensorFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """What a step computed, apart from the log-probabilities, which the file of its rollouts has."""
+    """Loss, norms and tensors that a step computed; its log-probabilities are in the file of its rollouts."""
 
     loss: float
     grad_norm: float
@@ -66,12 +66,12 @@ def library_versions() -> dict[str, str]:
 
 
 def figures_file(run_dir: Path, step: int) -> Path:
-    """The file of what a step computed."""
+    """The file of a step's figures."""
     return run_dir / REPLAY_FOLDER / f"step_{step}.parquet"
 
 
 def write_figures(file: Path, figures: StepFigures) -> None:
-    """Write what a step computed; the file appears when it is complete."""
+    """Write the figures of a step; the file appears when it is complete."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -93,7 +93,7 @@ def write_figures(file: Path, figures: StepFigures) -> None:
 
 
 def read_figures(file: Path) -> StepFigures | None:
-    """What `write_figures` wrote; None: there is no such file.
+    """Read a file that `write_figures` wrote; None: there is no such file.
 
     Raises:
         ValueError: the file is damaged, or of another version.

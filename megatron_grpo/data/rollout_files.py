@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 ROLLOUTS_FOLDER = "rollouts"
-_ARRAYS = {"token_ids": np.int32, "logprobs": np.float32, "prev_logprobs": np.float32, "advantages": np.float32}
+_ARRAYS = ("token_ids", "logprobs", "prev_logprobs", "advantages")
 """Columns with a value for each token, or for each sampled token."""
 ROW_GROUP_TOKENS = 4 * 2**20
 """Tokens that are gathered in memory before they are written as a row group."""
@@ -45,7 +45,7 @@ def rollouts_file(run_dir: Path, step: int) -> Path:
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
     """Remove the files of later steps, and unfinished ones."""
     folder = run_dir / ROLLOUTS_FOLDER
-    for step, file in rollout_files(folder):
+    for step, file in recorded_steps(folder).items():
         if step > last_step:
             file.unlink()
     for file in folder.glob(".step_*"):
@@ -55,8 +55,7 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
     """The rollouts that a run wrote: for each a dict with the step and the fields of `Trajectory` and `Learnt`.
 
-    Token ids and values of tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Files of
-    earlier versions are read too: JSON lines, and Parquet without the fields of `Learnt`, which are then None.
+    Token ids and values of tokens are arrays (int32, float32), spans lists of [start, end, weight version].
 
     Args:
         run_dir: the run's folder, which contains the folder of rollouts.
@@ -66,10 +65,10 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
         FileNotFoundError: there is no such run, or no file of this step.
     """
     folder = Path(run_dir) / ROLLOUTS_FOLDER
-    files = [(number, file) for number, file in rollout_files(folder) if step is None or number == step]
+    files = {number: file for number, file in recorded_steps(folder).items() if step is None or number == step}
     if not files:
         raise FileNotFoundError(f"{folder} has no rollouts{'' if step is None else f' of step {step}'}")
-    return chain.from_iterable(rows_of_file(number, file) for number, file in files)
+    return chain.from_iterable(rows_of_file(number, file) for number, file in files.items())
 
 
 Written = tuple[Trajectory, Learnt | None]
@@ -169,36 +168,18 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
 
 def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
     """The rollouts of one file as `read_rollouts` returns them, read lazily."""
-    if file.suffix == ".jsonl":
-        with file.open() as lines:
-            for line in lines:
-                row = {"step": step, **dict.fromkeys(_ARRAYS), **json.loads(line)}
-                known = {name: dtype for name, dtype in _ARRAYS.items() if row[name] is not None}
-                yield row | {name: np.asarray(row[name], dtype=dtype) for name, dtype in known.items()}
-        return
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:
         for batch in opened.iter_batches(batch_size=256):
             plain = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
-            names = [name for name in batch.schema.names if name in _ARRAYS]
-            of_tokens = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in names}
-            absent: dict[str, Any] = dict.fromkeys(_ARRAYS)
+            of_tokens = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in _ARRAYS}
             for index, row in enumerate(plain.to_pylist(maps_as_pydicts="strict")):
-                yield {"step": step, **row, **absent, **{name: pieces[index] for name, pieces in of_tokens.items()}}
-
-
-def rollout_files(path: str | Path) -> list[tuple[int, Path]]:
-    """(step, file) of a run's files of rollouts, in order; `path` is the run's folder or its folder of rollouts."""
-    files = (file for suffix in ("parquet", "jsonl") for file in recorded_folder(path).glob(f"step_*.{suffix}"))
-    return sorted((int(file.stem.removeprefix("step_")), file) for file in files)
+                yield {"step": step, **row, **{name: pieces[index] for name, pieces in of_tokens.items()}}
 
 
 def count_rollouts(file: Path) -> int:
-    """Number of rollouts in a file; a Parquet file's is read from its metadata."""
-    if file.suffix == ".jsonl":
-        with file.open() as lines:
-            return sum(1 for _ in lines)
+    """Number of rollouts in a file, read from its metadata."""
     import pyarrow.parquet as pq
 
     rows: int = pq.read_metadata(file).num_rows
@@ -280,12 +261,13 @@ class RecordedFile:
 
 
 def recorded_steps(path: str | Path) -> dict[int, Path]:
-    """The files of a recording by step, in the order of the steps.
+    """The files of a run's rollouts by step, in the order of the steps.
 
     Args:
         path: folder of a run, or its folder of rollouts.
     """
-    return {step: file for step, file in rollout_files(path) if file.suffix == ".parquet"}
+    files = recorded_folder(path).glob("step_*.parquet")
+    return dict(sorted((int(file.stem.removeprefix("step_")), file) for file in files))
 
 
 def recorded_folder(path: str | Path) -> Path:

@@ -37,8 +37,6 @@ class SetReport:
     """Rows that can be used."""
     tasks: set[str] = field(default_factory=set)
     """Names of the environments that the rows are for."""
-    alike: bool = True
-    """Whether all prompts of the set are equal."""
     duplicates: int = 0
     """Rows whose prompt an earlier row has too."""
     doubtful: int = 0
@@ -96,7 +94,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
         bad.append(Problem(config.path, f"{report.bad - _SHOWN} more bad lines of {len(source)}"))
     if data.bad_rows == "skip" and report.bad:
         bad.append(Problem(config.path, f"{report.bad} of {len(source)} rows are left out (data.bad_rows=skip)"))
-    if report.alike and report.rows > 1:
+    if report.rows > 1 and report.duplicates == report.rows - 1:
         report.remarks.append(Problem(config.path, f"has the same prompt in all of its {report.rows} rows"))
     elif report.duplicates:
         text = f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
@@ -130,8 +128,7 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
     report.rows, report.tasks = len(usable), set(report.columns)
-    distinct = len(np.unique(np.array(digests, dtype=np.uint64)))
-    report.alike, report.duplicates = distinct <= 1, report.rows - distinct
+    report.duplicates = report.rows - len(np.unique(np.array(digests, dtype=np.uint64)))
     report.usable = np.array(usable, dtype=np.int64)
 
 

@@ -1,22 +1,28 @@
-"""The batch of a step: lengths and flags of sequences, and references to their tokens."""
+"""The batch of a step: lengths and flags of sequences, references to their tokens, and their assignment to shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.packing import OF_TOKENS, Cost, planner
+from megatron_grpo.data.trajectory import Outcome
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
     """The sequences that a step trains on: numbers by sequence, and references to their tokens.
 
-    Lives on the driver, which never holds a token. The stages of a step extend it; the handle of a model sends each
-    replica its part, and a rollout worker reads it for computations over all tokens and for the file of rollouts. The
-    samples of a prompt are neighbours.
+    Lives on the driver, without tokens. The stages of a step extend it; the handle of a model sends each replica its
+    part, and a rollout worker reads it for computations over all tokens and for the file of rollouts. The samples of a
+    prompt are neighbours.
     """
 
     lengths: NDArray[np.int64]
@@ -36,6 +42,28 @@ class StepBatch:
     the object store. Every replica has whole shards."""
     fields: dict[str, list[Any]] = field(default_factory=dict)
     """By name of a stored field (`STORED_DTYPES`): for each shard, Ray's reference to an array, [tokens of it]."""
+
+    @staticmethod
+    def of_outcomes(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
+        """The batch of a step's rollouts, not yet assigned to shards.
+
+        The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
+        multiplier is 0 and, with overlong_filtering, those that were cut off.
+        """
+        overlong, nll_weight = config.loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
+        weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
+        return StepBatch(
+            lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
+            response_tokens=np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64),
+            in_loss=np.array(
+                [
+                    outcome.reward is not None and outcome.loss_multiplier > 0 and not (overlong and outcome.truncated)
+                    for outcome in outcomes
+                ]
+            ),
+            positive=np.array([bool(outcome.correct) for outcome in outcomes]) if nll_weight > 0 else None,
+            weights=None if (weights == 1).all() else weights,
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -64,3 +92,30 @@ class StepBatch:
             shards=np.split(np.arange(len(numbers)), ends[:-1]),
             fields={name: references[mine] for name, references in self.fields.items()},
         )
+
+
+def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
+    """Assign sequences to shards: for each shard the numbers of its sequences, [sequences], int64, ascending.
+
+    Every minibatch is divided equally over the shards, as its microbatches would be over as many replicas. With a
+    value model, the number of shards is the least common multiple of both models' replicas, so that each replica has
+    whole shards. If the minibatches of the models differ, the sequences between consecutive minibatch ends of either
+    model are divided equally, so that every replica has a sequence in every minibatch.
+
+    Args:
+        config: layouts and minibatches of the trained models.
+        batch: the sequences.
+        cost: the policy's cost of a sequence, by which work is divided equally.
+    """
+    policy, value = config.policy, config.value_model
+    trained = [policy] if value is None else [policy, value]
+    shards = math.lcm(*(model.parallel.data for model in trained))
+    if shards == 1:
+        return [np.arange(len(batch))]
+    sizes = [model.train_global_batch_samples or len(batch) for model in trained]
+    ends = sorted({int(numbers[-1]) + 1 for size in sizes for numbers in batch.minibatches(size)})
+    members: list[list[int]] = [[] for _ in range(shards)]
+    for start, end in pairwise([0, *ends]):
+        for shard, share in enumerate(planner(policy, cost).share(batch.lengths[start:end], shards)):
+            members[shard] += [start + index for index in share]
+    return [np.array(sorted(one), dtype=np.int64) for one in members]

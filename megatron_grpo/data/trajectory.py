@@ -150,7 +150,7 @@ class Trajectory(Sample):
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
-        """The inverse of `to_saved_row` and `to_row`; rows of earlier versions may lack newer fields."""
+        """The inverse of `to_saved_row` and `to_row`."""
         routed = None
         if row.get("routed") is not None:
             dtype, columns, data = row["routed"]

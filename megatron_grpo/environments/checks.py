@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, EnvironmentConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
@@ -25,34 +25,30 @@ from megatron_grpo.weights.source import made_before_the_run
 def check_scoring(
     config: Config,
     sets: Sequence[DatasetConfig] | None = None,
-    given: Mapping[str, RewardFunction] | None = None,
+    rewards: Mapping[str, RewardFunction] | None = None,
 ) -> None:
-    """Check environments, processors and reward functions against the configuration and the columns of the data.
+    """Import every environment, processor, reward function and agent, and check options, parameters and data columns.
 
     Args:
         config: environments, processors and data.
         sets: sets of prompts whose responses are scored; None: the training and validation sets.
-        given: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
-    """
-    check_environments(config)
-    check_reward_functions(config.env, lambda task: _columns(config, sets, task), given)
-
-
-def check_environments(config: Config) -> None:
-    """Import every class of `env` and every processor, and check their options.
+        rewards: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
 
     Raises:
-        ConfigError: a class or processor cannot be imported or called, or its options do not fit.
+        ConfigError: a class or function cannot be imported or called, or its options or parameters do not fit; or a
+            folder is no reward model.
     """
     make_importable(import_folders())
     problems = list(processor_problems(config.data))
     problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
+    if not problems:  # reward functions may need the modules that these checks import
+        problems = [problem for name in config.env for problem in _reward_problems(config, name, sets, rewards or {})]
     if problems:
         raise ConfigError(problems)
 
 
 def _problems(section: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
-    if environment.type == REWARD_FUNCTIONS:  # `check_reward_functions` checks these
+    if environment.type == REWARD_FUNCTIONS:  # `_reward_problems` checks these
         return
     try:
         kind = environment_class(environment.type)
@@ -62,46 +58,21 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
     for name, text in fitted_options(kind, environment.options)[1]:
         yield Problem(f"{section}.options.{name}", text)
     if kind.agent and not config.generation.endpoint.enabled:
-        text = "has an agent, which asks the model where nobody answers; give generation.endpoint.enabled=true"
+        text = "has an agent, which calls the model at the endpoint; give generation.endpoint.enabled=true"
         yield Problem(f"{section}.type={environment.type}", text)
     if kind.multi_turn and config.loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
 
 
-ColumnsOf = Callable[[str], Collection[str] | None]
-"""Function from a task name to the column names of its rows, including "answer"; None: not known yet."""
-
-
-def check_reward_functions(
-    config: Mapping[str, EnvironmentConfig],
-    columns_of: ColumnsOf = lambda task: None,
-    given: Mapping[str, RewardFunction] | None = None,
-) -> None:
-    """Import every reward function and agent, and compare their parameters with the columns of the data.
-
-    Args:
-        config: environments by task name.
-        columns_of: columns of the rows of a task; called only for tasks with reward functions.
-        given: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
-
-    Raises:
-        ConfigError: a function cannot be imported, or cannot be called with prompts, completions and the columns; or a
-            folder is no reward model.
-    """
-    given = given or {}
-    problems = [problem for name, one in config.items() for problem in _reward_problems(name, one, columns_of, given)]
-    if problems:
-        raise ConfigError(problems)
-
-
 def _reward_problems(
-    task: str, config: EnvironmentConfig, columns_of: ColumnsOf, given: Mapping[str, RewardFunction]
+    config: Config, task: str, sets: Sequence[DatasetConfig] | None, rewards: Mapping[str, RewardFunction]
 ) -> Iterator[Problem]:
-    columns = columns_of(task) if config.reward_funcs else None
-    if columns is not None and config.agent_func is not None:
-        columns = {*columns, RESULT}
-    for entry in config.reward_funcs:
+    environment = config.env[task]
+    columns = _columns(config, sets, task) if environment.reward_funcs else None
+    if columns is not None and environment.agent_func is not None:
+        columns.add(RESULT)
+    for entry in environment.reward_funcs:
         subject = f"env.{task}.reward_funcs={entry}"
         if is_model_folder(entry):
             reason = model_problem(entry)
@@ -109,21 +80,21 @@ def _reward_problems(
                 yield Problem(subject, reason)
             continue
         try:
-            check_parameters(entry, given.get(entry) or load_reward_function(entry), columns)
+            check_parameters(entry, rewards.get(entry) or load_reward_function(entry), columns)
         except RunError as error:
             yield Problem(subject, str(error))
-    if config.agent_func is not None:
+    if environment.agent_func is not None:
         try:
-            load_agent_function(config.agent_func)
+            load_agent_function(environment.agent_func)
         except RunError as error:
-            yield Problem(f"env.{task}.agent_func={config.agent_func}", str(error))
+            yield Problem(f"env.{task}.agent_func={environment.agent_func}", str(error))
 
 
 def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) -> set[str] | None:
     """Columns of a task's rows in these sets, or in the training and validation sets of the run.
 
-    None: the columns are unknown, because data is streamed (no row is read before training), a set cannot be read (the
-    check of the data reports that), or the task has no rows.
+    "answer" is among them if rows have a reference answer. None: the columns are unknown, because data is streamed (no
+    row is read before training), a set cannot be read (the check of the data reports that), or the task has no rows.
     """
     if config.data.streaming and sets is None:
         return None

@@ -52,7 +52,10 @@ def _equal(final: str, answer: str) -> bool:
 
 
 def final_answer(response: str) -> str:
-    """The last complete \\boxed{...} of a response, with nested braces; without one, the end of the response."""
+    """The last \\boxed{...} of a response, with nested braces.
+
+    If there is no box, or the last one is not closed: the last TAIL_CHARACTERS characters of the response.
+    """
     start = response.rfind("\\boxed{")
     if start >= 0:
         depth = 0

@@ -18,8 +18,8 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
+from megatron_grpo.data.tokenizer import render_chat
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
@@ -86,7 +86,13 @@ class EnvironmentWorker:
         settings: EnvironmentSettings,
         rewards: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """Arguments are those of `EnvironmentPool`; `rewards` also has the clients of reward models."""
+        """
+        Args:
+            name: task name of the environment, for messages.
+            config: type and options of the environment.
+            settings: settings of the run.
+            rewards: reward functions of a script and clients of reward models, by their entry in reward_funcs.
+        """
         begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
         self._observations = Observations(settings)

@@ -94,7 +94,7 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
         text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(made.rows)}"
         return SetReport(problems=[Problem(subject, text)])
     problems = list(_unfit(config, made)) if key in config.data.training else []
-    return SetReport(rows=made.rows[name], tasks=set(made.tasks), alike=False, problems=problems)
+    return SetReport(rows=made.rows[name], tasks=set(made.tasks), problems=problems)
 
 
 @as_problems

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.algorithms.stages import assign, combine_results, without_tokens
+from megatron_grpo.algorithms.stages import combine_results
 from megatron_grpo.config.checks import config_problems
 from megatron_grpo.config.checks.rules import broken
 from megatron_grpo.config.errors import ConfigError
@@ -22,7 +22,7 @@ from megatron_grpo.controller.directory import POLICY_FOLDER
 from megatron_grpo.controller.startup import policy_settings
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given, token_places
 from megatron_grpo.data.replay_files import TensorFigure
-from megatron_grpo.data.step_batch import StepBatch
+from megatron_grpo.data.step_batch import StepBatch, assign
 from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
@@ -107,7 +107,7 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     settings = policy_settings(config, record.model)
     _require_replayable(record, settings)
     outcomes = [one.outcome for one in record.trajectories]
-    step, batch = without_tokens(config, outcomes), record.tokens()
+    step, batch = StepBatch.of_outcomes(config, outcomes), record.tokens()
     threshold = config.loop.seq_logprob_error_threshold
     if threshold is not None:
         mask = given(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
@@ -115,8 +115,6 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         generation = given(batch.fields.generation_logprobs)
         beyond, _ = inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
         step.in_loss &= ~beyond.numpy()
-    if config.loss_fn.positive_example_nll_weight > 0:
-        step.positive = np.array([bool(outcome.correct) for outcome in outcomes])
     cost = cost_of(settings.shape)
     step.shards = assign(config, step, cost)
     _add_fields(record, step, batch)

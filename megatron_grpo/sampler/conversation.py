@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.tokenizer import render_chat
 from megatron_grpo.sampler.engines import EngineClient
 
 ChatMessage = Mapping[str, Any]
@@ -119,7 +119,7 @@ class Conversation:
                 raise BadCallError("does not begin with the prompt and the response of the call before")
             return self._ids(self._without_end(prompt[len(self._known) :]))
         if any(not 0 <= token < len(self._tokenizer) for token in prompt):
-            raise BadCallError(f"holds numbers that are none of the model's {len(self._tokenizer)} tokens")
+            raise BadCallError(f"has token ids outside the model's vocabulary of {len(self._tokenizer)} tokens")
         known = np.concatenate(self.pieces).tolist() if self.pieces else []
         if list(prompt[: len(known)]) != known:
             raise BadCallError("does not begin with the tokens of the prompt and the response of the call before")

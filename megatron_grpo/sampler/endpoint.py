@@ -224,7 +224,7 @@ def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> No
     given = {name: value for name, value in call.items() if value is not None}
     unknown = ", ".join(sorted(given.keys() - known))
     if unknown:
-        raise BadCallError(f"{unknown}: not taken here; a rollout samples as the keys of the run's generation say")
+        raise BadCallError(f"{unknown}: not accepted; the run's configuration (generation) decides how rollouts sample")
     for name, value in (("n", 1), ("stream", False), ("temperature", settings.temperature), ("top_p", settings.top_p)):
         if name in given and given[name] != value:
             raise BadCallError(f"{name}={given[name]}: every call of this run has {value}; leave it out")

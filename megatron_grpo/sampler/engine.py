@@ -223,7 +223,7 @@ class VllmEngine:
 
     @phase("canary")
     async def admit_weights(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the engine computes with them what the policy does.
+        """Serve the committed weights if the engine's log-probabilities of the canary prompt agree with the policy's.
 
         Requests in flight continue meanwhile, since the scheduler runs all or none. If the comparison fails, they are
         paused again, and the run ends without using their tokens.

@@ -241,7 +241,7 @@ class Engines:
             begin += size
         return placed
 
-    async def lose_late(self, deadline_s: float) -> None:
+    async def lose_overdue(self, deadline_s: float) -> None:
         """Mark engines as lost whose responses are overdue, counted from now or from the engine's replacement.
 
         Runs until it is cancelled. The stacks of overdue engines are read on a thread, because that takes seconds.
@@ -251,12 +251,12 @@ class Engines:
         while True:
             await asyncio.sleep(min(LOOK_S, deadline_s))
             passed = loop.time() - deadline_s
-            late = [client for client in self.clients if client.busy and max(began, client.since) <= passed]
-            if not late:
+            slow = [client for client in self.clients if client.busy and max(began, client.since) <= passed]
+            if not slow:
                 continue
-            restarts = [client.restarts for client in late]
-            reason = str(await asyncio.to_thread(overdue, "generation", [client.name for client in late], deadline_s))
-            for client, before in zip(late, restarts, strict=True):
+            restarts = [client.restarts for client in slow]
+            reason = str(await asyncio.to_thread(overdue, "generation", [client.name for client in slow], deadline_s))
+            for client, before in zip(slow, restarts, strict=True):
                 if client.restarts == before:
                     client.lose(reason)
 

@@ -1,4 +1,4 @@
-"""Who is let through to a server of a run: programs that have its token, and no page that a browser shows."""
+"""Access control of a run's servers: requests need the run's token, and requests of web pages are refused."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ _OPEN_PATH = "/health"
 def refusal(
     method: str, headers: Mapping[str, str], bearer: str | None, names: Collection[str] = ()
 ) -> tuple[int, str] | None:
-    """Status and reason with which a request is refused; None: it is let through.
+    """Status and reason with which a request is refused; None: it is accepted.
 
-    A page in a browser can send requests to this machine, and through a name of its own (DNS rebinding) read what is
-    answered. Browsers name the page in Origin and that name in Host, and send JSON elsewhere only when they are allowed
-    to. A rebound name is never an address, so a Host that is an address is let through.
+    A web page can make a browser send requests to this machine. If the page's host name is made to resolve to this
+    machine (DNS rebinding), the page can also read the answers. Browsers put the page's origin into the header Origin
+    and the host name of the request into Host, and send JSON to another origin only with that origin's permission. So
+    requests with an Origin, with an unknown name in Host or with a body other than JSON are refused. A rebound name is
+    never an IP address, so a Host that is an address is accepted.
 
     Args:
         method: HTTP method.
         headers: headers by their names in lower case.
-        bearer: token that has to be given; None: none has to.
+        bearer: bearer token that the request must have; None: no token is required.
         names: names of this machine besides its host name and localhost.
     """
     host = headers.get("host", "")
@@ -69,11 +71,10 @@ def _is_own_name(host: str, names: Collection[str]) -> bool:
 
 
 class TokenGuard:
-    """ASGI middleware of vLLM's server with `refusal`; vLLM's own token leaves weight updates open.
+    """ASGI middleware of vLLM's server that applies `refusal`; vLLM's own token check leaves weight updates open.
 
-    A middleware sees a request when its head is complete; one above HEAD_BYTES is refused then. So that incomplete
-    ones end too, the middleware gives the server, as it starts, connections with a deadline and the same limit
-    (`_BoundedHeads`).
+    A middleware sees a request only when its head is complete, and refuses a head above HEAD_BYTES then. Incomplete
+    heads are bounded by the server's connections, whose class the middleware replaces at start-up (`_BoundedHeads`).
     """
 
     def __init__(self, app: Application) -> None:
@@ -88,7 +89,7 @@ class TokenGuard:
         kind = scope["type"]
         if kind == "lifespan":
             server = getattr(scope["app"].state, "server", None)  # uvicorn's, which vLLM puts there
-            if server is None:  # an exception would be taken for an application that has no start-up
+            if server is None:  # uvicorn takes an exception here to mean that the application has no start-up
                 await send({"type": "lifespan.startup.failed", "message": "this vLLM does not tell its uvicorn server"})
                 return
             config = server.config
@@ -168,11 +169,11 @@ class _BoundedHeads(asyncio.Protocol):
 
 
 async def _received(receive: Any) -> Callable[[], Awaitable[Any]]:
-    """Take in the body of a request; returns a `receive` that gives it again.
+    """Read the body of a request; returns an ASGI `receive` that replays it.
 
     Raises:
-        TimeoutError: it is not complete in time.
-        ValueError: it is too large.
+        TimeoutError: the body is not complete in time.
+        ValueError: the body is too large.
     """
     messages: list[Any] = []
     size = 0

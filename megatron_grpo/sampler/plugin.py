@@ -1,4 +1,4 @@
-"""The plugin that every vLLM process of ours loads at start (entry point in the group `vllm.general_plugins`)."""
+"""The plugin that vLLM loads in each of its processes (entry point in `vllm.general_plugins`); it prepares ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ _registered = False
 
 
 def register() -> None:
-    """Prepare a vLLM process of ours: patches, log, and its end with its parent. Does nothing in others; idempotent."""
+    """Prepare a process of our engines and servers; does nothing in other processes of vLLM; idempotent.
+
+    In an engine's process, parts of vLLM are replaced (CPU) or checked (CUDA), the log is opened, and a thread ends the
+    process when its parent is gone.
+    """
     global _registered
     if _registered or not {ENGINE_MARKER, SERVER_MARKER} & os.environ.keys():
         return

@@ -32,7 +32,7 @@ COUNTS_S = 20.0
 """Deadline for fetching the counts of all engines, in seconds."""
 
 GRACE_S = 20.0
-"""Seconds by which the driver's deadlines exceed those of workers, whose messages say more but come later."""
+"""Seconds by which the driver's deadlines exceed those of workers, whose messages are more specific."""
 
 
 Restore = Callable[[Mapping[int, str]], None]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 PACE_S = 0.02
-"""Responses that complete within this many seconds of each other are sent together, to save messages."""
+"""Seconds that a complete response waits for others to be sent with it, which saves messages."""
 
 SAME_NAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Fields of SamplingSettings that have the same name in vLLM."""
@@ -64,10 +64,10 @@ async def while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Resul
 
 
 def without_problems(answers: Sequence[Any], where: str = "") -> list[Any]:
-    """The answers of an engine's workers to a method of refit.worker.RefitWorker; a problem is answered as text.
+    """The answers of an engine's workers to a method of refit.worker.RefitWorker, if none of them is a problem (text).
 
     Raises:
-        RuntimeError: workers had problems; has all of them, each behind `where`.
+        RuntimeError: workers had problems; the message has all of them, each after `where`.
     """
     problems = [f"{where}{answer}" for answer in answers if isinstance(answer, str)]
     if problems:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Sequence
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.config.data_schema import LEAST_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest
 from megatron_grpo.data.scores import EnvironmentRequest, Scored
-from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
+from megatron_grpo.data.trajectory import LEFT_OUT, SUSPECT, Span, StopReason, Trajectory, suspicions
 from megatron_grpo.sampler.conversation import Conversation
 from megatron_grpo.sampler.endpoint import Endpoint
 from megatron_grpo.sampler.engines import EngineClient, Engines
 from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan, sample_seed
-from megatron_grpo.sampler.suspects import judge
 
 ATTEMPTS = 2
 """Attempts at a rollout, and at scoring it."""
+_USUAL_SHARE = 0.25
+"""Share of the median length of a group, below which a rewarded response is unusually short."""
 
 
 class GroupRollout:
@@ -235,3 +239,29 @@ def _fail(trajectory: Trajectory, reason: str) -> None:
 def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
     """Concatenate arrays [tokens] of one dtype; a single array is not copied."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def judge(group: Sequence[Trajectory], leave_out: Collection[str]) -> None:
+    """Add the figure of unusually short responses to a scored group, and take the rewards of suspect responses away.
+
+    A response without a reward is in no baseline and not in the loss. It counts as incorrect: nothing shows that it is
+    right.
+
+    Args:
+        group: the samples of one prompt, scored; those without a reward, such as failed ones, are not judged.
+        leave_out: names of figures (without suspect/); responses with one of these above 0 lose their reward.
+    """
+    scored = [(one, one.reward) for one in group if one.reward is not None]
+    if len(scored) >= LEAST_COMPARED:
+        usual = median(one.response_tokens for one, _ in scored)
+        mean = fmean(reward for _, reward in scored)
+        for one, reward in scored:
+            is_rewarded = reward > mean if one.correct is None else one.correct
+            is_short = is_rewarded and one.response_tokens < _USUAL_SHARE * usual
+            one.reward_metrics = one.reward_metrics | {SUSPECT + UNUSUALLY_SHORT: float(is_short)}
+    for one, reward in scored if leave_out else ():
+        found = [name for name in suspicions(one.reward_metrics) if name in leave_out]
+        one.reward_metrics = one.reward_metrics | {LEFT_OUT: float(bool(found))}
+        if found:
+            one.notes = one.notes | {"left out": f"suspect by {', '.join(found)}; its reward was {reward:g}"}
+            one.reward, one.reward_parts, one.correct = None, {}, None if one.correct is None else False

@@ -226,8 +226,8 @@ class ServerEngine:
             mode, *_ = self._source or ("none",)
             if mode != "files":
                 raise RuntimeError(
-                    f"{self._url} was started anew and has lost version {version}, which refit.mode={mode} brings at "
-                    "the end of a step alone; with refit.mode=files such a server reads it from the folder"
+                    f"{self._url} was restarted and has lost version {version}, which refit.mode={mode} sends "
+                    "only at the end of a step; with refit.mode=files a restarted server reads it from the folder"
                 )
             logger.warning("%s serves %s and is given version %d again", self._url, served, version)
             await self._require_fitting()
@@ -254,7 +254,7 @@ class ServerEngine:
         """Let the server serve the version that it received, unless `guarded`; RuntimeError if the server was restarted
         since."""
         if await self._served() != f"{self._prefix}{version}":
-            raise RuntimeError(f"{self._url} was started anew since it received version {version}")
+            raise RuntimeError(f"{self._url} was restarted since it received version {version}")
         if not self._settings.keeps_cache and not (await self._post("/reset_prefix_cache"))["success"]:
             raise RuntimeError(f"{self._url} could not empty its prefix cache, which is of other weights")
         if not guarded:

@@ -69,7 +69,7 @@ class RolloutWorker:
             SamplingError: an engine failed, or a process of an environment could not be replaced.
         """
         generated, left = self._generated[batch], len(prompts)
-        deadline = asyncio.create_task(self._engines.lose_late(self._generation_timeout_s))
+        deadline = asyncio.create_task(self._engines.lose_overdue(self._generation_timeout_s))
 
         async def through(group: GroupRollout, engine: EngineClient) -> list[Trajectory]:
             nonlocal left

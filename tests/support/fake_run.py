@@ -30,15 +30,15 @@ class FakeDumps:
         """By step, what was to be written."""
         self.facts: dict[int, StepFacts] = {}
         """By step, what was to be said beside it."""
-        self.held: list[int] = []
+        self.held: list[tuple[int, list[SampledGroup], StepFacts]] = []
         """The step that would be written if it failed now; none, once its writing has begun."""
 
     def hold(self, step: int, groups: list[SampledGroup], batch: Any, facts: StepFacts) -> None:
-        self.held = [step]
+        self.held = [(step, groups, facts)]
 
-    def begin(self, step: int, groups: list[SampledGroup], batch: Any, facts: StepFacts) -> None:
+    def begin(self) -> None:
+        step, groups, facts = self.held.pop()
         self.log.append(f"dump {step} begins")
-        self.held.clear()
         assert step not in self.groups, "the rollouts of a step are written once"
         self.groups[step], self.facts[step] = groups, facts
 
@@ -46,7 +46,7 @@ class FakeDumps:
         self.log.append(f"dump {step} is there")
 
     def leave(self) -> None:
-        self.log += [f"dump {step} is left" for step in self.held]
+        self.log += [f"dump {step} is left" for step, _, _ in self.held]
 
 
 def make_sampling_run(

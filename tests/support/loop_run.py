@@ -77,7 +77,8 @@ class Run:
             self.used += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1
-                self.dumps.begin(number, [], None, make_facts())
+                self.dumps.hold(number, [], None, make_facts())
+                self.dumps.begin()
                 return replace(self.report, failure=self.refit_fails.get(number))
             self.waiting[:] = self.rollouts.tokens.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1

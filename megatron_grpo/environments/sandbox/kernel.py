@@ -1,4 +1,4 @@
-"""System calls that Python's standard library lacks, and the descendants of a process from /proc.
+"""System calls that Python's standard library lacks, and functions that find and signal a program's processes.
 
 This module and all others that `launcher.py` imports import little, because a new process loads them per program.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """Flags of new namespaces of control groups, host names, IPC, processes and networks."""
@@ -90,7 +94,7 @@ def gain_no_rights() -> None:
 
 
 def use_small_pages() -> None:
-    """Let this process and its descendants take memory in pages of the smallest size alone."""
+    """Let this process and its descendants take memory only in pages of the smallest size."""
     _prctl(_PR_SET_THP_DISABLE, 1)
 
 
@@ -238,6 +242,15 @@ def _children(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(child) for one in threads for child in read(f"/proc/{pid}/task/{one}/children").split()]
+
+
+def kill(pids: Iterable[int], number: int) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
 
 
 def read(path: str) -> bytes:

@@ -13,7 +13,6 @@ import sys
 from importlib import import_module
 
 from megatron_grpo.environments.sandbox import kernel
-from megatron_grpo.environments.sandbox.kernel import descendants
 from megatron_grpo.environments.sandbox.memory_watch import MemoryWatch
 from megatron_grpo.environments.sandbox.root import FOLDER, enter_root, write
 
@@ -64,7 +63,7 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
     for fd in (partner_fd, to_partner[0], from_partner[1]):
         os.close(fd)
     _report({**_spec(spec_fd), "channel": (from_partner[0], to_partner[1])}, status_fd)
-    _kill(partner)
+    kernel.kill([partner], signal.SIGKILL)
     _end_descendants()
     try:
         while True:  # where /proc is that of a namespace, its process 1 is adopted here when it dies with its parent
@@ -113,21 +112,13 @@ def _limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
 
 def _end_descendants() -> None:
     """Kill all descendants and wait until they are gone."""
-    while living := descendants(os.getpid()):
-        for pid in living:
-            _kill(pid)
+    while living := kernel.descendants(os.getpid()):
+        kernel.kill(living, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             pass
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
@@ -249,7 +240,7 @@ def _write_if_allowed(path: str, text: str) -> None:
 
 def _end_on_request(child: int) -> None:
     """Kill the program on SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: _kill(child))
+    signal.signal(signal.SIGTERM, lambda *_: kernel.kill([child], signal.SIGKILL))
 
 
 def _wait(child: int, watch: MemoryWatch | None = None) -> int:

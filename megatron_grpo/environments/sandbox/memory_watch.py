@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from megatron_grpo.environments.sandbox.kernel import descendants, have_one_memory, read
+from megatron_grpo.environments.sandbox.kernel import descendants, have_one_memory, kill, read
 
 BEYOND = 64 << 20
 """Bytes that a program may hold beyond its limit until it is killed."""
@@ -31,14 +31,14 @@ _BUFFER_BYTES = {"socket:": 2 * int(read("/proc/sys/net/core/wmem_default") or 2
 class MemoryWatch:
     """Kills the descendants of this process when their memory together exceeds a limit.
 
-    No limit of the kernel bounds the memory of several processes together, so it has to be read, and what a program
-    takes between two readings is noticed too late. The time to the next reading is therefore what the processors need
-    to fill the rest of the limit and half of what may be held beyond it.
+    No limit of the kernel bounds the memory of several processes together, so it has to be read, and memory that a
+    program takes between two readings is noticed late. The next reading is therefore due before the processors can have
+    filled the rest of the limit and half of BEYOND.
 
     The sum of resident sizes is quick to read but counts a shared page once for each process. When it exceeds the
     limit, all processes are stopped, so that they take nothing during the exact reading, which is slow. Until they have
     had as many page faults as would fill the rest of the limit, no further exact reading is needed. A process that was
-    forked since then counts with all its pages, because those that its parent took may be left to it alone.
+    forked since then counts with all its pages, because it may become the only holder of pages that its parent took.
     """
 
     def __init__(self, limit: int, processes: int) -> None:
@@ -72,7 +72,7 @@ class MemoryWatch:
             held = self._stopped()
             self.exceeded |= held > self._limit
             begun = time.monotonic()
-            _send(descendants(os.getpid()), signal.SIGKILL if self.exceeded else signal.SIGCONT)
+            kill(descendants(os.getpid()), signal.SIGKILL if self.exceeded else signal.SIGCONT)
         self._due = begun + max((self._limit + BEYOND // 2 - held) / self._rate, _SHORTEST_S)
 
     def _quick(self, pids: list[int]) -> int:
@@ -100,7 +100,7 @@ class MemoryWatch:
         deadline = time.monotonic() + _STOPPING_S
         while time.monotonic() < deadline:
             living = descendants(os.getpid())
-            _send(living, signal.SIGSTOP)
+            kill(living, signal.SIGSTOP)
             stats = {pid: _stat(pid) for pid in living}
             twins = {pid: [one for one in living if one != pid and have_one_memory(pid, one)] for pid in living}
             sizes = {pid: _sizes(pid) for pid in living if pid <= min(twins[pid], default=pid)}
@@ -114,14 +114,6 @@ class MemoryWatch:
             if above == 2 or (at_rest and {pid: _stat(pid) for pid in descendants(os.getpid())} == stats):
                 return held
         return sys.maxsize
-
-
-def _send(pids: list[int], number: int) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def _stat(pid: int) -> tuple[tuple[int, bytes], bytes, int]:

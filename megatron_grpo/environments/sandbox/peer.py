@@ -48,9 +48,6 @@ class ProxyClass(type):
             found._link_[0].stop(f"class {name} inherits from {found.__name__}, which the program defines")
         return super().__new__(mcs, name, bases, {**namespace, **({} if link is None else {"_link_": link})})
 
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: Any) -> None:
-        super().__init__(name, bases, namespace)
-
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._link_[0].request("call", cls, "", args, kwargs)
 
@@ -179,11 +176,11 @@ class Peer(Codec):
         return b"".join(parts)
 
     def lost(self, reason: str) -> NoReturn:
-        """React to the end of the other process."""
+        """Called when the other process has ended or sends nonsense; does not return."""
         raise Stopped(reason)
 
     def stop(self, reason: str) -> NoReturn:
-        """React to something that a proxy cannot do."""
+        """Called for a use of an object that a proxy cannot support; does not return."""
         raise TypeError(reason)
 
     # Requests
@@ -206,22 +203,17 @@ class Peer(Codec):
         while (reply := self.receive())[0] not in ("return", "raise"):
             self.serve(reply)
         try:
-            value = self._taken(reply, memo)
+            kind, encoded, changed, _ = reply
+            value = self.decode(encoded, memo)
+            if kind == "raise" and not isinstance(value, BaseException):
+                raise ValueError("an exception was expected")
+            for number, contents in changed:
+                self.fill(memo.objects[number], contents, memo)
             self.accept(message, reply)
         except Exception as error:  # noqa: BLE001 - decoding an untrusted message may raise anything
             self.lost(f"it sent no value: {type(error).__name__}: {error}")
-        if reply[0] == "raise":
+        if kind == "raise":
             raise value
-        return value
-
-    def _taken(self, reply: list[Any], memo: Memo) -> Any:
-        """The value or exception of a reply; fills the containers that have changed."""
-        kind, value, changed, _ = reply
-        value = self.decode(value, memo)
-        if kind == "raise" and not isinstance(value, BaseException):
-            raise ValueError("an exception was expected")
-        for number, contents in changed:
-            self.fill(memo.objects[number], contents, memo)
         return value
 
     def special(self, target: Any, name: str, *args: Any) -> Any:
@@ -336,7 +328,9 @@ class Peer(Codec):
             return kind
         if tag == "exception":
             return self._exception(kind, [self.decode(one, memo) for one in given[2]], given[3])
-        proxy = self.proxy(kind, given[2])
+        proxy = object.__new__(kind)
+        for name, value in (("_number_", int(given[2])), ("_age_", self.age), ("_mark_", "")):
+            object.__setattr__(proxy, name, value)
         if tag == "function":
             return self.function(proxy, str(given[3]), given[4])
         if tag in ("generator", "coroutine"):
@@ -346,13 +340,6 @@ class Peer(Codec):
     def function(self, proxy: Any, name: str, parameters: Any) -> Any:
         """The object that stands for a function of the other process; by default its proxy."""
         return proxy
-
-    def proxy(self, kind: Any, number: int) -> Any:
-        """A new proxy of an object."""
-        made = object.__new__(kind)
-        for name, value in (("_number_", int(number)), ("_age_", self.age), ("_mark_", "")):
-            object.__setattr__(made, name, value)
-        return made
 
     def _exception(self, kind: Any, args: list[Any], number: int) -> BaseException:
         if not isinstance(kind, ProxyClass):

@@ -172,20 +172,22 @@ def _watchable(value: Any) -> bool:
 def serve(spec: dict[str, Any]) -> NoReturn:
     """Run the program of a description: `source`, and `channel` with the two file descriptors of its pipes."""
     reading, writing = spec["channel"]
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    close_others({reading, writing})
-    import site  # a launcher's interpreter starts without it
-
-    sys.path = [path for path in sys.path if path.startswith(sys.base_prefix)] + site.getsitepackages()
+    detach({reading, writing})
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment] # as site defines them
     Program(reading, writing).run(spec["source"])
     os._exit(0)
 
 
-def close_others(kept: set[int]) -> None:
-    """Close all file descriptors except `kept` and those of standard input, output and errors."""
-    bounds = [2, *sorted(kept), 1 << 30]
-    for low, high in pairwise(bounds):
+def detach(kept: set[int]) -> None:
+    """Connect the standard streams to /dev/null, close all other file descriptors but `kept`, and set the import path.
+
+    Modules can be imported from the standard library and the interpreter's own site-packages.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    for low, high in pairwise([2, *sorted(kept), 1 << 30]):
         os.closerange(low + 1, high)
+    import site  # a launcher's interpreter starts without it
+
+    sys.path = [path for path in sys.path if path.startswith(sys.base_prefix)] + site.getsitepackages()

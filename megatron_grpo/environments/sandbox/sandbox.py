@@ -236,7 +236,7 @@ class _Watch:
                         self._launcher.send_signal(signal.SIGTERM)
                     elif reason == "wall time":
                         self._launcher.kill()
-                        break  # remaining processes may keep the pipes open for ever
+                        break  # remaining processes may keep the pipes open forever
                 self._read(selector, WATCH_S)
         self._launcher.wait()
         return self._finished(passed)
@@ -272,7 +272,7 @@ class _Watch:
             raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (rest, said)))}")
         code = int(rest) if what else 128 + signal.SIGKILL
         if passed is None and (what == "memory" or (self._group is not None and self._group.exceeded())):
-            passed = "memory"  # the launcher's word, or exceeded since the last check
+            passed = "memory"  # reported by the launcher, or exceeded since the last check
         ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
         seconds = time.monotonic() - self._started

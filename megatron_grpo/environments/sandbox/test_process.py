@@ -28,7 +28,7 @@ from megatron_grpo.environments.sandbox.peer import (
     ProxyClass,
     Stopped,
 )
-from megatron_grpo.environments.sandbox.program_process import close_others
+from megatron_grpo.environments.sandbox.program_process import detach
 from megatron_grpo.environments.sandbox.values import Memo
 
 TYPE_CHECKING = False
@@ -56,7 +56,7 @@ class Tests(Peer):
     """
 
     def __init__(self, reading: int, writing: int, allow: bool) -> None:
-        """`allow`: whether the program's word is taken where live objects are compared."""
+        """`allow`: whether tests may compare live objects of the program, which decides the result."""
         super().__init__(reading, writing)
         self._allow = allow
         self._messages = 0
@@ -213,13 +213,8 @@ def serve(spec: dict[str, Any]) -> NoReturn:
     kernel.set_dumpable(False)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     reading, writing = spec["channel"]
-    report, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    close_others({reading, writing, report})
-    import site  # a launcher's interpreter starts without it
-
-    sys.path = [path for path in sys.path if path.startswith(sys.base_prefix)] + site.getsitepackages()
+    report = os.dup(1)
+    detach({reading, writing, report})
     with suppress(Stopped):
         _run_all(spec, Tests(reading, writing, spec["allow"]), report)
     os._exit(0)

@@ -51,6 +51,7 @@ class Memo:
         return len(self.objects) - 1
 
     def number(self, value: Any) -> int | None:
+        """The number of a container; None: it has none yet."""
         return self._numbers.get(id(value))
 
     def note_contents(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron_grpo.data.rollout_files import count_rollouts, rollout_files, rows_of_file
+from megatron_grpo.data.rollout_files import count_rollouts, recorded_steps, rows_of_file
 from megatron_grpo.data.trajectory import suspicions
 from megatron_grpo.weights.source import local_folder
 
@@ -95,8 +95,8 @@ def step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[i
     Raises:
         ValueError: a file of rollouts cannot be read; the message names it.
     """
-    files = rollout_files(folder)
-    for step, file in files:
+    files = recorded_steps(folder)
+    for step, file in files.items():
         try:
             rows = _first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
             yield step, count_rollouts(file), _table(rows, vocabulary, TOKENS // len(files))

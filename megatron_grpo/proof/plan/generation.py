@@ -67,15 +67,15 @@ def recorded_lengths(run_dir: Path, samples: int) -> Lengths:
     Raises:
         FileNotFoundError: the run has no rollouts.
     """
-    from megatron_grpo.data.rollout_files import ROLLOUTS_FOLDER, read_rollouts, rollout_files
+    from megatron_grpo.data.rollout_files import read_rollouts, recorded_steps
 
-    steps = [step for step, _ in rollout_files(run_dir / ROLLOUTS_FOLDER)]
-    rows = list(read_rollouts(run_dir, max(steps, default=0)))
+    last = max(recorded_steps(run_dir), default=0)
+    rows = list(read_rollouts(run_dir, last))
     sampled = np.array([sum(end - begin for begin, end, _ in row["spans"]) for row in rows], dtype=np.float64)
     totals = np.array([len(row["token_ids"]) for row in rows], dtype=np.float64)
     places = (np.arange(samples) + 0.5) / samples
     chosen = np.asarray(np.quantile(sampled, places, method="inverted_cdf"), dtype=np.float64)
-    return Lengths(float((totals - sampled).mean()), chosen, f"responses of {run_dir}, step {max(steps)}")
+    return Lengths(float((totals - sampled).mean()), chosen, f"responses of {run_dir}, step {last}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"an entry of advantages is not finite for 2 response\(s\) to prompt\(s\) 1"):
         run.step()
     assert run.policy.lessons == []
-    assert run.run.dumps.held == [1], "its rollouts are written without a lesson"
+    assert [step for step, _, _ in run.run.dumps.held] == [1], "its rollouts are written without a lesson"
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["advantages"] == [["Infinity"], ["-Infinity"]]
     assert [row["sample"] for row in written["trajectories"]] == [0, 1]

@@ -105,7 +105,7 @@ def test_values_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="an entry of values is not finite"):
         step(run)
     assert log == ["value says"]
-    assert run.dumps.held == [1], "its rollouts are written without advantages"
+    assert [step for step, _, _ in run.dumps.held] == [1], "its rollouts are written without advantages"
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["values"] == [["NaN"] * length for length in (5, 3, 4)]
 

@@ -31,7 +31,8 @@ def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | N
     dumps, rollouts = make(tmp_path, **keys)
     groups = {step: rollouts.tokens.put([[make_trajectory(prompt_idx=step)]]) for step in (1, 2)}
     for step in (1, 2):
-        dumps.begin(step, groups[step], BATCHES[step], FACTS[step])
+        dumps.hold(step, groups[step], BATCHES[step], FACTS[step])
+        dumps.begin()
     records = {step: StepRecord(RUN, facts) for step, facts in FACTS.items()}
     assert rollouts.dumped == [(step, groups[step], BATCHES[step], tmp_path, records[step], sample) for step in (1, 2)]
     assert rollouts.awaited == [], "the step goes on beside it"
@@ -43,7 +44,8 @@ def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | N
 
 def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path, rollouts="off")
-    dumps.begin(1, rollouts.tokens.put([[make_trajectory()]]), BATCHES[1], FACTS[1])
+    dumps.hold(1, rollouts.tokens.put([[make_trajectory()]]), BATCHES[1], FACTS[1])
+    dumps.begin()
     dumps.finish(1)
     assert (rollouts.dumped, rollouts.awaited) == ([], [])
 
@@ -55,7 +57,7 @@ def test_a_step_that_fails_leaves_its_rollouts(begun: bool, tmp_path: Path) -> N
     dumps.hold(2, groups, BATCHES[2], FACTS[2])
     assert rollouts.dumped == [], "nothing is written before it has advantages or fails"
     if begun:
-        dumps.begin(2, groups, BATCHES[2], FACTS[2])
+        dumps.begin()
     dumps.leave()
     assert rollouts.dumped == [(2, groups, BATCHES[2], tmp_path, StepRecord(RUN, FACTS[2]), None)]
     assert rollouts.awaited == ["rollouts of step 2"]
@@ -66,7 +68,7 @@ def test_a_step_that_is_over_leaves_nothing(tmp_path: Path) -> None:
     dumps.leave()
     groups = rollouts.tokens.put([[make_trajectory()]])
     dumps.hold(1, groups, BATCHES[1], FACTS[1])
-    dumps.begin(1, groups, BATCHES[1], FACTS[1])
+    dumps.begin()
     dumps.finish(1)
     dumps.leave()
     assert (len(rollouts.dumped), len(rollouts.awaited)) == (1, 1)

@@ -136,7 +136,7 @@ def test_the_newest_of_a_runs_own_checkpoints_may_be_named(tmp_path: Path) -> No
 @pytest.mark.parametrize("resume", ["none", "step_3"])
 def test_two_runs_do_not_mix_in_a_folder(tmp_path: Path, resume: str) -> None:
     folder = saved(tmp_path, {3: None, 6: None}).folder
-    with pytest.raises(ConfigError, match=rf"{folder} has checkpoints of what came after it, up to step 6"):
+    with pytest.raises(ConfigError, match=rf"{folder} has later checkpoints, up to step 6"):
         resuming(tmp_path, resume if resume == "none" else folder / resume)
 
 

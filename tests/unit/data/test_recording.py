@@ -71,7 +71,6 @@ def test_the_position_of_a_loader_survives(tmp_path: Path) -> None:
 def test_the_folder_of_the_run_and_that_of_its_rollouts_are_one(tmp_path: Path) -> None:
     for step in (10, 2):
         write(tmp_path, make_record(), step=step)
-    (tmp_path / "rollouts" / "step_1.jsonl").touch()
     (tmp_path / "rollouts" / ".step_11.parquet").touch()
     assert list(recorded_steps(tmp_path)) == [2, 10]
     assert recorded_steps(tmp_path) == recorded_steps(tmp_path / "rollouts")

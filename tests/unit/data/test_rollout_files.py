@@ -1,4 +1,4 @@
-"""The files of a step's rollouts: what is written is read again, to the bit; also what earlier versions wrote."""
+"""The files of a step's rollouts: what is written is read again, to the bit."""
 
 from __future__ import annotations
 
@@ -69,15 +69,10 @@ def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:
     assert (types["token_ids"], types["logprobs"], types["reward"]) == ("INT32", "FLOAT", "DOUBLE")
 
 
-def test_steps_come_in_their_order_and_rows_of_earlier_versions_are_read(tmp_path: Path) -> None:
+def test_steps_come_in_their_order(tmp_path: Path) -> None:
     for step in (10, 2):
         write_rollouts(rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS[:1]))])
-    old = {name: value for name, value in ROWS[1].to_row().items() if name != "failure"} | {"reward": 0.5}
-    (tmp_path / "rollouts" / "step_1.jsonl").write_text(json.dumps(old | {"reward_parts": {}}) + "\n")
-    rows = list(observability.read_rollouts(tmp_path))
-    assert [row["step"] for row in rows] == [1, 2, 10]
-    assert (rows[0]["reward"], rows[0]["token_ids"].dtype, rows[0]["token_ids"].tolist()) == (0.5, np.int32, [0, 1, 2])
-    assert (rows[0]["advantages"], rows[0]["prev_logprobs"]) == (None, None)
+    assert [row["step"] for row in observability.read_rollouts(tmp_path)] == [2, 10]
 
 
 def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
@@ -103,7 +98,6 @@ def test_a_run_that_resumes_drops_what_came_after(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_rollouts(rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS))])
     folder = tmp_path / "rollouts"
-    (folder / "step_4.jsonl").touch()
     (folder / ".step_3.parquet").touch()
     drop_rollouts_after(tmp_path, 1)
     assert [file.name for file in folder.iterdir()] == ["step_1.parquet"]

@@ -82,8 +82,10 @@ def test_whole_pairs_and_marks_are_text(tmp_path: Path, line: bytes) -> None:
 
 
 def test_prompts_that_are_all_the_same(tmp_path: Path) -> None:
-    assert report_of(tmp_path / "rows", ROW * 3).alike
-    assert not report_of(tmp_path / "rows", ROW * 3 + ROW.replace(b"1?", b"2?")).alike
+    (same,) = report_of(tmp_path / "rows", ROW * 3).remarks
+    assert same.text == "has the same prompt in all of its 3 rows"
+    (nearly,) = report_of(tmp_path / "rows", ROW * 3 + ROW.replace(b"1?", b"2?")).remarks
+    assert nearly.text == "has 2 rows, of 4, whose prompt an earlier row has too"
 
 
 def test_a_file_of_somebody_else() -> None:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest, TrainerState
-from megatron_grpo.environments.checks import check_reward_functions
+from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
+
+
+def scored_by(*entries: str) -> Config:
+    environment = EnvironmentConfig(type="reward_functions", reward_funcs=list(entries))
+    return Config(env={"task": environment}, data=DataConfig(task_name="task"))
 
 
 def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -214,7 +222,7 @@ def test_a_function_that_is_not_there_is_one_clear_error(path: str, text: str) -
 def test_functions_are_checked_before_anything_starts() -> None:
     given = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
     with pytest.raises(ConfigError) as caught:
-        check_reward_functions({"task": EnvironmentConfig(type="reward_functions", reward_funcs=given)})
+        check_scoring(scored_by(*given), sets=[])
     assert [problem.subject for problem in caught.value.problems] == [
         "env.task.reward_funcs=no_such_module.reward",
         "env.task.reward_funcs=builtins.len",
@@ -233,9 +241,8 @@ def turned_into_positions(**given: Any) -> list[float]:
 def test_parameters_by_position_are_refused_before_anything_starts() -> None:
     entries = {f"{__name__}.by_position": None, "given.by_position": {"given.by_position": by_position}}
     for entry, given in entries.items():
-        config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=[entry])}
         with pytest.raises(ConfigError, match="it takes prompts, completions by position only: leave the / out"):
-            check_reward_functions(config, given=given)
+            check_scoring(scored_by(entry), sets=[], rewards=given)
     assert load_reward_function(f"{__name__}.turned_into_positions") is turned_into_positions
 
 
@@ -374,14 +381,17 @@ def needs_level(completions: list[str], level: list[int], bonus: float = 1.0) ->
     return [bonus * one for one in level]
 
 
-def test_columns_that_a_function_needs_are_looked_for_before_anything_starts() -> None:
-    config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=[f"{__name__}.needs_level"])}
-    check_reward_functions(config, lambda task: {"prompt", "level"})
-    check_reward_functions(config, lambda task: None)
+def test_columns_that_a_function_needs_are_looked_for_before_anything_starts(tmp_path: Path) -> None:
+    def rows(name: str, **columns: str) -> list[DatasetConfig]:
+        (tmp_path / name).write_text(json.dumps({"prompt": "?", "answer": "!", **columns}) + "\n")
+        return [DatasetConfig(path=str(tmp_path / name))]
+
+    config = scored_by(f"{__name__}.needs_level")
+    check_scoring(config, rows("with_level.jsonl", level="1"))
+    check_scoring(config, sets=[])
     with pytest.raises(ConfigError, match="takes level, and the data has no such column; it has answer, prompt"):
-        check_reward_functions(config, lambda task: {"prompt", "answer"})
-    given = {f"{__name__}.needs_level": length_reward}
-    check_reward_functions(config, lambda task: {"prompt"}, given)
+        check_scoring(config, rows("without.jsonl"))
+    check_scoring(config, rows("without.jsonl"), {f"{__name__}.needs_level": length_reward})
 
 
 @pytest.mark.parametrize(
@@ -395,6 +405,5 @@ def test_columns_that_a_function_needs_are_looked_for_before_anything_starts() -
 def test_a_folder_that_is_no_reward_model_is_one_clear_error(tmp_path: Any, content: str | None, text: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=[str(tmp_path)])}
     with pytest.raises(ConfigError, match=text):
-        check_reward_functions(config)
+        check_scoring(scored_by(str(tmp_path)), sets=[])

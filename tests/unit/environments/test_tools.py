@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.checks import check_environments
+from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.tools import Retriever, calculate, parser_names
@@ -206,5 +206,5 @@ def test_options_are_looked_at_before_a_run(kind: str, options: dict[str, Any], 
     config = Config(env={"math": EnvironmentConfig(type=kind, options=options)})
     config.grpo.max_rollout_turns = 3
     with pytest.raises(ConfigError) as caught:
-        check_environments(config)
+        check_scoring(config)
     assert [one.subject for one in caught.value.problems] == [subject]

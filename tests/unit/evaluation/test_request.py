@@ -178,8 +178,8 @@ def test_the_configuration_is_checked_as_for_training(word: str, told: str, mode
         (["generation.temperature.high=1"], r"generation\.temperature\.high +unknown key"),
         (["run_dir.folder=x"], r"run_dir\.folder +unknown key"),
         (["generation.stop_strings=['a"], r"generation\.stop_strings=\['a +not understood; lists are written \[a,b\]"),
-        (["+exp=quickstart"], r"\+exp=quickstart +recipes and groups are for folders"),
-        (["env=math"], r"env=math +recipes and groups are for folders"),
+        (["+exp=quickstart"], r"\+exp=quickstart +cannot be composed with the recorded configuration"),
+        (["env=math"], r"env=math +cannot be composed with the recorded configuration"),
     ],
 )
 def test_mistakes_are_named(words: list[str], told: str, checkpoint: Path, tmp_path: Path) -> None:

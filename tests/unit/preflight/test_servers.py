@@ -8,7 +8,7 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.paths import TOKEN_VARIABLE
-from megatron_grpo.environments.checks import check_environments
+from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import problems_of
@@ -84,8 +84,8 @@ class AskingEnvironment(Environment):
 def test_an_environment_that_asks_the_model_needs_the_endpoint(given: list[str]) -> None:
     kind = f"env.math.type={__name__}:{AskingEnvironment.__name__}"
     with pytest.raises(ConfigError) as caught:
-        check_environments(compose_config([*given, kind]))
+        check_scoring(compose_config([*given, kind]))
     (problem,) = caught.value.problems
     assert problem.subject == kind
     assert "give generation.endpoint.enabled=true" in problem.text
-    check_environments(compose_config([*given, kind, "generation.endpoint.enabled=true"]))
+    check_scoring(compose_config([*given, kind, "generation.endpoint.enabled=true"]))

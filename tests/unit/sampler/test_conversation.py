@@ -150,7 +150,7 @@ def test_a_call_that_does_not_continue_is_refused_and_leaves_nothing(
 
 def test_tokens_that_the_model_has_not_are_refused(talk: Any) -> None:
     conversation, _ = talk([END])
-    with pytest.raises(BadCallError, match="none of the model's"):
+    with pytest.raises(BadCallError, match="outside the model's vocabulary"):
         asyncio.run(conversation.complete([1, 10**6], None))
 
 

@@ -110,7 +110,7 @@ def test_completions_and_models(model: str) -> None:
         ({"temperature": 1.0}, r"temperature=1.0: every call of this run has 0.5; leave it out"),
         ({"n": 2}, "n=2: every call of this run has 1"),
         ({"stream": True}, "stream=True: every call of this run has False"),
-        ({"stop": ["x"], "seed": 3}, "seed, stop: not taken here"),
+        ({"stop": ["x"], "seed": 3}, "seed, stop: not accepted"),
         ({"max_tokens": 0}, "max_tokens=0: give a number above 0"),
         ({"messages": []}, "messages: give a list of objects"),
         ({"messages": [{"role": "user", "content": "a" * 60}]}, "leave no room within"),

@@ -205,7 +205,7 @@ def test_at_the_deadline_the_late_engines_are_lost_and_named() -> None:
         pool = Engines([EngineClient(FakeActor(), 0, "w"), *late])
         asked = [asyncio.create_task(client.generate(request(1), SETTINGS)) for client in pool.clients]
         await asked[0]
-        watching = asyncio.create_task(pool.lose_late(0.1))
+        watching = asyncio.create_task(pool.lose_overdue(0.1))
         losses = await pool.losses()
         watching.cancel()
         return losses, await asyncio.gather(*asked, return_exceptions=True)
@@ -224,7 +224,7 @@ def test_the_deadline_of_an_engine_that_was_replaced_begins_anew() -> None:
     async def scene() -> tuple[bool, bool]:
         client = EngineClient(FakeActor(lambda _: [], then_wait=True), 0, "w")
         pool = Engines([client])
-        watching = asyncio.create_task(pool.lose_late(0.4))
+        watching = asyncio.create_task(pool.lose_overdue(0.4))
         await asyncio.sleep(0.3)
         client.replace(FakeActor(lambda _: [], then_wait=True))
         asked = asyncio.create_task(client.generate(request(1), SETTINGS))

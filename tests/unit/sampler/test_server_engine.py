@@ -200,7 +200,7 @@ def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(us
         await engine.connect_weights("files", FILES, 0)
         await engine.receive_weights(4)
         server.served = "default"  # while other engines still receive
-        with pytest.raises(RuntimeError, match="was started anew since it received version 4"):
+        with pytest.raises(RuntimeError, match="was restarted since it received version 4"):
             await engine.commit_weights(4)
         assert server.served == "default"
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
@@ -216,7 +216,7 @@ def test_weights_that_only_a_step_brings_cannot_be_given_again(use: Any) -> None
         await publish(engine, 4, mode="broadcast")
         server.served = "default"
         with pytest.raises(
-            RuntimeError, match=r"has lost version 4, which refit.mode=broadcast brings .* refit.mode=files"
+            RuntimeError, match=r"has lost version 4, which refit.mode=broadcast sends .* refit.mode=files"
         ):
             await sampled(engine)
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.advantages import score
-from megatron_grpo.algorithms.stages import without_tokens
 from megatron_grpo.config.checks.rewards import environment_rules
 from megatron_grpo.config.checks.rules import broken
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, EnvironmentConfig, GRPOConfig
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.advantages import group_advantages
 from megatron_grpo.sampler.metrics import reward_function_metrics, rollout_metrics
-from megatron_grpo.sampler.suspects import judge
+from megatron_grpo.sampler.rollout import judge
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
 SHORT = "suspect/unusually_short"
@@ -69,7 +69,7 @@ def test_a_suspect_response_teaches_nothing_and_is_no_baseline() -> None:
     assert [one.reward for one in others] == [0.0, 1.0, 0.0]
     outcomes = [one.outcome for one in group]
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4))
-    scores, batch = score(config, outcomes), without_tokens(config, outcomes)
+    scores, batch = score(config, outcomes), StepBatch.of_outcomes(config, outcomes)
     assert batch.in_loss.tolist() == [False, True, True, True]
     assert scores.kept.tolist() == [True]
     relative = group_advantages(scores.rewards, leave_one_out=True, normalize=False)
