@@ -54,7 +54,7 @@ def async_grpo_train(run: GRPORun) -> None:
         ValueError: the run was set up without asynchronous sampling.
     """
     if run.buffer is None:
-        raise ValueError("this run samples and trains in turn; set it up with grpo.async_grpo.enabled=true")
+        raise ValueError("this run samples synchronously; set it up with grpo.async_grpo.enabled=true")
     grpo_train(run)
 
 

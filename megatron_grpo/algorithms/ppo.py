@@ -35,7 +35,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     """Do one step: sample, score, estimate advantages, train both models, publish. Returns None without prompts.
 
     In the first ppo.policy_training_start_step steps only the value model is trained. The policy's unchanged weights
-    are published all the same, so that the weight version stays the number of steps.
+    are still published, so that the weight version stays the number of steps.
 
     Raises:
         SamplingError: sampling or scoring failed; the weights are as before the step.

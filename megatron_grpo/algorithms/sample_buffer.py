@@ -241,7 +241,7 @@ class Oversampling(SampleBuffer):
         return renumbered(groups)
 
     def metrics(self) -> dict[str, float]:
-        """Counts of prompts in the buffer, of prompts that the step passed over, and of those that it took late."""
+        """Counts of prompts in the buffer, of prompts that the step passed over, and of its own passed over before."""
         return {
             "buffer_depth": float(self._buffer.complete),
             "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),

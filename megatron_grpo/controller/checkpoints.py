@@ -198,7 +198,7 @@ class Checkpointer:
             self.on_publish(pending.step, self.path(pending.step))
         self.pending = None
         seconds = time.monotonic() - pending.began
-        how = f"beside training, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
+        how = f"in the background, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
         self.note(f"saved {self.path(pending.step)} {how}")
 
     @contextmanager

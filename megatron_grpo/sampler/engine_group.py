@@ -113,7 +113,7 @@ class VllmGeneration:
         return [getattr(self.engines[number], method).remote(*args) for number in numbers]
 
     def sleep(self) -> None:
-        """Put all engines to sleep, so that models can use the devices; if one fails, the others sleep all the same.
+        """Put all engines to sleep, so that models can use the devices; if one fails, the others still go to sleep.
 
         Raises:
             RunError: an engine has responses in flight, failed, or missed the deadline.
@@ -122,7 +122,7 @@ class VllmGeneration:
         try:
             self._gather(calls, "engines going to sleep")
         except RunError:
-            ray.wait(calls, num_returns=len(calls), timeout=SLEEP_S)  # models return to the devices all the same
+            ray.wait(calls, num_returns=len(calls), timeout=SLEEP_S)  # the models return to the devices in any case
             raise
 
     def wake(self, part: EngineMemory) -> None:

@@ -121,7 +121,7 @@ def _head_bytes(scope: Scope) -> int:
 
 
 class _BoundedHeads(asyncio.Protocol):
-    """Ends connections with a late or huge head of a request; a base class beside one of uvicorn's HTTP protocols."""
+    """Ends connections whose request head is overdue or too large; mixed into one of uvicorn's HTTP protocols."""
 
     transport: asyncio.Transport
     cycle: Any

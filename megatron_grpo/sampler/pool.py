@@ -218,7 +218,7 @@ class RolloutPool:
         return self.finish(under_way, timer)
 
     def begin(self, prompts: Mapping[int, DatumSpec], plan: RolloutPlan) -> UnderWay:
-        """Begin to sample and score, beside batches that are under way; then call `finish`, or `arrived` and `take`.
+        """Begin to sample and score, while other batches may be under way; then call `finish`, or `arrived` and `take`.
 
         Args:
             prompts: prompts by their number in the batch, in ascending order.
@@ -316,11 +316,11 @@ class RolloutPool:
         self._wait(calls, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
 
     def _wait(self, calls: Mapping[Any, int], since: float, deadline_s: float, what: str) -> tuple[list[Any], bool]:
-        """Wait as `LostEngines.some` for calls, given with their workers; SamplingError names workers that are late."""
+        """Wait as `LostEngines.some` for calls, given with their workers; SamplingError names the overdue workers."""
         over, replaced = self._lost.some(list(calls), since + deadline_s - time.monotonic())
         if not over and not replaced:
-            late = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]
-            raise SamplingError(str(overdue(what, late, deadline_s)))
+            workers = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]
+            raise SamplingError(str(overdue(what, workers, deadline_s)))
         return over, replaced
 
     def take_engine_counts(self) -> list[EngineCounts]:

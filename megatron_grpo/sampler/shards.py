@@ -187,7 +187,7 @@ def bundled(groups: Sequence[SampledGroup]) -> Bundles:
 
 
 def fetched(bundles: Bundles, timeout_s: float | None = None) -> list[list[Trajectory]]:
-    """Fetch the trajectories of each group; RayError if one is lost or late. `timeout_s`: deadline; None: no limit."""
+    """Fetch the trajectories of each group within timeout_s (None: no limit); RayError if one is lost or overdue."""
     references, places = bundles
     needed = np.unique(places[:, 0]).tolist()
     found = dict(zip(needed, ray.get([references[number] for number in needed], timeout=timeout_s), strict=True))
