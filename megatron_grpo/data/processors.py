@@ -8,7 +8,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.tokenizer import render_chat
+from megatron_grpo.data.chat_template import render_chat
 
 REFERENCE = "<reference>"
 """Key of the reference answer, as text, in extra_env_info; no column of a file has this name."""

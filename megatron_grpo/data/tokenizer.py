@@ -1,19 +1,9 @@
-"""The tokenizer of a model: loaded without code that comes with it, and its chat template, rendered within a deadline.
-
-A chat template is a program that comes with the model too.
-"""
+"""Loads the tokenizer of a model, without code that comes with it."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from jinja2.sandbox import SandboxedEnvironment
 
 from megatron_grpo.config.errors import RunError
 
@@ -33,112 +23,3 @@ def load_tokenizer(model: Path | str) -> Any:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         text = f"{model} has no tokenizer that transformers can load (code that comes with a model is not run)"
         raise RunError(f"{text}: {reason}") from error
-
-
-TEMPLATE_S = 10.0
-"""Seconds after which rendering one conversation is ended; the templates of released models take milliseconds."""
-
-
-class _Overdue(Exception):  # noqa: N818
-    """The deadline has passed; raised in the thread that renders."""
-
-
-class _Watch:
-    """A thread that raises `_Overdue` in other threads at their deadlines, because a template cannot be asked to stop.
-
-    Signals would reach only the main thread, and a thread for each conversation would take longer than rendering it.
-    """
-
-    def __init__(self) -> None:
-        self._ends: dict[int, float] = {}
-        self._lock = threading.Lock()  # not a Condition, whose Python code an exception may leave with the lock held
-        self._begun = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def deadline(self, seconds: float) -> Iterator[None]:
-        """Raise `_Overdue` in the body after this time; no code that the body calls may catch it."""
-        me = threading.get_ident()
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # not yet started, or left behind by a fork
-                self._thread = threading.Thread(target=self._run, name="chat-template-deadline", daemon=True)
-                self._thread.start()
-            self._ends[me] = time.monotonic() + seconds
-            if len(self._ends) == 1:
-                self._begun.set()
-        try:
-            yield
-        finally:
-            with self._lock:
-                if self._ends.pop(me, None) is None:  # raised, and perhaps not yet delivered
-                    _raise_in(me, None)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._begun.clear()
-                now = time.monotonic()
-                for thread in [thread for thread, end in self._ends.items() if end <= now]:
-                    del self._ends[thread]
-                    _raise_in(thread, _Overdue)
-                nearest = min(self._ends.values(), default=None)
-            self._begun.wait(None if nearest is None else max(nearest - now, 0.01))
-
-
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have a thread raise an exception before its next instruction; None: withdraw one that it has not raised yet."""
-    argument = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
-
-
-_watch = _Watch()
-
-LARGEST = 10**6
-"""Most bits of a number, or characters of a text, that a template may make by * or **."""
-
-
-def _multiplied(left: Any, right: Any) -> Any:
-    bits = [one.bit_length() for one in (left, right) if isinstance(one, int)]
-    if len(bits) == 2 and sum(bits) > LARGEST:
-        raise OverflowError(f"a number in the template has more than {LARGEST} bits")
-    for repeated, times in ((left, right), (right, left)):
-        if isinstance(repeated, Sized) and isinstance(times, int) and len(repeated) * times > LARGEST:
-            raise OverflowError(f"a text in the template has more than {LARGEST} characters")
-    return left * right
-
-
-def _raised(left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > LARGEST:
-        raise OverflowError(f"a number in the template has more than {LARGEST} bits")
-    return left**right
-
-
-# One such operation may take forever, and nothing can interrupt it; Jinja's sandbox asks these functions.
-SandboxedEnvironment.intercepted_binops = frozenset({"*", "**"})
-SandboxedEnvironment.default_binop_table |= {"*": _multiplied, "**": _raised}
-
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, seconds: float = TEMPLATE_S, **options: Any
-) -> str:
-    """Render a conversation by a chat template.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        messages: the conversation, as {role, content} and what else the template reads.
-        seconds: deadline.
-        options: arguments of the tokenizer's `apply_chat_template`.
-
-    Raises:
-        RunError: the template was not done by the deadline.
-        Exception: the template's own error, of any class, about these messages.
-    """
-    try:
-        with _watch.deadline(seconds):
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except _Overdue:
-        raise RunError(
-            f"the chat template was not done with one conversation after {seconds:g} s: a loop in it has no end; take "
-            "the template of a model that you trust, or give one in data.chat_template"
-        ) from None
-    return text

@@ -15,7 +15,8 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
-from megatron_grpo.data.tokenizer import load_tokenizer, render_chat
+from megatron_grpo.data.chat_template import render_chat
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.weights.source import download_config, local_folder, model_folder
 
 if TYPE_CHECKING:

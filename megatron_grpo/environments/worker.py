@@ -18,8 +18,8 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
-from megatron_grpo.data.tokenizer import render_chat
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.tokenizer import render_chat
 from megatron_grpo.sampler.engines import EngineClient
 
 ChatMessage = Mapping[str, Any]

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.processors import TaskDataSpec, rendered
-from megatron_grpo.data.tokenizer import render_chat
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
