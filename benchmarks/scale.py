@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from header import commit, header
+from simulated_case import FAULTS, MODES, Case
 from simulated_parts import Times
-from simulated_run import FAULTS, MODES, Case
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
 
