@@ -67,7 +67,7 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
     ray.shutdown()
 
 
-@pytest.mark.slow  # test_run.py looks for what a killed run leaves with every `make test`
+@pytest.mark.slow  # test_run.py looks for what a killed run leaves in every `.ci/run`
 def test_a_killed_driver_leaves_no_vllm_process_behind(killed_driver: dict[str, Any]) -> None:
     assert len(killed_driver["processes"]) >= 4, "the engine's actor, its core and two workers"
     left = set(killed_driver["processes"])
