@@ -8,17 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import yaml
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
-from megatron_grpo.config.typed import converted, typed
-from megatron_grpo.controller.directory import CONFIG_FILE
+from megatron_grpo.controller.recorded_config import config_of_run
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.proof.plan.calibrate import calibrate, measured_of, write_profile
 from megatron_grpo.proof.plan.layouts import layout_name, overrides_of
@@ -166,24 +162,13 @@ def _config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
     """The configuration that a run recorded, with its own lengths; overrides may set cluster.gpu and the model's path.
 
     Raises:
+        ConfigError: the configuration, or an override, is wrong.
         ValueError: the folder has no readable configuration, or an override is another key.
     """
-    file = run_dir / CONFIG_FILE
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-    config, problems = typed(values, values.get("algorithm", "grpo")) if isinstance(values, dict) else (None, [])
-    if config is None or problems:
-        raise ConfigError(problems or [Problem(str(file), "holds no configuration")])
     for one in overrides:
-        key, _, value = one.partition("=")
-        if key == "cluster.gpu":
-            config.cluster.gpu = converted(key, value, Literal["a100", "h100", "h200", "b200", "gb200"])
-        elif key == "policy.model.path":
-            config.policy.model.path = value
-        else:
+        if one.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
             raise ValueError(f"{one}: calibrate takes cluster.gpu and policy.model.path")
+    config = config_of_run(run_dir, overrides)
     config.plan.lengths_from = str(run_dir)
     return config
 

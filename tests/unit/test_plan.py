@@ -11,11 +11,14 @@ import pytest
 
 from megatron_grpo import plan
 from megatron_grpo.config.help import FAILED, MISTAKE
+from megatron_grpo.controller.directory import record_start
+from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.proof.plan.calibrate import write_profile
 from megatron_grpo.proof.plan.hardware import hardware
 from megatron_grpo.proof.plan.whole import fit_remarks
 from tests.support.config_problems import SMALL
+from tests.support.trajectories import make_trajectory
 
 KEYS = {
     "fits",
@@ -117,3 +120,58 @@ def test_a_run_that_does_not_fit_fails_and_names_a_key(
     text = capsys.readouterr().out
     assert "does not fit" in text
     assert "policy." in text.partition("assumed")[0]
+
+
+@pytest.fixture
+def run_dir(overrides: list[str], tmp_path: Path) -> Path:
+    """The folder of a run on H100s with one step of rollouts, of a model whose layers take longer than their launch."""
+    model = tmp_path / "model" / "config.json"
+    wide = {"hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads": 64, "head_dim": 128}
+    model.write_text(json.dumps(json.loads(model.read_text()) | wide))
+    overrides.append("policy.microbatch_tokens=8192")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record_start(folder, compose_config([*overrides, "cluster.gpu=h100"]))
+    rollouts = [make_trajectory(length, prompt_tokens=16) for length in (8, 16, 24, 32)]
+    write_rollouts(rollouts_file(folder, 3), [(0, [(one, None) for one in rollouts])])
+    return folder
+
+
+@pytest.mark.slow
+def test_a_profile_that_is_calibrated_on_a_run_plans_its_seconds(
+    overrides: list[str], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(profile: str) -> dict[str, float]:
+        assert plan.main([*overrides, profile, f"plan.lengths_from={run_dir}", "--json"]) == 0
+        seconds: dict[str, float] = json.loads(capsys.readouterr().out)["phase_s"]
+        return seconds
+
+    before = planned("cluster.gpu=h100")
+    run = {name: 1.5 * before[name] for name in ("generation", "refit")}
+    run["train"] = 1.5 * (before["train"] + before["optimizer"])
+    lines = [json.dumps({"step": step, "timing": run}) + "\n" for step in range(1, 5)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    profile = tmp_path / "ours.yaml"
+    assert plan.main(["calibrate", str(run_dir), "--out", str(profile)]) == 0
+    assert f"use it as plan.hardware={profile}" in capsys.readouterr().out
+    after = planned(f"plan.hardware={profile}")
+    assert after["train"] + after["optimizer"] == pytest.approx(run["train"], rel=0.02)
+    assert (after["generation"], after["refit"]) == pytest.approx((run["generation"], run["refit"]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["{run}", "{run}"], "calibrate takes one RUN_DIR"),
+        (["{run}", "cluster.nodes=2"], "cluster.nodes=2: calibrate takes cluster.gpu and policy.model.path"),
+        (["{run}", "cluster.gpu=v100"], "cluster.gpu=v100"),
+        (["{run}", "policy.model.path=/none"], "policy.model.path=/none is not on this machine"),
+        (["{run}"], "has no steps after the first 2"),
+        (["/none"], "/none/config.yaml does not exist"),
+    ],
+)
+def test_calibration_names_what_is_missing(
+    words: list[str], text: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main(["calibrate", *(word.format(run=run_dir) for word in words)]) == MISTAKE
+    assert text in " ".join(capsys.readouterr().err.split())

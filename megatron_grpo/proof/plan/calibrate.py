@@ -23,11 +23,13 @@ _COMPUTE = ("matmul", "matmul_fp8", "grouped", "attention", "memory")
 _DECODE = ("decode_memory",)
 _NETWORK = ("nvlink", "network")
 FITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "train": (_COMPUTE, ("train", "optimizer")),
     "generation": (_DECODE, ("generation",)),
     "refit": (_NETWORK, ("refit",)),
+    "train": (_COMPUTE, ("train", "optimizer")),
 }
-"""By phase of a run's metrics: the efficiencies that are fitted on it, and the plan's phases that it covers."""
+"""By phase of a run's metrics: the efficiencies that are fitted on it, and the plan's phases that it covers.
+
+Training is fitted last, because its messages take as long as the network's efficiencies say."""
 
 
 @dataclass(frozen=True, slots=True)

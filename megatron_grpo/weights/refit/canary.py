@@ -24,7 +24,7 @@ TOKENS = 32
 """Tokens of the prompt, unless sequences are shorter."""
 
 # Largest median differences of log-probabilities, in nats, that rounding explains; docs/refit.md has measurements.
-_LIMITS = {"float32": 0.01, "float16": 0.2, "bfloat16": 0.5}
+_LIMITS = {"float32": 0.01, "bfloat16": 0.5}
 _QUANTISED_LIMIT = 1.5
 
 CONVERTED = 2.0**-7
@@ -54,7 +54,7 @@ class Canary:
         """The checks of a run, whose policy has these sizes."""
         token_ids = canary_tokens(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
         limit = limit_of(config) if config.refit.canary_limit is None else config.refit.canary_limit
-        same = (config.generation.engine.dtype or config.policy.precision) == config.policy.precision
+        same = config.engine_dtype == config.policy.precision
         return Canary(config.refit, token_ids, limit, 0.0 if same else CONVERTED)
 
     def is_due(self) -> bool:
@@ -88,8 +88,7 @@ def limit_of(config: Config) -> float:
     in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
     if in_fp8 or policy.quantization or generation.engine_args.get("quantization"):
         return _QUANTISED_LIMIT
-    engine = generation.engine.dtype or policy.precision
-    return max(_LIMITS[policy.precision], _LIMITS.get(engine, _LIMITS["bfloat16"]))
+    return max(_LIMITS[policy.precision], _LIMITS[config.engine_dtype])
 
 
 def policy_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float, ...] | None:
