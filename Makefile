@@ -22,6 +22,9 @@ TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch requirements/*.sh) .ci/run
 
+# Tests start some hundreds of Python processes, and images often set this: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: quickstart test test-slow test-unit lint cuda-check gpu-check gpu-check-dry lock docs
 

@@ -134,7 +134,11 @@ def test_a_folder_that_datasets_saved_is_a_set(checkpoint: Path, tmp_path: Path)
         ),
         ("generation.max_new_tokens=500", r"policy\.max_total_sequence_length=\d+ +.* do not fit"),
         ("generation.parallel.tensor=3", r"generation\.parallel\.tensor=3 +does not divide the model's"),
-        ("generation.engine_args.nope=1", r"generation\.engine_args\.nope=1 +(is no argument|cannot be checked)"),
+        pytest.param(  # slow: imports vLLM in a process of its own
+            "generation.engine_args.nope=1",
+            r"generation\.engine_args\.nope=1 +(is no argument|cannot be checked)",
+            marks=pytest.mark.slow,
+        ),
         (
             "generation.stop_token_ids=[-1]",
             r"generation\.stop_token_ids\.0=-1 +is an element of what must be list of int >= 0",

@@ -115,25 +115,6 @@ def test_wandb_keeps_figures_and_tables_offline(
     assert wandb.run is None, "the run is closed"
 
 
-def test_mlflow_keeps_figures_tables_and_the_configuration(tmp_path: Path, config: Config) -> None:
-    import mlflow
-
-    config.logger.mlflow.enabled = True
-    log_two_steps(tmp_path, config)
-    config.grpo.max_num_steps = 7  # a parameter cannot change, and a resumed run may
-    log_two_steps(tmp_path, config, resume_step=2)
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("megatron_grpo")
-    (run,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(run.info.run_id, "train/reward")
-    assert {metric.step: metric.value for metric in history} == {step: step / 3 for step in (1, 2, 3, 4)}
-    assert run.data.metrics["train/reward/my.fn_x"] == 1.0
-    assert run.data.params["policy.parallel.tensor"] == "1"
-    assert run.info.status == "FINISHED"
-    names = [one.path for one in client.list_artifacts(run.info.run_id, "train/completions")]
-    assert names == ["train/completions/step_1.json", "train/completions/step_3.json"]
-
-
 def leveldb_records(log: bytes, begin: int) -> Iterator[bytes]:
     """The records of a log in LevelDB's format: pieces with a header of 7 bytes, which no border of 32 KiB cuts.
 
@@ -168,22 +149,33 @@ def failing_run(folder: Path, config: Config, steps: tuple[int, ...], resume_ste
         run()
 
 
-def test_mlflow_is_told_that_a_run_failed_and_goes_on(tmp_path: Path, config: Config) -> None:
+def test_mlflow_keeps_figures_tables_and_the_configuration_of_a_run_that_failed_and_went_on(
+    tmp_path: Path, config: Config
+) -> None:
     import mlflow
 
     config.logger.mlflow.enabled, config.logger.mlflow.name = True, "mine"
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
 
-    def found() -> tuple[str, str]:
+    def found() -> Any:
         (run,) = client.search_runs([client.get_experiment_by_name("megatron_grpo").experiment_id])
-        return run.info.run_name, run.info.status
+        return run
 
-    failing_run(tmp_path, config, (1, 2))
-    assert found() == ("mine", "FAILED")
-    logger = RunLogger(tmp_path, config, resume_step=1)
-    assert found() == ("mine", "RUNNING")
+    failing_run(tmp_path, config, (1, 2, 3))
+    assert (found().info.run_name, found().info.status) == ("mine", "FAILED")
+    logger = RunLogger(tmp_path, config, resume_step=2)
+    assert (found().info.run_name, found().info.status) == ("mine", "RUNNING")
     logger.close()
-    assert found() == ("mine", "FINISHED")
+    config.grpo.max_num_steps = 7  # a parameter cannot change, and a resumed run may
+    log_two_steps(tmp_path, config, resume_step=2)
+    run = found()
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "train/reward")
+    assert {metric.step: metric.value for metric in history} == {step: step / 3 for step in (1, 2, 3, 4)}
+    assert run.data.metrics["train/reward/my.fn_x"] == 1.0
+    assert run.data.params["policy.parallel.tensor"] == "1"
+    (table,) = client.list_artifacts(run.info.run_id, "train/completions")
+    assert table.path == "train/completions/step_3.json"
 
 
 def test_wandb_keeps_repeated_steps_and_is_told_that_a_run_failed(
