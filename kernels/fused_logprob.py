@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
 
 PROGRAMS = 1024
 """Number of programs that the forward kernel aims at: several for each processor of a GPU (an H100 has 132). With few
@@ -59,12 +59,12 @@ class FusedLogprobs:
         top = highest.amax(dim=0)
         return Statistics(top, Statistics(highest, sums).relative_to(top).sum(dim=1))
 
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
         """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None."""
         hidden, real, tile = _checked(head)
         tokens, dtype = len(hidden), hidden.dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.zeros_like(head.weight) if asked.of_weight else None
+        grad_weight = torch.zeros_like(head.weight) if inputs.of_weight else None
         size = max(1, CHUNK_NUMBERS // tokens // tile["COLUMNS"]) * tile["COLUMNS"]
         for first in range(0, head.columns, size):
             block = real[first : first + size]
@@ -74,16 +74,16 @@ class FusedLogprobs:
                 block,
                 head.local - first,
                 grad,
-                asked.logsumexp,
-                asked.entropy,
-                asked.of_logprobs.contiguous(),
+                inputs.logsumexp,
+                inputs.entropy,
+                inputs.of_logprobs.contiguous(),
                 # Without the entropy's gradient the kernel does not read this pointer, but needs one.
-                asked.entropy if asked.of_entropy is None else asked.of_entropy.contiguous(),
+                inputs.entropy if inputs.of_entropy is None else inputs.of_entropy.contiguous(),
                 tokens,
                 len(block),
                 hidden.shape[1],
                 head.scale,
-                OF_ENTROPY=asked.of_entropy is not None,
+                OF_ENTROPY=inputs.of_entropy is not None,
                 **_settings(tile, hidden),
             )
             grad_hidden += _product(grad, block)

@@ -56,7 +56,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BackwardInput:
     """The input of a head's backward pass: the distribution of its logits, and the gradients of its outputs."""
 
     logsumexp: Tensor
@@ -77,5 +77,5 @@ class HeadKernel(Protocol):
     def statistics(self, head: Head) -> Statistics:
         """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
 
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
         """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, HeadKernel, Statistics
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, HeadKernel, Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ChunkedLogprobs:
             sums[1, rows] = torch.linalg.vecdot(weights, below)
         return Statistics(highest, sums)
 
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
         """Gradients in the shapes and dtypes of hidden states and weight; padding gets zeros, a frozen weight None.
 
         d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
@@ -45,16 +45,16 @@ class ChunkedLogprobs:
         here, index = _targets(head)
         grad_hidden = torch.empty_like(head.hidden)
         grad_weight = None
-        if asked.of_weight:
+        if inputs.of_weight:
             grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
         for rows in self._chunks(head):
-            logp = _logits(head.hidden[rows], head.real, head.scale).sub_(asked.logsumexp[rows, None])
-            coefficient = asked.of_logprobs[rows, None]
+            logp = _logits(head.hidden[rows], head.real, head.scale).sub_(inputs.logsumexp[rows, None])
+            coefficient = inputs.of_logprobs[rows, None]
             # In place: a chunk's logits take as much memory as all activations of its tokens.
-            if asked.of_entropy is None:
+            if inputs.of_entropy is None:
                 grad = logp.exp_().mul_(-coefficient)
             else:
-                by_entropy = (logp + asked.entropy[rows, None]).mul_(-asked.of_entropy[rows, None])
+                by_entropy = (logp + inputs.entropy[rows, None]).mul_(-inputs.of_entropy[rows, None])
                 grad = logp.exp_().mul_(by_entropy.sub_(coefficient))
             grad.scatter_add_(1, index[rows], torch.where(here[rows, None], coefficient, 0.0))
             grad = grad.mul_(head.scale).to(head.weight.dtype)
@@ -172,8 +172,8 @@ class _LinearLogprobs(torch.autograd.Function):
             of_logprobs = torch.zeros_like(logsumexp)
         if len(local) and ctx.columns:
             head = Head(hidden, weight, ctx.columns, local, ctx.scale)
-            asked = Asked(logsumexp, entropy, of_logprobs, of_entropy, of_weight=ctx.needs_input_grad[1])
-            both = ctx.kernel.gradients(head, asked)
+            inputs = BackwardInput(logsumexp, entropy, of_logprobs, of_entropy, of_weight=ctx.needs_input_grad[1])
+            both = ctx.kernel.gradients(head, inputs)
         else:
             both = torch.zeros_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         return *both, None, None, None, None, None

@@ -19,7 +19,7 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.proof.plan.calibrate import calibrate, measured_of, write_profile
 from megatron_grpo.proof.plan.layouts import layout_name, overrides_of
 from megatron_grpo.proof.plan.memory import GIB
-from megatron_grpo.proof.plan.page import write_plan
+from megatron_grpo.proof.plan.page import write_page
 from megatron_grpo.proof.plan.search import Search, search
 from megatron_grpo.proof.plan.trace import tracing
 from megatron_grpo.proof.plan.whole import Plan, profile, submit_plan
@@ -72,7 +72,7 @@ def _plan(arguments: Sequence[str]) -> int:
     else:
         print("\n".join([*(_search_table(layouts) if layouts else ()), *(_plan_table(found) if found else ())]))
     if options.html is not None and found is not None:
-        write_plan(options.html, found)
+        write_page(options.html, found)
     return 0 if found is not None and not found.problems else FAILED
 
 

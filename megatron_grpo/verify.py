@@ -116,7 +116,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     warnings.filterwarnings("ignore")  # packages warn about their fallbacks
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     from megatron_grpo.proof.problem import make_batch, prepare_model, solve  # here: torch takes seconds to import
-    from megatron_grpo.proof.ranks import Task, compare, run_layout
+    from megatron_grpo.proof.ranks import Task, compare_layout, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = shape_of_folder(model)
@@ -133,7 +133,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
                 found = run_layout(task)
             except RunError as error:
                 raise RunError(f"layout {name}: {error}") from None
-            row = compare(name, packed, found, truth, batch, one_rank)
+            row = compare_layout(name, packed, found, truth, batch, one_rank)
             one_rank = one_rank or row
             if not request.json:
                 _print(row, first=row is one_rank)

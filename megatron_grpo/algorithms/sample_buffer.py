@@ -66,7 +66,7 @@ class SampleBuffer(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _GenerationBatch:
     """A generation batch that is being sampled, or has been."""
 
     under_way: UnderWay
@@ -92,7 +92,7 @@ class OrderedBuffer(SampleBuffer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[_GenerationBatch] = deque()
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
         max_age = self._loop.async_grpo.max_trajectory_age_steps
@@ -103,7 +103,7 @@ class OrderedBuffer(SampleBuffer):
             self._number += 1
             under_way = self._rollouts.begin(dict(enumerate(prompts)), self._plan())
             position = copy.deepcopy(self._loader.state_dict())
-            self._batches.append(_Batch(under_way, len(prompts), version, position))
+            self._batches.append(_GenerationBatch(under_way, len(prompts), version, position))
         if not self._batches:
             return None
         batch = self._batches.popleft()

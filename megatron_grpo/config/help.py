@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.keys import Group, groups, keys
+from megatron_grpo.config.keys import SectionKeys, groups, keys
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, config_groups
 
@@ -171,7 +171,7 @@ def markdown() -> str:
     return "\n".join([_INTRODUCTION, "## Recipes\n", *recipes, "", "## Groups\n", *chosen, "", *sections])
 
 
-def _section(group: Group) -> Iterator[str]:
+def _section(group: SectionKeys) -> Iterator[str]:
     if not group.keys:
         return
     only = group.name in LOOPS and not group.shared

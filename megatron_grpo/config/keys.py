@@ -54,7 +54,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SectionKeys:
     """One section of the configuration."""
 
     name: str
@@ -73,7 +73,7 @@ class Group:
 
 
 @functools.cache
-def groups() -> tuple[Group, ...]:
+def groups() -> tuple[SectionKeys, ...]:
     """All sections, in the order of the schema."""
     return tuple(_walk(Config, "", "", Config()))
 
@@ -116,7 +116,7 @@ def matches(pattern: str, name: str) -> bool:
     )
 
 
-def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
+def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKeys]:
     """The groups of a section, whose keys begin with `prefix`; `doc`, unless empty, replaces its class's docstring.
 
     Keys that both algorithms share are listed once, before the keys that only GRPO has.
@@ -124,7 +124,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
     own: list[Key] = []
-    below: list[Group] = []
+    below: list[SectionKeys] = []
     listed_before = SHARED if issubclass(section, LoopConfig) and section is not LoopConfig else ()
     for field in dataclasses.fields(section):
         hint, name, text = hints[field.name], f"{prefix}{field.name}", docs.get(field.name, "")
@@ -136,14 +136,14 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
             below += _walk(hint, f"{name}.", text, getattr(defaults, field.name))
         elif hint in (EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments):
             key = Key(f"{name}.<field>", FREE_TYPE, f"as {hint.__metadata__[0]} has it", "The field of this name.")
-            below.append(Group(name, text, (key,)))
+            below.append(SectionKeys(name, text, (key,)))
         elif typing.get_origin(hint) is dict:
             kind = typing.get_args(hint)[1]
             below += _walk(kind, f"{name}.<name>.", text, kind())
         else:
             own.append(Key(name, in_words(hint), getattr(defaults, field.name), text))
     name, doc = prefix.rstrip("."), doc or inspect.getdoc(section) or ""
-    return [Group(name, doc, tuple(own), shared=section is LoopConfig or is_shared(name)), *below]
+    return [SectionKeys(name, doc, tuple(own), shared=section is LoopConfig or is_shared(name)), *below]
 
 
 def _field_docs(section: type) -> dict[str, str]:

@@ -21,7 +21,7 @@ class _Overdue(Exception):  # noqa: N818
     """The deadline has passed; raised in the thread that renders."""
 
 
-class _Watch:
+class _DeadlineThread:
     """A thread that raises `_Overdue` in other threads at their deadlines, because a template cannot be asked to stop.
 
     Signals would reach only the main thread, and a thread for each conversation would take longer than rendering it.
@@ -69,7 +69,7 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
 
 
-_watch = _Watch()
+_watch = _DeadlineThread()
 
 LARGEST = 10**6
 """Most bits of a number, or characters of a text, that a template may make by * or **."""

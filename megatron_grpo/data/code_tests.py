@@ -57,7 +57,7 @@ class PythonTest:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PreparedTests:
     """Python tests of a row, prepared to run against a program in another process."""
 
     tests: tuple[PythonTest, ...]
@@ -92,7 +92,7 @@ _COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "ass
 
 
 @lru_cache(maxsize=512)
-def plan(texts: tuple[str, ...]) -> Plan:
+def prepare(texts: tuple[str, ...]) -> PreparedTests:
     """Analyse Python tests: their imports, the names that they take from the program, and doubts about their verdicts.
 
     Raises:
@@ -115,7 +115,7 @@ def plan(texts: tuple[str, ...]) -> Plan:
         called = {name for tree in trees for name in _called(tree)} & free
         names = called if len(called) == 1 else set()
     tests = tuple(_test(tree, names) for tree in trees)
-    return Plan(
+    return PreparedTests(
         tests=tests,
         names=tuple(sorted(names)),
         own=own,

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.data.code_tests import code_tests, plan
+from megatron_grpo.data.code_tests import code_tests, prepare
 from megatron_grpo.data.processors import TaskDataSpec, task_of
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
 from megatron_grpo.data.specs import ROW_FORMS, processor_name, task_spec
@@ -185,7 +185,7 @@ class RowCheck:
             return ()
         answer = self._spec(task).answer_key
         tests = [] if answer is None else code_tests(row[answer])
-        return plan(tuple(one for one in tests if isinstance(one, str))).doubts if tests else ()
+        return prepare(tuple(one for one in tests if isinstance(one, str))).doubts if tests else ()
 
     def _spec(self, task: str) -> TaskDataSpec:
         if task not in self._specs:
@@ -269,7 +269,7 @@ def _addition(answer: Any) -> str | None:
 def _code(answer: Any) -> str | None:
     try:
         tests = code_tests(answer)
-        python = plan(tuple(one for one in tests if isinstance(one, str)))
+        python = prepare(tuple(one for one in tests if isinstance(one, str)))
     except ValueError as error:
         return str(error)
     if not tests:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from megatron_grpo.config.section import Positive
-from megatron_grpo.data.code_tests import Plan, code_tests, plan
+from megatron_grpo.data.code_tests import PreparedTests, code_tests, prepare
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
@@ -126,7 +126,7 @@ def judged(
     texts = tuple(test for test in tests if isinstance(test, str))
     if texts:
         try:
-            prepared = plan(texts)
+            prepared = prepare(texts)
         except ValueError as error:
             return Verdict(tests=len(texts), untrusted=[f"a text that {error}"])
         return _of_python(sandbox, program, prepared, every, allow)
@@ -145,7 +145,7 @@ def judged(
     return verdict
 
 
-def _of_python(sandbox: Sandbox, program: str, tests: Plan, every: bool, allow: bool) -> Verdict:
+def _of_python(sandbox: Sandbox, program: str, tests: PreparedTests, every: bool, allow: bool) -> Verdict:
     """Run Python tests and read their process's report (`sandbox.test_process`); one malformed line discards it."""
     finished = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
     verdict, passed = Verdict(tests=tests.counted), set()

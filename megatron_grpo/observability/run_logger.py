@@ -49,7 +49,7 @@ ETA_STEPS = 20
 """Number of latest steps from whose mean time the remaining time is estimated."""
 
 
-class Progress:
+class ProgressDisplay:
     """Progress display: one live line on a terminal, one plain line per step elsewhere. Call `close` at the end."""
 
     def __init__(self, total_steps: int, *, live: bool, console: Console | None = None) -> None:
@@ -196,7 +196,7 @@ class RunLogger:
             self._trackers.append(WandbTracker(self.run_dir, config))
         if config.logger.mlflow.enabled:
             self._trackers.append(MlflowTracker(self.run_dir, config))
-        self._progress = Progress(config.loop.max_num_steps, live=config.logger.progress)
+        self._progress = ProgressDisplay(config.loop.max_num_steps, live=config.logger.progress)
         self._noted: set[str] = set()
         self._vocabulary: TokenBytes | None = None
         self._logging_s = 0.0

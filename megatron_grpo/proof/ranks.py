@@ -178,7 +178,7 @@ class Row:
         return self.exact and all(within)
 
 
-def compare(
+def compare_layout(
     name: str, packed: bool, found: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
 ) -> Row:
     """Compare the results of a layout's ranks with transformers and with one rank (None: this is one rank)."""

@@ -23,7 +23,7 @@ LOOK_S = 0.5
 
 
 @dataclass(slots=True)
-class _Asked:
+class _OpenRequest:
     """A request that has not been answered yet."""
 
     request: GenerationRequest
@@ -74,9 +74,9 @@ class EngineClient:
         self._usable.set()
         self._look: asyncio.Task[None] | None = None
         self._calls = (f"{user}.{number}" for number in count())
-        self._leaving: list[_Asked] = []
+        self._leaving: list[_OpenRequest] = []
         self._waiting: set[asyncio.Future[GenerationOutput]] = set()
-        self._aborted: list[_Asked] = []
+        self._aborted: list[_OpenRequest] = []
         self._streams: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
@@ -92,7 +92,7 @@ class EngineClient:
         if self.loss is not None:
             raise EngineLostError(self.loss.reason)
         loop = asyncio.get_running_loop()
-        asked = _Asked(request, settings, loop.create_future())
+        asked = _OpenRequest(request, settings, loop.create_future())
         if not self._leaving:
             loop.call_soon(self._send)
         self._leaving.append(asked)
@@ -160,7 +160,7 @@ class EngineClient:
             self._streams.add(stream)
             stream.add_done_callback(self._streams.discard)
 
-    async def _stream(self, call: str, asked: list[_Asked]) -> None:
+    async def _stream(self, call: str, asked: list[_OpenRequest]) -> None:
         for index, one in enumerate(asked):
             one.call, one.index = call, index
         restarts = self.restarts
@@ -184,7 +184,7 @@ class EngineClient:
             text = f"generation: {self.name} ended a call without an answer"
             _fail((one.answer for one in asked), SamplingError(text))
 
-    def _abort(self, asked: _Asked) -> None:
+    def _abort(self, asked: _OpenRequest) -> None:
         if not asked.call:
             return  # not sent yet: `_send` leaves it out
         if not self._aborted:

@@ -111,7 +111,7 @@ class Sandbox:
 
         Args:
             program: source of the program.
-            tests: `data.code_tests.Plan` as a dict.
+            tests: `data.code_tests.PreparedTests` as a dict.
             every: whether to continue after a test that fails.
             allow: whether tests count even if their verdict cannot be trusted.
 
@@ -178,7 +178,7 @@ class Sandbox:
                     os.close(fd)
             with launcher, open(status_read, "rb") as status:
                 helpers = len(specs) + 2 * (len(specs) - 1)
-                return _Watch(launcher, self._config, started, helpers, group).until_end(status)
+                return _ProgramWatch(launcher, self._config, started, helpers, group).until_end(status)
 
     @contextmanager
     def _group(self) -> Iterator[MemoryGroup | None]:
@@ -193,7 +193,7 @@ class Sandbox:
             group.close()
 
 
-class _Watch:
+class _ProgramWatch:
     """Watches one running program."""
 
     def __init__(

@@ -209,7 +209,7 @@ class Tests(Peer):
 
 
 def serve(spec: dict[str, Any]) -> NoReturn:
-    """Run the tests of a description: `tests` (`data.code_tests.Plan` as a dict), `every`, `allow`, and `channel`."""
+    """Run the tests of a description: `tests` (of `data.code_tests.PreparedTests`), `every`, `allow`, and `channel`."""
     kernel.set_dumpable(False)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     reading, writing = spec["channel"]

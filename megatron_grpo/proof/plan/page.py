@@ -26,7 +26,7 @@ _OWN_STYLE += "h3 { font-size: 13.5px; margin: 12px 0 4px; } ul { padding-left: 
 )
 
 
-def write_plan(file: Path, plan: Plan) -> None:
+def write_page(file: Path, plan: Plan) -> None:
     """Write the page; OSError: the file cannot be written."""
     style = resources.files("megatron_grpo.observability.page").joinpath("assets", STYLE).read_text(encoding="utf-8")
     write_text(file, page(style + _OWN_STYLE, "", "\n".join(_body(plan)), [], title="Plan"))

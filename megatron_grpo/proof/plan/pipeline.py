@@ -16,7 +16,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class Timeline:
     """A replayed schedule."""
 
     seconds: float
@@ -53,7 +53,7 @@ def schedule(stages: int, stage: int, chunks: int, microbatches: int, *, forward
     return order + [slot(number, True) for number in range(total - warm, total)]
 
 
-def replay(
+def timeline(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     microbatches: int,
@@ -61,7 +61,7 @@ def replay(
     send_s: float = 0.0,
     blocking: bool = False,
     forward_only: bool = False,
-) -> Replay:
+) -> Timeline:
     """Run the schedule: every pass begins when its stage is free, and its input has come from the neighbour.
 
     Args:
@@ -101,7 +101,7 @@ def replay(
             if places[stage] == len(order):
                 waiting.remove(stage)
         assert progressed, "a stage waits for a pass that never comes"
-    return Replay(max(free), tuple(busy))
+    return Timeline(max(free), tuple(busy))
 
 
 def _ready(

@@ -32,7 +32,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlannedLayout:
     """A layout that ran dry."""
 
     plan: Plan | None
@@ -46,9 +46,9 @@ class Outcome:
 class Search:
     """The result of a search."""
 
-    best: list[Outcome]
+    best: list[PlannedLayout]
     """Layouts that fit, the fastest first."""
-    failed: list[Outcome]
+    failed: list[PlannedLayout]
     """Layouts that ran dry and do not fit."""
     legal: int
     """Legal layouts."""
@@ -101,30 +101,30 @@ def search(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budg
         raise ValueError(f"no layout of {for_policy} GPUs splits the model and the batch; change cluster.num_nodes")
     usable = gpu.memory_gib - gpu.reserve_gib
     order = sorted((one for one in found if one.static_gib < usable), key=lambda one: one.estimated_s)
-    outcomes = list(_run(order, shape, pool, began + _RANKING * budget_s, wanted))
-    if not outcomes and order:
+    layouts = list(_run(order, shape, pool, began + _RANKING * budget_s, wanted))
+    if not layouts and order:
         raise RunError(f"no dry run was done within plan.search_s={budget_s:g}; give more")
-    outcomes = list(_confirmed(outcomes, shape, pool, began + budget_s))
-    fitting = _fitting(outcomes)
-    others = [one for one in outcomes if one.plan is None or one.plan.problems]
+    layouts = list(_confirmed(layouts, shape, pool, began + budget_s))
+    fitting = _fitting(layouts)
+    others = [one for one in layouts if one.plan is None or one.plan.problems]
     best = [replace(one, reason=why_slower(one.plan, fitting[0].plan)) for one in fitting]
     return Search(
-        best, others, len(found), len(found) - len(order), len(order) - len(outcomes), time.monotonic() - began
+        best, others, len(found), len(found) - len(order), len(order) - len(layouts), time.monotonic() - began
     )
 
 
-def _fitting(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
     """Layouts that fit, the fastest first."""
-    found = [(one.plan.times.step_s, one) for one in outcomes if one.plan and not one.plan.problems and one.plan.times]
+    found = [(one.plan.times.step_s, one) for one in layouts if one.plan and not one.plan.problems and one.plan.times]
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 def _confirmed(
-    outcomes: Sequence[Outcome], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
-) -> Iterator[Outcome]:
-    """The outcomes, of which the fastest gets a whole plan in place of its brief one; if it does not fit, the next."""
-    fitting = _fitting(outcomes)
-    yield from (one for one in outcomes if one not in fitting)
+    layouts: Sequence[PlannedLayout], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
+) -> Iterator[PlannedLayout]:
+    """The layouts, of which the fastest gets a whole plan in place of its brief one; if it does not fit, the next."""
+    fitting = _fitting(layouts)
+    yield from (one for one in layouts if one not in fitting)
     while fitting:
         one = fitting.pop(0)
         try:
@@ -132,7 +132,7 @@ def _confirmed(
         except LateError:
             yield one
             break
-        yield Outcome(plan, one.candidate, "; ".join(plan.problems))
+        yield PlannedLayout(plan, one.candidate, "; ".join(plan.problems))
         if not plan.problems:
             break
     yield from fitting
@@ -140,7 +140,7 @@ def _confirmed(
 
 def _run(
     order: Sequence[Candidate], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float, wanted: int
-) -> Iterator[Outcome]:
+) -> Iterator[PlannedLayout]:
     """Dry runs in this order, until `wanted` of them fit or the deadline (of time.monotonic) is over."""
     rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
     too_full: list[Candidate] = []
@@ -156,12 +156,12 @@ def _run(
         except LateError:
             return
         except RunError as error:
-            yield Outcome(None, candidate, str(error))
+            yield PlannedLayout(None, candidate, str(error))
             continue
         fitting += not plan.problems
         if plan.fullest.peak > plan.hardware.memory_gib * GIB:
             too_full.append(candidate)
-        yield Outcome(plan, candidate, "; ".join(plan.problems))
+        yield PlannedLayout(plan, candidate, "; ".join(plan.problems))
 
 
 def _takes_more(one: Candidate, other: Candidate) -> bool:

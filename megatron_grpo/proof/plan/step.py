@@ -14,7 +14,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.proof.plan.costs import Overlap, PassSeconds, PhaseSeconds, phase_seconds
 from megatron_grpo.proof.plan.generation import Lengths, decoder_of, engine_size, generate
 from megatron_grpo.proof.plan.hardware import Hardware
-from megatron_grpo.proof.plan.pipeline import Replay, replay
+from megatron_grpo.proof.plan.pipeline import Timeline, timeline
 from megatron_grpo.weights.refit.summary import refit_summary
 from megatron_grpo.weights.shape import ModelShape
 
@@ -41,7 +41,7 @@ class StepTimes:
     refit_s: float
     refit_bytes: int
     assumptions: list[str]
-    train: Replay
+    train: Timeline
     """The pipeline's schedule in one optimizer step, for a picture."""
 
     @property
@@ -101,7 +101,7 @@ class _Model:
         context = float((totals**2).sum() / totals.sum()) / longest
         return _Batch(number, tokens / dry, context)
 
-    def run(self, phases: list[PhaseSeconds], batch: _Batch, *, forward_only: bool) -> Replay:
+    def run(self, phases: list[PhaseSeconds], batch: _Batch, *, forward_only: bool) -> Timeline:
         """Replay the pipeline's schedule over the microbatches."""
         parallel = self.config.policy.parallel
         chunks = range(parallel.virtual_pipeline)
@@ -115,7 +115,7 @@ class _Model:
                 for one in phases
             ]
 
-        return replay(
+        return timeline(
             seconds(False),
             [] if forward_only else seconds(True),
             batch.microbatches,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_grpo.trainer.dry.tracker import kind
 from megatron_grpo.trainer.dry.work import WorkKind, WorkLog, name_of, nbytes_of, note, note_message, note_product
-from megatron_grpo_kernels.head import CHUNK_NUMBERS, Asked, Head, Statistics
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
 
 Made = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor that a kernel makes."""
@@ -44,7 +44,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Collective:
     """A collective that an operation runs: its name, the bytes of its larger side, and its process group."""
 
     name: str
@@ -72,9 +72,9 @@ class Kernel:
     """The product that a linear layer computes."""
     attention_flops: float = 0.0
     """Operations of an attention's forward pass."""
-    messages: Sequence[Message] = ()
+    messages: Sequence[Collective] = ()
     """Collectives of the forward pass."""
-    messages_back: Sequence[Message] = ()
+    messages_back: Sequence[Collective] = ()
     """Collectives of the backward pass."""
 
     def note_forward(self, moved: int) -> None:
@@ -178,8 +178,8 @@ def attention(
         forward=ring,
         backward=[(query.shape, torch.float32), *ring, *ring],
         attention_flops=2.0 * pairs * (query.shape[-1] + value.shape[-1]),
-        messages=[Message("ring", turns, context)] if parts > 1 else [],
-        messages_back=[Message("ring", 2 * turns, context)] if parts > 1 else [],
+        messages=[Collective("ring", turns, context)] if parts > 1 else [],
+        messages_back=[Collective("ring", 2 * turns, context)] if parts > 1 else [],
     )
     result: Tensor = run(kernel, query, key, value)
     return result
@@ -194,13 +194,13 @@ class ShapedLogprobs:
         highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
         return Statistics(highest, highest.new_empty(3, len(head.local)))
 
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
         """Gradients in the shapes and dtypes of hidden states and weight."""
-        for _ in range(3 if asked.of_weight else 2):  # the logits again, and a product for each gradient
+        for _ in range(3 if inputs.of_weight else 2):  # the logits again, and a product for each gradient
             _note_logits(head)
         summed = torch.empty_like(head.hidden, dtype=torch.float32)
         block = head.hidden.new_empty(min(CHUNK_NUMBERS, len(head.local) * head.columns))
-        grad_weight = torch.empty_like(head.weight) if asked.of_weight else None
+        grad_weight = torch.empty_like(head.weight) if inputs.of_weight else None
         product = torch.empty_like(summed)
         del block, product
         return summed.to(head.hidden.dtype), grad_weight

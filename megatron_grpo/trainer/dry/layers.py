@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
-from megatron_grpo.trainer.dry.kernels import Kernel, Made, Message, Product, attention, norm, run
+from megatron_grpo.trainer.dry.kernels import Collective, Kernel, Made, Product, attention, norm, run
 from megatron_grpo.trainer.dry.tracker import kind
 from megatron_grpo.trainer.dry.work import name_of, nbytes_of, note
 from megatron_grpo.trainer.model.layers import RMSNorm
@@ -71,8 +71,8 @@ class Quantizable:
         normed: bool = False,
         forward: Sequence[Made] = (),
         backward: Sequence[Made] = (),
-        messages: Sequence[Message] = (),
-        messages_back: Sequence[Message] = (),
+        messages: Sequence[Collective] = (),
+        messages_back: Sequence[Collective] = (),
     ) -> Tensor:
         """[..., columns] to the shape `output`, in the dtype of `hidden`.
 
@@ -145,7 +145,7 @@ class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
         output = (tokens, *input_.shape[1:-1], self.weight.shape[0])
         numbers, group = tokens * math.prod(input_.shape[1:]), self.tp_group
         nbytes = numbers * input_.element_size()
-        gather = [Message("allgather", nbytes if self.fp8 is None else numbers, group)] if gathered else []
+        gather = [Collective("allgather", nbytes if self.fp8 is None else numbers, group)] if gathered else []
         multiplied = self.multiply(
             input_,
             parameters,
@@ -154,7 +154,7 @@ class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
             forward=gathered,
             backward=gathered * 2,
             messages=gather,
-            messages_back=[*gather, Message("reduce_scatter" if gathered else "allreduce", nbytes, group)],
+            messages_back=[*gather, Collective("reduce_scatter" if gathered else "allreduce", nbytes, group)],
         )
         return multiplied, None
 
@@ -187,8 +187,8 @@ class ShapedRowLinear(Quantizable, RowParallelLinear):
             output,
             forward=gathered,
             backward=gathered,
-            messages=[Message("reduce_scatter" if self.sequence_parallel else "allreduce", nbytes, group)],
-            messages_back=[Message("allgather", nbytes, group)] if self.sequence_parallel else [],
+            messages=[Collective("reduce_scatter" if self.sequence_parallel else "allreduce", nbytes, group)],
+            messages_back=[Collective("allgather", nbytes, group)] if self.sequence_parallel else [],
         ), None
 
 

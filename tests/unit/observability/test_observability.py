@@ -20,7 +20,7 @@ from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.run_files import read_lines, write_json
-from megatron_grpo.observability.run_logger import Progress, RunLogger, format_duration
+from megatron_grpo.observability.run_logger import ProgressDisplay, RunLogger, format_duration
 from megatron_grpo.observability.summary import write_summary
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.trajectories import with_learnt
@@ -249,7 +249,9 @@ def test_a_run_that_starts_anew_hides_the_events_of_the_one_before(tmp_path: Pat
 
 def test_the_live_line_shows_what_people_watch() -> None:
     out = io.StringIO()
-    progress = Progress(10, live=True, console=Console(file=out, force_terminal=True, width=160, highlight=False))
+    progress = ProgressDisplay(
+        10, live=True, console=Console(file=out, force_terminal=True, width=160, highlight=False)
+    )
     progress.step(4, {**metrics_of(4), "kl_penalty": 0.0123}, TIMING)
     progress.message("saved")
     progress.close()
@@ -261,7 +263,7 @@ def test_the_live_line_shows_what_people_watch() -> None:
 
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     out = io.StringIO()
-    progress = Progress(10, live=True, console=Console(file=out, width=40, highlight=False))
+    progress = ProgressDisplay(10, live=True, console=Console(file=out, width=40, highlight=False))
     progress.step(4, metrics_of(4), TIMING)
     progress.close()
     assert out.getvalue().count("\n") == 1

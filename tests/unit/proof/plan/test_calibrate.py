@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.proof.plan.calibrate import Measured, calibrate, measured_of, write_profile
 from megatron_grpo.proof.plan.hardware import Hardware, hardware
-from megatron_grpo.proof.plan.pipeline import Replay
+from megatron_grpo.proof.plan.pipeline import Timeline
 from megatron_grpo.proof.plan.step import StepTimes
 
 
@@ -23,7 +23,7 @@ def planned(gpu: Hardware) -> StepTimes:
         "optimizer": 1e12 / (gpu.memory_bytes_per_s * reached.memory),
         "refit": 1e12 / (gpu.network_bytes_per_s * reached.network),
     }
-    return StepTimes(phases, sum(phases.values()), None, 1e6, 8, 1.0, 1, [], Replay(0.0, ()))
+    return StepTimes(phases, sum(phases.values()), None, 1e6, 8, 1.0, 1, [], Timeline(0.0, ()))
 
 
 def test_a_run_of_a_slower_gpu_gives_back_its_efficiencies() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_grpo.proof.plan.pipeline import replay, schedule
+from megatron_grpo.proof.plan.pipeline import schedule, timeline
 
 
 def simulated(forward: list[list[float]], backward: list[list[float]], microbatches: int, send_s: float) -> float:
@@ -40,7 +40,7 @@ def simulated(forward: list[list[float]], backward: list[list[float]], microbatc
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 1), (4, 4), (4, 9), (8, 32)])
 def test_even_stages_have_the_known_bubble(stages: int, microbatches: int) -> None:
-    found = replay([[1.0]] * stages, [[2.0]] * stages, microbatches)
+    found = timeline([[1.0]] * stages, [[2.0]] * stages, microbatches)
     assert found.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
     assert found.busy == pytest.approx([3.0 * microbatches] * stages)
 
@@ -48,7 +48,7 @@ def test_even_stages_have_the_known_bubble(stages: int, microbatches: int) -> No
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaving_divides_the_bubble(chunks: int) -> None:
     stages, microbatches = 4, 12
-    found = replay([[1.0] * chunks] * stages, [[2.0] * chunks] * stages, microbatches)
+    found = timeline([[1.0] * chunks] * stages, [[2.0] * chunks] * stages, microbatches)
     assert found.seconds == pytest.approx(3.0 * (microbatches * chunks + stages - 1))
 
 
@@ -61,7 +61,7 @@ def test_uneven_stages_take_what_a_simulation_takes(seed: int) -> None:
     forward, backward = ([[draw.randint(1, 9) * 1.0 for _ in range(chunks)] for _ in range(stages)] for _ in range(2))
     send = float(draw.randint(0, 3))
     expected = simulated(forward, backward, microbatches, send)
-    assert replay(forward, backward, microbatches, send_s=send).seconds == expected
+    assert timeline(forward, backward, microbatches, send_s=send).seconds == expected
 
 
 def test_every_pass_is_in_the_schedule_once() -> None:
@@ -81,14 +81,14 @@ def test_a_stage_holds_as_many_microbatches_as_stages_follow() -> None:
 
 
 def test_forward_passes_alone_fill_the_pipeline_once() -> None:
-    assert replay([[1.0]] * 4, [], 6, forward_only=True).seconds == pytest.approx(6 + 3)
+    assert timeline([[1.0]] * 4, [], 6, forward_only=True).seconds == pytest.approx(6 + 3)
 
 
 def test_sends_that_block_a_stage_lengthen_its_passes() -> None:
-    found = replay([[1.0]] * 2, [[2.0]] * 2, 3, send_s=0.5, blocking=True)
+    found = timeline([[1.0]] * 2, [[2.0]] * 2, 3, send_s=0.5, blocking=True)
     assert found.busy == pytest.approx([3 * (1.5 + 2.5)] * 2)
 
 
 def test_an_interleaved_schedule_needs_a_multiple_of_the_stages() -> None:
     with pytest.raises(ValueError, match="4 stages takes no 6"):
-        replay([[1.0] * 2] * 4, [[1.0] * 2] * 4, 6)
+        timeline([[1.0] * 2] * 4, [[1.0] * 2] * 4, 6)
