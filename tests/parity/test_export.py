@@ -53,7 +53,8 @@ def assert_same_model(output: Path, model: TinyModel) -> None:
 
 
 # One whose embeddings are tied and one whose padded vocabulary is stored twice.
-@pytest.mark.parametrize("name", ["qwen3_tied", pytest.param("llama_untied", marks=pytest.mark.slow)])
+@pytest.mark.slow  # each command imports torch again
+@pytest.mark.parametrize("name", ["qwen3_tied", "llama_untied"])
 def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
     checkpoint = make_run(tiny_models[name], tmp_path / "run", Layout(tensor=2, pipeline=2))
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
@@ -66,7 +67,7 @@ def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, 
 def test_a_run_that_started_from_a_hub_model(
     tiny_models: dict[str, TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its configuration has the name; config.json and tokenizer are in the hub's cache."""
+    """Its configuration has the name; config.json and tokenizer are in the hub's cache. Four ranks wrote it."""
     model = tiny_models["qwen3_tied"]
     repository = tmp_path / "hub" / "models--org--name"
     (repository / "refs").mkdir(parents=True)
@@ -74,7 +75,7 @@ def test_a_run_that_started_from_a_hub_model(
     shutil.copytree(model.path, repository / "snapshots" / "abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    checkpoint = make_run(model, tmp_path / "run", Layout())
+    checkpoint = make_run(model, tmp_path / "run", Layout(tensor=2, pipeline=2))
     config = {"policy": {"model": {"path": "org/name"}, "precision": "float32"}}
     OmegaConf.save(OmegaConf.create(config), tmp_path / "run" / "config.yaml")
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]) == 0

@@ -165,49 +165,63 @@ def step_times(
     """
     model = _Model(config, ranks, hardware, overlap or overlap_of(config))
     model.assumptions.append(lengths.source)
-    policy, totals = config.policy, lengths.totals
-    steps = config.optimizer_steps_per_step if workload == "rl" else 1
-    parts = np.array_split(totals, max(1, steps // config.passes_per_step)) if workload == "rl" else [totals]
-    phases = model.phases("train")
-    batch = model.batch(parts[0], policy.microbatch_tokens)
-    trained = model.run(phases, batch, forward_only=False)
-    last = _exposed(model, phases, batch)
-    update = max(one.outside for one in phases)
-    found = {"train": steps * (trained.seconds + last), "optimizer": steps * update}
+    totals, gpus = lengths.totals, config.policy.parallel.world_size
     if workload == "pretrain":
+        train, phase_s = _learning(model, totals, 1)
         return StepTimes(
-            found, sum(found.values()), None, float(totals.sum()), policy.parallel.world_size, 0.0, 0,
-            model.assumptions, trained,
-        )  # fmt: skip
-    most = policy.logprob_microbatch_tokens or policy.microbatch_tokens
-    before = {}
-    for name, needed in (("logprobs", config.needs_prev_logprobs), ("reference", config.uses_reference)):
-        if needed:
-            before[name] = model.run(model.phases(name), model.batch(totals, most), forward_only=True).seconds
+            phase_s, sum(phase_s.values()), None, float(totals.sum()), gpus, 0.0, 0, model.assumptions, train
+        )
+    steps = config.optimizer_steps_per_step
+    train, learning_s = _learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
     refit_s, refit_bytes = _refit(config, shape, hardware)
     generation_s, steady_s = _generation(config, shape, hardware, lengths, model.assumptions)
-    moves = _moves(config, ranks, hardware)
-    phase_s = {"generation": generation_s, **before, **found, **moves, "refit": refit_s}
-    learning = sum(phase_s.values()) - generation_s
-    ahead = config.loop.async_grpo
-    asynchronous = None
+    phase_s = {
+        "generation": generation_s,
+        **_logprobs(model, totals),
+        **learning_s,
+        **_moves(config, ranks, hardware),
+        "refit": refit_s,
+    }
+    ahead, asynchronous = config.loop.async_grpo, None
     if ahead.samples_ahead and not config.generation.colocated:
         # A batch may take as many steps as it may be old; the engines answer one batch a step in the mean.
-        asynchronous = max(learning, steady_s + refit_s, generation_s / (ahead.max_trajectory_age_steps + 1))
-        model.assumptions.append(f"samples up to {ahead.max_trajectory_age_steps} steps old")
+        age = ahead.max_trajectory_age_steps
+        asynchronous = max(sum(phase_s.values()) - generation_s, steady_s + refit_s, generation_s / (age + 1))
+        model.assumptions.append(f"samples up to {age} steps old")
     engines = config.generation.parallel
-    apart = 0 if config.generation.colocated else engines.data * engines.ranks_per_engine
     return StepTimes(
         phase_s=phase_s,
         synchronous_s=sum(phase_s.values()),
         asynchronous_s=asynchronous,
         tokens=float(totals.sum()),
-        gpus=policy.parallel.world_size + apart,
+        gpus=gpus + (0 if config.generation.colocated else engines.data * engines.ranks_per_engine),
         refit_s=refit_s,
         refit_bytes=refit_bytes,
         assumptions=model.assumptions,
-        train=trained,
+        train=train,
     )
+
+
+def _learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tuple[Timeline, dict[str, float]]:
+    """The schedule of an optimizer step on samples of these lengths, and the seconds of `steps` such steps by phase."""
+    phases = model.phases("train")
+    batch = model.batch(totals, model.config.policy.microbatch_tokens)
+    schedule = model.run(phases, batch, forward_only=False)
+    update = max(one.outside for one in phases)
+    return schedule, {
+        "train": steps * (schedule.seconds + _exposed(model, phases, batch)),
+        "optimizer": steps * update,
+    }
+
+
+def _logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
+    """Seconds of the log-probabilities that a step needs before it learns, of the policy and of the reference."""
+    config, policy = model.config, model.config.policy
+    batch = model.batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
+    needed = {"logprobs": config.needs_prev_logprobs, "reference": config.uses_reference}
+    return {
+        name: model.run(model.phases(name), batch, forward_only=True).seconds for name, one in needed.items() if one
+    }
 
 
 def _exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
@@ -259,9 +273,8 @@ def _generation(
     decoder, copies = decoder_of(config, shape, hardware), config.loop.num_generations_per_prompt
     engines = generation.parallel.data
     own = np.sort(responses)[engines - 1 :: engines] if len(responses) >= engines else np.sort(responses)[-1:]
-    own = np.random.default_rng(0).permutation(
-        own
-    )  # responses start in random order, because their lengths are not known
+    # Responses start in random order, because their lengths are not known.
+    own = np.random.default_rng(0).permutation(own)
     alone = generate(decoder, lengths.prompt, own, most, copies)
     assumptions.append(f"engines hold up to {most} sequences, and {alone.busy:.0f} decode on average")
     ahead = config.loop.async_grpo.max_trajectory_age_steps + 1
