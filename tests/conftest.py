@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-# Before torch is imported: on the tests' small tensors, threads that wait for each other take more time than they save.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.nothing_shown import pytest_sessionfinish
 from tests.support.tiny_models import BUILDERS, TinyModel, make_tiny_model

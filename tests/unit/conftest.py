@@ -1,4 +1,4 @@
-"""What tests of the configuration share: a model and rows that a run could have."""
+"""What unit tests share: one thread of torch, and a model and rows that a run could have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.config_problems import SMALL, write_weights
+
+torch.set_num_threads(1)  # on the tests' small tensors, threads that wait for each other take more time than they save
 
 
 @pytest.fixture
