@@ -66,7 +66,7 @@ def measure(pairs: int, paced: int, overrides: Sequence[str]) -> dict[str, Any]:
             free = [step(None) for _ in range(paced)]
     everything = [*warm, *(one for pair in paired for one in pair.values()), *free]
     checks = [one.throughput["weight_check_s"] for one in everything if "weight_check_s" in one.throughput]
-    # A step with a comparison of weights is no pair with one without.
+    # A step with a comparison of weights is not a pair with one without.
     alike = [pair for pair in paired if not any("weight_check_s" in one.throughput for one in pair.values())]
     delays = [pair[True].timing["refit"] - pair[False].timing["refit"] for pair in alike]
     total = median(one.timing["total"] for one in everything)

@@ -53,7 +53,7 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
         if names and file.stem not in names:
             continue
         config = compose_typed([f"+exp={file.stem}", *overrides]).config
-        assert config is not None, f"{file} is no valid configuration"
+        assert config is not None, f"{file} is not a valid configuration"
         raw = model_config(config.policy.model.path)
         if raw is not None:
             yield file.stem, config, shape_of_config(raw)

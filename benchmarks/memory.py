@@ -56,7 +56,7 @@ class Peak:
 
 
 def own_memory() -> int:
-    """Bytes of this process's resident memory that are no pages of files."""
+    """Bytes of this process's resident memory that are not pages of files."""
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * PAGE
 

@@ -269,7 +269,7 @@ def written(config: Any) -> list[str]:
     """The overrides that a script gave, in the form of a command line.
 
     Raises:
-        ConfigError: they are no overrides, or a value cannot stand on a command line.
+        ConfigError: they are not overrides, or a value cannot stand on a command line.
     """
     if isinstance(config, str):
         return [config]

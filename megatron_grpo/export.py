@@ -135,7 +135,7 @@ def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
         if not values.get(name):
             raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())
     if _PUSH in values and not is_hub_name(values[_PUSH]):
-        raise ValueError(f"{_PUSH}={values[_PUSH]} is no name on the hub; give ORGANISATION/NAME")
+        raise ValueError(f"{_PUSH}={values[_PUSH]} is not a name on the hub; give ORGANISATION/NAME")
     return values
 
 

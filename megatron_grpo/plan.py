@@ -195,7 +195,7 @@ def _read(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
         text = f"is not on this machine, and could not be downloaded ({reason}); give a folder with its config.json"
         raise ConfigError([Problem(f"policy.model.path={path}", text)])
     if shape is None:
-        raise ConfigError([Problem(f"policy.model.path={path}", "is no folder with the model's config.json")])
+        raise ConfigError([Problem(f"policy.model.path={path}", "is not a folder with the model's config.json")])
     return config, shape
 
 
@@ -224,7 +224,7 @@ def _options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
                 raise ValueError(f"{name} needs a file")
             setattr(options, name.removeprefix("--"), Path(text))
         elif word.startswith("--") and name != OPTION:
-            raise ValueError(f"{word} is no option; there are --search, --json and --html FILE")
+            raise ValueError(f"{word} is not an option; the options are --search, --json and --html FILE")
         else:
             overrides.append(word)
     return options, overrides

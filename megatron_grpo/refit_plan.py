@@ -74,7 +74,7 @@ def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
         if name == _SPEED:
             speed = converted(name, value, PositiveFloat)
         elif word.startswith("--") and word != "--json":
-            raise ValueError(f"{word} is no option; there are {_SPEED}=N and --json")
+            raise ValueError(f"{word} is not an option; the options are {_SPEED}=N and --json")
         elif word != "--json":
             overrides.append(word)
     return speed, "--json" in arguments, overrides

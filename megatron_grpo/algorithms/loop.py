@@ -310,7 +310,7 @@ def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError |
     if not ranked or name in metrics or name in sometimes_absent(config):
         return None
     known = ", ".join(sorted(metrics))
-    return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
+    return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is not a metric of a step: {known}")
 
 
 def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:

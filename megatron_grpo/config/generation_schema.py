@@ -168,19 +168,19 @@ class GenerationConfig(Section):
     0.01."""
 
     top_p: Fraction = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 is no filter. Training looks at the
+    """Sample from the smallest set of tokens with at least this probability; 1 means no filter. Training looks at the
     whole distribution, so that with a filter `token_mult_prob_error` is above 1."""
 
     top_k: Positive | None = None
-    """Sample from this many likeliest tokens; null is no filter."""
+    """Sample from this many likeliest tokens; null means no filter."""
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from the tokens with at least this share of the likeliest one's probability; 0 is no filter. Training
+    """Sample from the tokens with at least this share of the likeliest one's probability; 0 means no filter. Training
     looks at the whole distribution, so that with a filter `token_mult_prob_error` is above 1."""
 
     repetition_penalty: PositiveFloat = 1.0
     """Logits of tokens that the prompt or the response has already are divided by this if they are positive, and
-    multiplied otherwise; 1 is no penalty."""
+    multiplied otherwise; 1 means no penalty."""
 
     presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens that the response has already."""

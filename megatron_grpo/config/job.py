@@ -24,7 +24,7 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
     """The fields of a job file.
 
     Raises:
-        ValueError: the file cannot be read, or is no YAML mapping of fields; the text does not name the file.
+        ValueError: the file cannot be read, or is not a YAML mapping of fields; the text does not name the file.
     """
     file = Path(os.path.expanduser(path))
     try:

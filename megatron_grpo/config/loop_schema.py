@@ -104,10 +104,10 @@ class LoopConfig(Section):
     also left out of the value model's loss and of the normalisation of advantages."""
 
     advantage_clip_low: Annotated[float, Field(le=0)] | None = None
-    """Advantages below this are raised to it; null is no bound."""
+    """Advantages below this are raised to it; null means no bound."""
 
     advantage_clip_high: Annotated[float, Field(ge=0)] | None = None
-    """Advantages above this are lowered to it; null is no bound."""
+    """Advantages above this are lowered to it; null means no bound."""
 
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)

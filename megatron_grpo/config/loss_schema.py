@@ -15,7 +15,7 @@ class LossConfig(Section):
     """ClippedPGLossFn; docs/algorithms.md has the formulas."""
 
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Probability ratios are clipped from below at 1 - this; 1 is no lower bound."""
+    """Probability ratios are clipped from below at 1 - this; 1 means no lower bound."""
 
     ratio_clip_max: NonNegativeFloat | None = None
     """Probability ratios are clipped from above at 1 + this; null: ratio_clip_min."""
@@ -67,10 +67,10 @@ class LossConfig(Section):
     """Subtract the KL penalty from the reward instead of adding it to the loss."""
 
     kl_input_clamp_value: PositiveFloat | None = None
-    """Log ratios are limited to +- this before the KL is estimated; null is no limit."""
+    """Log ratios are limited to +- this before the KL is estimated; null means no limit."""
 
     kl_output_clamp_value: PositiveFloat | None = None
-    """KL estimates are limited to +- this; null is no limit."""
+    """KL estimates are limited to +- this; null means no limit."""
 
     use_importance_sampling_correction: bool = False
     """Weight the loss by training probability / sampling probability, to correct for different engines."""

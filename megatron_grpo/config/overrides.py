@@ -165,7 +165,7 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
 
 
 def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
-    """The problem of an argument that is no KEY=VALUE, or None."""
+    """The problem of an argument that is not a KEY=VALUE, or None."""
     name, equals, value = text.lstrip("+").partition("=")
     if not equals:
         choices = {option: f"+{group}={option}" for group, found in options.items() for option in found}

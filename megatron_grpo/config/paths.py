@@ -42,7 +42,7 @@ def unwritable(key: str, given: str) -> Iterator[Problem]:
     subject, folder = f"{key}={shown(given)}", Path(os.path.abspath(given))
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not os.path.isdir(existing):
-        yield Problem(subject, f"{shown(existing)} is no folder, or a link that leads nowhere; choose another")
+        yield Problem(subject, f"{shown(existing)} is not a folder, or is a link that leads nowhere; choose another")
         return
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_") as probe:
@@ -100,7 +100,7 @@ def url_problem(url: str) -> str | None:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        return f"is no URL: {error}; {text}"
+        return f"is not a URL: {error}; {text}"
     if parts.scheme not in ("http", "https"):
         return f"has the scheme {parts.scheme!r}; {text}" if parts.scheme else f"has no scheme; {text}"
     if not parts.hostname or port == 0:

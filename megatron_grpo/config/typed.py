@@ -45,7 +45,7 @@ def converted(name: str, text: str, kind: Any) -> Any:
     """The value of a command's own argument NAME=TEXT, for a type of the schema; a list is written [a,b].
 
     Raises:
-        ValueError: the text is no value of this type.
+        ValueError: the text is not a value of this type.
     """
     value = text.removeprefix("[").removesuffix("]").split(",") if typing.get_origin(kind) is list else text
     try:

@@ -87,8 +87,9 @@ class Checkpointer:
             stop: event that another thread sets to end the search early, with CancelledError.
 
         Raises:
-            ConfigError: the named folder is no intact checkpoint, no checkpoint of the run directory is intact, or the
-                run directory has later checkpoints than the one to start from, which this run would mix with its own.
+            ConfigError: the named folder is not an intact checkpoint, no checkpoint of the run directory is intact, or
+                the run directory has later checkpoints than the one to start from, which this run would mix with its
+                own.
             RunError: a file cannot be read, or a later version wrote the checkpoint.
         """
         resume, steps = self.config.resume, self.steps()
@@ -270,7 +271,7 @@ class Checkpointer:
         """Check the checkpoint that checkpointing.resume names.
 
         Raises:
-            ConfigError: the folder is no checkpoint, or a damaged one.
+            ConfigError: the folder is not a checkpoint, or a damaged one.
         """
         subject = f"checkpointing.resume={self.config.resume}"
         try:

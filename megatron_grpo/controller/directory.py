@@ -101,7 +101,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read or is no configuration; the text names it.
+        ValueError: the file cannot be read or is not a configuration; the text names it.
     """
     try:
         values = yaml.safe_load(file.read_text())

@@ -30,7 +30,7 @@ def code_tests(answer: Any) -> list[Test]:
         try:
             answer = json.loads(answer)
         except RecursionError as error:  # thousands of brackets
-            raise ValueError(f"is no JSON that can be read: {error}") from None
+            raise ValueError(f"is not JSON that can be read: {error}") from None
     if isinstance(answer, str):
         answer = [answer] if answer.strip() else []
     if isinstance(answer, dict) and all(isinstance(answer.get(key), list) for key in ("inputs", "outputs")):
@@ -96,14 +96,14 @@ def prepare(texts: tuple[str, ...]) -> PreparedTests:
     """Analyse Python tests: their imports, the names that they take from the program, and doubts about their verdicts.
 
     Raises:
-        ValueError: a text is no Python.
+        ValueError: a text is not Python.
     """
     try:
         trees = [ast.parse(text) for text in texts]
         bound = {name for text in texts for name in _bound(text)}
         free = {name for text in texts for name in _free(text)} - bound - {"__name__", "__file__"}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"is no Python: {error}") from None
+        raise ValueError(f"is not Python: {error}") from None
     own = {name: _MODULES[name] for name in free & _MODULES.keys() if _only_attributes(trees, name)}
     names = free - own.keys() - vars(builtins).keys()
     if len(names) > 1:

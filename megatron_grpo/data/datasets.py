@@ -49,7 +49,7 @@ def in_our_form(
         raise ValueError("returned a message_log without tokens")
     name = task if given.get("task_name") is None else given["task_name"]
     if not isinstance(name, str) or name not in tasks:
-        raise ValueError(f"returned task_name={name!r}, which is no environment")
+        raise ValueError(f"returned task_name={name!r}, which is not an environment")
     return DatumSpec(
         message_log=messages,
         length=length,
@@ -93,7 +93,7 @@ def _messages(log: Any) -> list[Message]:
         tokens = message["token_ids"]
         tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens
         if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
-            raise ValueError(f"returned {place}.token_ids that are no flat list of token numbers")
+            raise ValueError(f"returned {place}.token_ids that are not a flat list of token numbers")
         role, content = str(message.get("role", "user")), str(message.get("content", ""))
         messages.append(Message(role=role, content=content, token_ids=list(tokens)))
     return messages

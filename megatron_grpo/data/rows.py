@@ -163,7 +163,7 @@ class RowCheck:
             own = self.default_task in self._own
             missing = None if own else _missing_column(row, self._spec(self.default_task))
             known = ", ".join(sorted(self._environments))
-            return missing or f"task_name {task!r} is no environment; env has {known}"
+            return missing or f"task_name {task!r} is not an environment; env has {known}"
         if task in self._own:
             return row
         if task in self._forms:

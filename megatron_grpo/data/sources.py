@@ -53,7 +53,7 @@ def wrong_kind(head: bytes) -> str | None:
     except ValueError:
         if b"," in first or b"\t" in first:
             return "looks like a table (CSV); give it a name that ends in .csv (or .tsv, with tabs)"
-        return "is not JSONL: its first line is no object {...}"
+        return "is not JSONL: its first line is not an object {...}"
     return None
 
 
@@ -81,7 +81,7 @@ def parse_line(line: bytes) -> Row | str:
     except json.JSONDecodeError as error:
         return f"is not valid JSON: {error.msg} at column {error.colno}{_advice(error)}"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        return f"is no JSON that can be read: {error}"
+        return f"is not JSON that can be read: {error}"
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
     if "\\ud" in text or "\\uD" in text:
@@ -111,7 +111,7 @@ def _broken_text(row: Row) -> str | None:
 
 
 class JsonLines:
-    """A JSONL file of any size: only the positions of its lines are held in memory. Blank lines are no rows.
+    """A JSONL file of any size: only the positions of its lines are held in memory. Blank lines are not rows.
 
     `datasets` is not used here: its JSON reader stops at the first bad line without its number, and gives every row
     the columns and types of all others.
@@ -172,8 +172,8 @@ class Table:
         Args:
             dataset: a `datasets.Dataset`.
             name: name of the set in messages.
-            lines: line of each row in a text file; empty: the set is no text file.
-            bad: numbers of lines that are no rows, with the reasons; they count as rows after all others.
+            lines: line of each row in a text file; empty: the set is not a text file.
+            bad: numbers of lines that are not rows, with the reasons; they count as rows after all others.
         """
         self._dataset, self._name, self._lines, self._bad = dataset, name, lines, bad
 
@@ -238,7 +238,7 @@ def open_source(config: DatasetConfig) -> Source:
         raise SourceError(f"cannot be read: {error.strerror or _first_line(error)}") from None
     except Exception as error:  # pyarrow and `datasets` raise many kinds for a damaged file
         raise SourceError(
-            f"is no {path.suffix} file that can be read: {_first_line(error.__cause__ or error)}"
+            f"is not a {path.suffix} file that can be read: {_first_line(error.__cause__ or error)}"
         ) from error
 
 
@@ -317,7 +317,7 @@ def _csv(path: Path) -> Source:
             reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
             names = next(reader, [])
             if not names or not all(names) or len(set(names)) < len(names):
-                raise SourceError("is no CSV with a header: its first line has to name every column, each once")
+                raise SourceError("is not CSV with a header: its first line has to name every column, each once")
             schema = pa.schema([(name, pa.string()) for name in names])
             good = _good_rows(reader, len(names), lines, bad)
             while rows := list(islice(good, 10 * BATCH_ROWS)):
@@ -326,7 +326,7 @@ def _csv(path: Path) -> Source:
     except UnicodeDecodeError:
         raise SourceError("is not UTF-8 text") from None
     except csv.Error as error:
-        raise SourceError(f"is no CSV: its header: {error}") from None
+        raise SourceError(f"is not CSV: its header: {error}") from None
     return Table(Dataset(pa.Table.from_batches(batches, schema=schema)), str(path), lines, bad)
 
 
@@ -338,12 +338,12 @@ def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int
         except StopIteration:
             return
         except csv.Error as error:
-            bad.append((reader.line_num, f"is no CSV: {error}"))
+            bad.append((reader.line_num, f"is not CSV: {error}"))
             continue
         if len(row) == columns:
             lines.append(reader.line_num)
             yield row
-        elif row:  # an empty line is no row
+        elif row:  # an empty line is not a row
             bad.append((reader.line_num, f"has {len(row)} values, and the header names {columns} columns"))
 
 

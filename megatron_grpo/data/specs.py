@@ -91,9 +91,9 @@ def countdown(row: dict[str, Any]) -> dict[str, Any]:
     """Countdown (Jiayi-Pan/Countdown-Tasks-3to4): the numbers `nums` that are to make the number `target`."""
     numbers, target = row.get("nums"), row.get("target")
     if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, numbers)):
-        raise ValueError("column 'nums' is no list of whole numbers")
+        raise ValueError("column 'nums' is not a list of whole numbers")
     if not _is_whole(target):
-        raise ValueError("column 'target' is no whole number")
+        raise ValueError("column 'target' is not a whole number")
     prompt = (
         f"Use each of the numbers {', '.join(map(str, numbers))} exactly once, with +, -, * and / and parentheses, to "
         f"make {target}. Think first, then give the expression between <answer> and </answer>, for example "
@@ -162,7 +162,7 @@ def last_box(text: str) -> str | None:
 def _text(row: dict[str, Any], column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"column {column!r} is no text; the row has {', '.join(map(str, row)) or 'none'}")
+        raise ValueError(f"column {column!r} is not text; the row has {', '.join(map(str, row)) or 'none'}")
     return value
 
 
@@ -218,7 +218,7 @@ def spec_problems(data: DataConfig) -> Iterator[Problem]:
             yield Problem(f"{section}.system_prompt_file", text)
         processor = config.processor
         if processor is not None and processor not in ROW_FORMS and not _is_import_path(processor):
-            text = f"is no processor; there is {', '.join(ROW_FORMS)}, or give a function as package.module.function"
+            text = f"is not a processor; choose {', '.join(ROW_FORMS)}, or a function as package.module.function"
             yield Problem(f"{section}.processor={processor}", text)
 
 
@@ -278,7 +278,7 @@ def _definitions(text: str) -> list[dict[str, object]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise ValueError("is no list of tool definitions: [{...}, ...]")
+        raise ValueError("is not a list of tool definitions: [{...}, ...]")
     return tools
 
 

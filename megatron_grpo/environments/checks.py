@@ -36,7 +36,7 @@ def check_scoring(
 
     Raises:
         ConfigError: a class or function cannot be imported or called, or its options or parameters do not fit; or a
-            folder is no reward model.
+            folder is not a reward model.
     """
     make_importable(import_folders())
     problems = list(processor_problems(config.data))

@@ -39,7 +39,7 @@ def create_environment(
         rewards: reward functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
 
     Raises:
-        RunError: the class cannot be imported or is no environment, or the options do not fit.
+        RunError: the class cannot be imported or is not an environment, or the options do not fit.
     """
     settings = settings or EnvironmentSettings()
     make_importable(settings.import_folders)
@@ -75,7 +75,7 @@ def environment_class(kind: str) -> type[Environment]:
     except ValueError as error:
         raise RunError(str(error)) from error
     if not (inspect.isclass(found) and issubclass(found, Environment)):
-        raise RunError("is no subclass of megatron_grpo.environments.interface.Environment")
+        raise RunError("is not a subclass of megatron_grpo.environments.interface.Environment")
     if inspect.isabstract(found):
         raise RunError(f"does not define {', '.join(sorted(found.__abstractmethods__))}")
     return found
@@ -93,7 +93,7 @@ def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[di
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
             advice = f"did you mean {near[0]}?" if near else f"there is {', '.join(parameters) or 'none'}"
-            problems.append((f"{name}={shown(value)}", f"is no option of {kind.__name__}; {advice}"))
+            problems.append((f"{name}={shown(value)}", f"is not an option of {kind.__name__}; {advice}"))
             continue
         try:
             hint = parameters[name].annotation

@@ -27,12 +27,12 @@ RESTARTS = 3
 
 
 def model_problem(path: str) -> str | None:
-    """Reason why a folder or hub name is no reward model; None: it is one, judging by its config.json."""
+    """Reason why a folder or hub name is not a reward model; None: it is one, judging by its config.json."""
     folder = Path(path)
     if is_hub_name(path):
         reason = None if local_folder(path) else download_config(path)
         if reason is not None:
-            return f"is no folder here, nor in the Hugging Face cache, and the hub says: {reason}"
+            return f"is not a folder here, nor in the Hugging Face cache, and the hub says: {reason}"
         found = local_folder(path)
         assert found is not None
         folder = found
@@ -41,9 +41,9 @@ def model_problem(path: str) -> str | None:
         config = json.loads(file.read_text(encoding="utf-8"))
         kinds, labels = config["architectures"], config.get("num_labels", len(config.get("id2label") or (0, 1)))
     except OSError:
-        return f"is no folder of a model: {file} cannot be read"
+        return f"is not a folder of a model: {file} cannot be read"
     except (ValueError, KeyError, AttributeError, TypeError):
-        return f"is no folder of a model: {file} does not say what architectures it is for"
+        return f"is not a folder of a model: {file} does not say what architectures it is for"
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
         return f"is of {', '.join(map(str, kinds))}; a reward model is one for sequence classification"
     return None if labels == 1 else f"has {labels} labels; a reward model has one (num_labels, id2label)"

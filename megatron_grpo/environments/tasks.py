@@ -24,11 +24,11 @@ class AdditionEnvironment(Environment):
 
 
 def _expression(pattern: str) -> str:
-    """Return the pattern; ValueError: it is no regular expression."""
+    """Return the pattern; ValueError: it is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"is not a regular expression: {error}") from None
     return pattern
 
 

@@ -228,7 +228,9 @@ class ToolEnvironment(Environment):
         parser, documents = options.get("parser"), options.get("documents")
         known = parser_names()
         if parser is not None and known and parser not in known:
-            problems.append((f"parser={parser}", f"is no tool parser of vLLM; there is {', '.join(sorted(known))}"))
+            problems.append(
+                (f"parser={parser}", f"is not a tool parser of vLLM; choose one of {', '.join(sorted(known))}")
+            )
         if "retriever" in (options.get("tools") or ()):
             if documents is None:
                 problems.append(("documents", "is missing: the retriever searches a file; give one"))

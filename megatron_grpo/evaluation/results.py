@@ -53,7 +53,7 @@ def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int)
     votes, the first one wins.
 
     Args:
-        answers: answer of each sample; equal texts are one answer, None is no vote.
+        answers: answer of each sample; equal texts are one answer, None is not a vote.
         right: whether each sample is right.
         k: number of samples that vote.
 

@@ -56,7 +56,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     A last line without a line break was cut off by the end of its process and is left out.
 
     Raises:
-        ValueError: a line is no JSON object; the message names file and line.
+        ValueError: a line is not a JSON object; the message names file and line.
     """
     if not path.exists():
         return []

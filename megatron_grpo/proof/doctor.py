@@ -67,7 +67,7 @@ class Diagnosis:
     """Distance of each side from the oracle, and the distance that rounding explains."""
     findings: list[Finding] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Facts that are no mistakes, and checks that could not be made, with the reason."""
+    """Facts that are not mistakes, and checks that could not be made, with the reason."""
 
 
 def diagnose(

@@ -90,7 +90,7 @@ def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Pro
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     kinds = {one.name: one.type for one in fields(AsyncEngineArgs)}
-    what = "argument of the installed vLLM"
+    what = "an argument of the installed vLLM"
     return [one for section, values in sections.items() for one in library_problems(section, values, kinds, what)]
 
 

@@ -195,7 +195,7 @@ async def _content(request: web.Request) -> Any:
 
     Raises:
         web.HTTPException: the body is too large, or is not complete in time.
-        BadCallError: the body is no JSON, or not encoded as its headers say.
+        BadCallError: the body is not JSON, or not encoded as its headers say.
     """
     try:
         async with asyncio.timeout(REQUEST_S):
@@ -207,7 +207,7 @@ async def _content(request: web.Request) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:  # also for other bytes than UTF-8
-        raise BadCallError(f"the request is no JSON: {error}") from None
+        raise BadCallError(f"the request is not JSON: {error}") from None
 
 
 def _reached_at(host: str) -> str:
@@ -220,7 +220,7 @@ def _reached_at(host: str) -> str:
 def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> None:
     """Raise BadCallError for a malformed call, or one that asks for other sampling than the run's."""
     if not isinstance(call, dict):
-        raise BadCallError("the request is no JSON object")
+        raise BadCallError("the request is not a JSON object")
     given = {name: value for name, value in call.items() if value is not None}
     unknown = ", ".join(sorted(given.keys() - known))
     if unknown:

@@ -58,7 +58,7 @@ def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: An
         answers(generation)
     assert transport.publish(12).retries == 0
     assert_serves(generation, oracle, version=12)
-    # With retries the same fault is no error.
+    # With retries the same fault is not an error.
     transport = ReshardTransport(policy, generation, REFIT)
     transport.connect()
     ray.get(policy.submit(_flip_a_bit))
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: A
     ray.get(policy.submit(scale_a_norm, 0.5))
     assert transport.publish(3).tensors == TENSORS, "all is written again"
     assert_serves(generation, oracle, version=3)
-    # With retries the same fault is no error.
+    # With retries the same fault is not an error.
     transport._retries, transport.damages = 1, 1
     ray.get(policy.submit(scale_a_norm, 2.0))
     assert transport.publish(4).retries == 1

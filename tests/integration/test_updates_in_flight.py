@@ -130,7 +130,7 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
                 break
         assert most > 2, "no response met two updates"
 
-        version = versions.publish(transport)  # prompts that are cached under other weights are no prompts of these
+        version = versions.publish(transport)  # prompts that are cached under other weights are not prompts of these
         oracle = Oracle(versions.folders[versions.number[version]])
         greedy = SamplingSettings(max_new_tokens=6, temperature=0.0)
         asked = [request(prompt, seed=0, max_new_tokens=6) for prompt in prompts]

@@ -60,7 +60,7 @@ def forge_common(folder: Path, canary: Canary) -> str:
 
 
 def forge_object(folder: Path, canary: Canary) -> str:
-    """Put the canary in the place of every object that is no tensor."""
+    """Put the canary in the place of every object that is not a tensor."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     content = saved([canary])
     for index, info in metadata.storage_data.items():

@@ -13,7 +13,7 @@ from megatron_grpo_kernels.logprob import linear_logprobs
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A head's problem, made from a seed; sizes that are no multiples of a kernel's tile, unless told otherwise."""
+    """A head's problem, made from a seed; sizes that are not multiples of a kernel's tile, unless told otherwise."""
 
     dtype: str = "float32"
     tokens: int = 150

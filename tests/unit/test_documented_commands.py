@@ -65,7 +65,7 @@ def test_benchmarks_know_their_options(command: Command) -> None:
     for word in command.words[1:]:
         if word.startswith("--"):
             name = word.partition("=")[0].removeprefix("--")
-            assert re.search(rf"""["'](--)?{name.replace("-", "[-_]")}["']""", source), f"{word} is no option"
+            assert re.search(rf"""["'](--)?{name.replace("-", "[-_]")}["']""", source), f"{word} is not an option"
 
 
 @pytest.mark.parametrize("command", [one for one in SHOWN if "make" in one.words], ids=str)

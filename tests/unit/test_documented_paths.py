@@ -43,7 +43,7 @@ def missing_from_the_top(text: str) -> list[str]:
 
 
 def missing_modules(text: str) -> list[str]:
-    """Dotted names of the package in a text that are no module, and no name that their module's source has."""
+    """Dotted names of the package in a text that are neither a module nor a name in their module's source."""
     return sorted(name for name in set(MODULE.findall(text)) if not any(_defines(name)))
 
 

@@ -54,9 +54,9 @@ def overrides(tmp_path: Path) -> list[str]:
     [
         ([], "a plan needs the GPU: give cluster.gpu=a100"),
         (["cluster.gpu=h100", "cluster.gpus_per_node=0"], "is a run on CPU"),
-        (["cluster.gpu=h100", "--fast"], "--fast is no option"),
+        (["cluster.gpu=h100", "--fast"], "--fast is not an option"),
         (["cluster.gpu=v100"], "cluster.gpu=v100"),
-        (["cluster.gpu=h100", "policy.model.path=/none"], "is no folder with the model's config.json"),
+        (["cluster.gpu=h100", "policy.model.path=/none"], "is not a folder with the model's config.json"),
     ],
 )
 def test_mistakes_are_one_message(

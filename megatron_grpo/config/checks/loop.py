@@ -74,7 +74,7 @@ def _validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule
     names = [f"{VALIDATION_PREFIX}{one}" for one in VALIDATION_METRICS]
     names += [f"{VALIDATION_PREFIX}set_{one}/{of}" for of in config.data.val_sets for one in VALIDATION_METRICS]
     if name not in names:
-        yield True, subject, f"is no validation metric; there is {', '.join(names)}"
+        yield True, subject, f"is not a validation metric; these are: {', '.join(names)}"
     elif name == f"{VALIDATION_PREFIX}accuracy" and config.env and not config.knows_correctness:
         yield True, subject, _no_accuracy(config, name)
 
@@ -87,10 +87,10 @@ def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
     if name == "accuracy" and config.env:
         yield True, subject, _no_accuracy(config, name)
     elif name in (others := all_step_metrics(config)):
-        yield True, subject, f"is no metric of this run: {others[name]}"
+        yield True, subject, f"is not a metric of this run: {others[name]}"
     else:
         names = [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)]
-        yield True, subject, "is no metric of a step" + did_you_mean(name, sorted(names))
+        yield True, subject, "is not a metric of a step" + did_you_mean(name, sorted(names))
 
 
 def _no_accuracy(config: Config, name: str) -> str:

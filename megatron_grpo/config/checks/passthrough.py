@@ -55,13 +55,13 @@ def library_problems(
         section: key of the configuration that holds the fields.
         values: the fields passed on, as YAML gives them.
         annotations: the type of every field of the library's dataclass.
-        what: name of a field of this class in messages, such as "argument of the installed vLLM".
+        what: name of a field of this class in messages, such as "an argument of the installed vLLM".
     """
     free = {name for name in annotations if not name.startswith("_")} - OWNED[section].keys()
     for name, value in values.items():
         text = _mismatch(annotations[name], value) if name in free else None
         if name not in free and name not in OWNED[section]:
-            text = f"is no {what}" + did_you_mean(name, sorted(free), f"{section}.{{}}", otherwise="")
+            text = f"is not {what}" + did_you_mean(name, sorted(free), f"{section}.{{}}", otherwise="")
         if text is not None:
             yield Problem(f"{section}.{name}={shown(value)}", text)
 
@@ -83,7 +83,7 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     wrong = next((name for name in value if name not in settings), None) if isinstance(value, dict) else None
     if not settings or wrong is None:
         return None
-    return f"has {wrong}, which is no setting of it" + did_you_mean(str(wrong), sorted(settings), otherwise="")
+    return f"has {wrong}, which is not a setting of it" + did_you_mean(str(wrong), sorted(settings), otherwise="")
 
 
 class _Unwritable:

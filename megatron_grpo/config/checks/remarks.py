@@ -1,7 +1,7 @@
 """Remarks on a configuration before its run starts: settings that may not be intended, or that change nothing.
 
-A changed setting without effect, because its switch is off, is no mistake: a recipe's values may stay while its switch
-is turned off. It is reported so that nobody compares a variant that changes nothing.
+A changed setting without effect, because its switch is off, is not a mistake: a recipe's values may stay while its
+switch is turned off. It is reported so that nobody compares a variant that changes nothing.
 """
 
 from __future__ import annotations

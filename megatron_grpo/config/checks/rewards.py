@@ -72,7 +72,7 @@ def _suspicions(config: Config, name: str, environment: EnvironmentConfig) -> It
     key = f"env.{name}.leave_out_suspects"
     known = (*SUSPICIONS.get(environment.type, ()), UNUSUALLY_SHORT)
     for figure in environment.leave_out_suspects:
-        text = f"is no figure of type {environment.type}, which has {', '.join(known)}"
+        text = f"is not a figure of type {environment.type}, which has {', '.join(known)}"
         yield environment.type in BUILT_IN and figure not in known, f"{key}={figure}", text
         text = (
             f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt that high"

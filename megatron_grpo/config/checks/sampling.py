@@ -90,7 +90,7 @@ def _structure(structured: StructuredConfig) -> Iterator[Rule]:
         try:
             schema = json.loads(structured.json_schema)
         except ValueError as error:
-            yield True, f"{prefix}.json_schema=", f"is no JSON text: {error}"
+            yield True, f"{prefix}.json_schema=", f"is not a JSON text: {error}"
         else:
             text = 'must be a JSON object, such as {"type": "object"}'
             yield not isinstance(schema, dict), f"{prefix}.json_schema=", text
@@ -98,7 +98,7 @@ def _structure(structured: StructuredConfig) -> Iterator[Rule]:
         try:
             re.compile(structured.regex)
         except re.error as error:
-            yield True, f"{prefix}.regex=", f"is no regular expression: {error}"
+            yield True, f"{prefix}.regex=", f"is not a regular expression: {error}"
 
 
 def server_rules(config: Config) -> Iterator[Rule]:

@@ -134,7 +134,7 @@ class Codec:
         """The value that parsed JSON describes; raises an exception of any kind if it describes none."""
         if not isinstance(given, list):
             if isinstance(given, dict):
-                raise ValueError("an object of JSON is no value")
+                raise ValueError("an object of JSON is not a value")
             return given
         tag = given[0]
         if tag == "@":

@@ -88,14 +88,14 @@ def _hash(text: str) -> str:
 
 CONFIG_FILE = "config.yaml"
 _APART = ("timing", "throughput")
-"""Entries of a line that are no metrics; metrics.jsonl has both, validation.jsonl only the first."""
+"""Entries of a line that are not metrics; metrics.jsonl has both, validation.jsonl only the first."""
 
 
 def run_data(folder: Path) -> dict[str, Any]:
     """All data of a run for the page except its trajectories, in types of JSON.
 
     Raises:
-        ValueError: the folder is no run's folder, or a line of a file is damaged; the message names it.
+        ValueError: the folder is not a run's folder, or a line of a file is damaged; the message names it.
     """
     if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")

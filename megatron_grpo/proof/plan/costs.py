@@ -104,7 +104,7 @@ def _filled(rows: float, columns: int, number: int, sms: int, tile: tuple[int, i
 
 
 def operator_s(hardware: Hardware, work: Work) -> float:
-    """Seconds of an operator that is no message."""
+    """Seconds of an operator that is not a message."""
     reached = hardware.efficiency
     moved = work.nbytes / (hardware.memory_bytes_per_s * reached.memory)
     if work.kind in ("matmul", "grouped_matmul"):

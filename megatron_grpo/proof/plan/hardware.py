@@ -118,7 +118,7 @@ def _made(name: str, raw: dict[str, Any]) -> Hardware:
     for key, value in [*raw.items(), *efficiency.items(), *dict(raw.get("flops", {})).items()]:
         if key != "flops" and (isinstance(value, bool) or not isinstance(value, int | float)):
             text = "; YAML takes 1e12 for text, write 1.0e+12" if isinstance(value, str) else ""
-            raise ValueError(f"the hardware profile {name} has {key}={value!r}, which is no number{text}")
+            raise ValueError(f"the hardware profile {name} has {key}={value!r}, which is not a number{text}")
     try:
         return Hardware(name=name, **raw, efficiency=replace(Efficiency(), **efficiency))
     except TypeError as error:

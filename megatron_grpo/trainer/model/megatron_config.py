@@ -98,7 +98,7 @@ def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Pro
     problems: list[Problem] = []
     for section, values in sections.items():
         kind = kinds[section]
-        what = f"field of Megatron-Core's {kind.__name__}"
+        what = f"a field of Megatron-Core's {kind.__name__}"
         problems += library_problems(section, values, typing.get_type_hints(kind), what)
     return problems
 

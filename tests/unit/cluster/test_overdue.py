@@ -95,7 +95,7 @@ def test_only_those_in_trouble_are_named_beside_another_s_failure(folder: Path) 
     with logged_processes(folder, dict.fromkeys(names, WAITS_FOR_WORK)) as processes:
         assert report_hanging(names) == ""
         stop(processes["policy rank 10"])
-        assert report_hanging(["policy rank 1"]) == "", "rank 10 is no part of rank 1"
+        assert report_hanging(["policy rank 1"]) == "", "rank 10 is not a part of rank 1"
         text = report_hanging(names)
         assert text.startswith("; policy rank 10 (pid ")
         assert "waits for work, for " in text

@@ -36,14 +36,14 @@ def test_metrics_of_every_run_rank(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("val_acuracy", "is no validation metric; there is val_accuracy"),
-        ("acuracy", "is no metric of a step; did you mean accuracy?"),
-        ("zzz", "is no metric of a step; there is accuracy, "),
-        ("kl_penalty", "is no metric of this run: it needs loss_fn.reference_policy_kl_penalty above 0"),
-        ("value_loss", "is no metric of this run: it needs algorithm=ppo"),
-        ("filtered_reward", "is no metric of this run: it needs grpo.use_dynamic_sampling=true"),
+        ("val_acuracy", "is not a validation metric; these are: val_accuracy"),
+        ("acuracy", "is not a metric of a step; did you mean accuracy?"),
+        ("zzz", "is not a metric of a step; there is accuracy, "),
+        ("kl_penalty", "is not a metric of this run: it needs loss_fn.reference_policy_kl_penalty above 0"),
+        ("value_loss", "is not a metric of this run: it needs algorithm=ppo"),
+        ("filtered_reward", "is not a metric of this run: it needs grpo.use_dynamic_sampling=true"),
         ("kl", "is reported as kl_penalty"),
-        ("reward/mine", "is no metric of a step"),
+        ("reward/mine", "is not a metric of a step"),
     ],
 )
 def test_a_metric_that_no_step_has_is_refused_before_the_run(name: str, text: str) -> None:

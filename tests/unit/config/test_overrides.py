@@ -70,7 +70,7 @@ def test_of_a_group_one_option_is_chosen(overrides: tuple[str, str]) -> None:
     subject, text = problem_of(*overrides)
     assert subject == " ".join(one.lstrip("+") for one in overrides)
     assert "a run takes one" in text
-    assert read_overrides([overrides[0], overrides[0]]).problems == [], "twice the same is no contradiction"
+    assert read_overrides([overrides[0], overrides[0]]).problems == [], "twice the same is not a contradiction"
 
 
 def test_without_any_environment_one_message_says_so() -> None:

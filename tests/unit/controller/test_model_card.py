@@ -56,4 +56,4 @@ def test_a_hub_that_is_not_reached_is_one_line(
 
 def test_a_name_is_looked_at_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint=/nowhere", "output=/nothing", "push_to_hub=a b"]) == 2
-    assert "push_to_hub=a b is no name on the hub; give ORGANISATION/NAME" in capsys.readouterr().err
+    assert "push_to_hub=a b is not a name on the hub; give ORGANISATION/NAME" in capsys.readouterr().err

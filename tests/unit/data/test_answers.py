@@ -58,7 +58,7 @@ def test_what_is_no_sum(answer: Any) -> None:
 
 
 def test_brackets_without_end_are_no_tests() -> None:
-    assert "is no JSON that can be read" in str(unusable_answer("code", "[" * 100_000))
+    assert "is not JSON that can be read" in str(unusable_answer("code", "[" * 100_000))
 
 
 def test_reward_functions_get_whatever_there_is() -> None:

@@ -89,10 +89,10 @@ MISTAKES = {
     r"returned loss_multiplier=tensor\(\[1, 1\]\)": changed(loss_multiplier=torch.tensor([1, 1])),
     "returned dict as message_log": changed(message_log={}),
     r"returned no token_ids in message_log\[0\]": changed(message_log=[{"role": "user", "content": "1"}]),
-    "that are no flat list": changed(message_log=[{"role": "user", "token_ids": torch.tensor([[1, 2]])}]),
+    "that are not a flat list": changed(message_log=[{"role": "user", "token_ids": torch.tensor([[1, 2]])}]),
     "returned a message_log without tokens": changed(message_log=[]),
     "returned list as extra_env_info": changed(extra_env_info=[1]),
-    "returned task_name='chess', which is no environment": changed(task_name="chess"),
+    "returned task_name='chess', which is not an environment": changed(task_name="chess"),
     "returned int as prompt": changed(prompt=3),
 }
 

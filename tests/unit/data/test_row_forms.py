@@ -87,13 +87,13 @@ def test_a_recipe_reads_rows_of_its_dataset(given: list[str], recipe: str) -> No
     ("form", "row", "text"),
     [
         ("gsm8k", {"question": "1+1?", "answer": "2"}, "has no final answer after ####"),
-        ("gsm8k", {"problem": "1+1?"}, "column 'answer' is no text; the row has problem"),
+        ("gsm8k", {"problem": "1+1?"}, "column 'answer' is not text; the row has problem"),
         ("math", {"problem": "1+1?", "solution": "two"}, "has no \\boxed{...}"),
         ("dapo_math", {"prompt": "1+1?", "reward_model": {"style": "x"}}, "has no ground_truth"),
-        ("openmathinstruct2", {"problem": "1", "expected_answer": None}, "column 'expected_answer' is no text"),
-        ("tldr", {"prompt": "1"}, "column 'completion' is no text"),
-        ("countdown", {"nums": [1, "2"], "target": 3}, "is no list of whole numbers"),
-        ("countdown", {"nums": [1, 2], "target": "3"}, "column 'target' is no whole number"),
+        ("openmathinstruct2", {"problem": "1", "expected_answer": None}, "column 'expected_answer' is not text"),
+        ("tldr", {"prompt": "1"}, "column 'completion' is not text"),
+        ("countdown", {"nums": [1, "2"], "target": 3}, "is not a list of whole numbers"),
+        ("countdown", {"nums": [1, 2], "target": "3"}, "column 'target' is not a whole number"),
     ],
 )
 def test_rows_of_another_shape_are_told(form: str, row: dict[str, Any], text: str) -> None:

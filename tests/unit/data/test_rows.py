@@ -123,7 +123,7 @@ def test_rows_whose_tests_cannot_be_trusted_are_told(tmp_path: Path) -> None:
             "column 'answer' (data.answer_key) only imports and defines; a test has to call what it defines, "
             "as check(f) does",
         ),
-        (f"{path}:4", "column 'answer' (data.answer_key) is no Python"),
+        (f"{path}:4", "column 'answer' (data.answer_key) is not Python"),
     ]
     (remark,) = report.remarks
     assert remark.text.startswith("has 3 rows, of 4, whose tests cannot be trusted (docs/environments.md)")

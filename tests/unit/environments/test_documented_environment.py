@@ -74,7 +74,7 @@ OVERRIDES = (
         (
             ("+env.addition.options.close_enogh=1",),
             2,
-            "env.addition.options.close_enogh=1  is no option of GuessingEnvironment; did you mean close_enough?",
+            "env.addition.options.close_enogh=1  is not an option of GuessingEnvironment; did you mean close_enough?",
         ),
         (
             ("+env.addition.options.close_enough=far",),
@@ -83,7 +83,11 @@ OVERRIDES = (
         ),
         (("grpo.max_rollout_turns=1",), 2, "takes several turns; give how many the model may have at most"),
         (("env.addition.type=guessing:Missing",), 2, "cannot be imported: AttributeError"),
-        (("env.addition.type=guessing:Turn",), 2, "is no subclass of megatron_grpo.environments.interface.Environment"),
+        (
+            ("env.addition.type=guessing:Turn",),
+            2,
+            "is not a subclass of megatron_grpo.environments.interface.Environment",
+        ),
         (("env.addition.type=chess",), 2, "must be one of math, addition, code,"),
     ],
     ids=["fine", "unknown option", "wrong value", "one turn", "no class", "no environment", "no type"],

@@ -61,5 +61,5 @@ def test_formats() -> None:
     assert rewards(tags, True, "<think>a\nb</think>\n<answer>1</answer>", "<answer>1</answer>") == [1.0, 0.0]
     assert rewards(r"\d", False, "a1", "a") == [1.0, 0.0]
     assert rewards(r"\d", True, "a1", "1") == [0.0, 1.0]
-    with pytest.raises(RunError, match="is no regular expression"):
+    with pytest.raises(RunError, match="is not a regular expression"):
         rewards("(", True, "")

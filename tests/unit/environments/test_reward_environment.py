@@ -397,7 +397,7 @@ def test_columns_that_a_function_needs_are_looked_for_before_anything_starts(tmp
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, "is no folder of a model"),
+        (None, "is not a folder of a model"),
         ('{"architectures": ["Qwen3ForCausalLM"]}', "is of Qwen3ForCausalLM; a reward model is one for sequence"),
         ('{"architectures": ["Qwen3ForSequenceClassification"]}', "has 2 labels; a reward model has one"),
     ],

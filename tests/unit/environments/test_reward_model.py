@@ -77,7 +77,7 @@ def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(reward_model, "model_folder", lambda name, key: folder if name == "org/there" else None)
     assert model_problem("org/there") is None
     assert model_problem("org/gone") == (
-        "is no folder here, nor in the Hugging Face cache, and the hub says: no org/gone"
+        "is not a folder here, nor in the Hugging Face cache, and the hub says: no org/gone"
     )
     made: list[Any] = []
     actor = SimpleNamespace(remote=lambda *arguments: made.append(arguments))

@@ -178,7 +178,7 @@ def test_the_last_turn_is_compared_by_value(folder: Path) -> None:
 
 
 def test_what_is_missing_is_told(folder: Path) -> None:
-    with pytest.raises(RunError, match=r"options\.parser=hermez is no tool parser of vLLM; there is .*hermes"):
+    with pytest.raises(RunError, match=r"options\.parser=hermez is not a tool parser of vLLM; choose one of .*hermes"):
         environment(folder, parser="hermez")
     with pytest.raises(RunError, match=r"options\.documents is missing: the retriever"):
         environment(folder, documents=None)

@@ -84,7 +84,7 @@ def test_large_rewards_that_hardly_differ_keep_their_advantages() -> None:
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_equal_rewards_give_exact_zeros(leave_one_out: bool) -> None:
-    # 0.1 is no binary fraction: the mean of seven of them is not 0.1 in float32.
+    # 0.1 is not a binary fraction: the mean of seven of them is not 0.1 in float32.
     advantages = group_advantages(torch.full((2, 7), 0.1), leave_one_out=leave_one_out, normalize=True)
     assert torch.equal(advantages, torch.zeros(2, 7))
 

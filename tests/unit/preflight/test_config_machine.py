@@ -36,10 +36,13 @@ from tests.support.config_problems import SMALL, problems_of
             "column 'prompt' has a message (number 1) whose content is a list of parts; it must be text",
         ),
         ('{"prompt": "1?", "answer": null}', "column 'answer' (data.answer_key) is null"),
-        ('{"prompt": "1?", "answer": "1", "task_name": ["code"]}', "task_name ['code'] is no environment"),
-        ('{"prompt": ' + "9" * 5000 + "}", "is no JSON that can be read"),
-        ("[" * 100_000, "is no JSON that can be read"),
-        ('{"prompt": "1?", "answer": "1", "task_name": "code"}', "task_name 'code' is no environment; env has math"),
+        ('{"prompt": "1?", "answer": "1", "task_name": ["code"]}', "task_name ['code'] is not an environment"),
+        ('{"prompt": ' + "9" * 5000 + "}", "is not JSON that can be read"),
+        ("[" * 100_000, "is not JSON that can be read"),
+        (
+            '{"prompt": "1?", "answer": "1", "task_name": "code"}',
+            "task_name 'code' is not an environment; env has math",
+        ),
     ],
 )
 def test_bad_rows_are_named_by_file_and_line(given: list[str], rows: Path, row: str, text: str) -> None:

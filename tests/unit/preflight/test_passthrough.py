@@ -39,8 +39,8 @@ SETTINGS = [
 MEGATRON: dict[str, dict[str, tuple[Any, str]]] = {
     "policy.megatron": {
         "atention_softmax_in_fp32": (False, "did you mean policy.megatron.attention_softmax_in_fp32?"),
-        "zzz": (1, "is no field of Megatron-Core's TransformerConfig"),
-        "_cpu_offloading_context": (1, "is no field of Megatron-Core's TransformerConfig"),
+        "zzz": (1, "is not a field of Megatron-Core's TransformerConfig"),
+        "_cpu_offloading_context": (1, "is not a field of Megatron-Core's TransformerConfig"),
         "attention_softmax_in_fp32": (3, "must be true or false"),
         "cuda_graph_warmup_steps": (True, "must be int"),
         "moe_router_dtype": ("fp33", "must be one of fp32, fp64 or null"),
@@ -62,15 +62,15 @@ MEGATRON: dict[str, dict[str, tuple[Any, str]]] = {
 VLLM: dict[str, dict[str, tuple[Any, str]]] = {
     ARGS: {
         "block_sise": (16, f"did you mean {ARGS}.block_size?"),
-        "zzz": (1, "is no argument of the installed vLLM"),
-        "_api_process_count": (1, "is no argument of the installed vLLM"),
+        "zzz": (1, "is not an argument of the installed vLLM"),
+        "_api_process_count": (1, "is not an argument of the installed vLLM"),
         "block_size": ("many", "must be int or null"),
         "num_gpu_blocks_override": (True, "must be int or null"),
         "swa_bounded_replay": (1, "must be true or false"),
         "kv_cache_dtype": ("fp9", "must be one of auto, float16, bfloat16, fp8"),
         "attention_backend": ("FAST", "must be one of FLASH_ATTN, "),
         "cudagraph_capture_sizes": ([1, "x"], "must be list of int or null"),
-        "compilation_config": ({"mod": 3}, "has mod, which is no setting of it; did you mean mode?"),
+        "compilation_config": ({"mod": 3}, "has mod, which is not a setting of it; did you mean mode?"),
         "profiler_config": (3, "must be a mapping"),
         "cpu_offload_gb": (1, ""),
         "structured_outputs_config": ({"backend": "guidance"}, ""),

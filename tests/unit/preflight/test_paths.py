@@ -49,8 +49,8 @@ def test_what_belongs_to_somebody_else(open_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("{tmp}/file/run", "{tmp}/file is no folder"),
-        ("{tmp}/dangling", "{tmp}/dangling is no folder"),
+        ("{tmp}/file/run", "{tmp}/file is not a folder"),
+        ("{tmp}/dangling", "{tmp}/dangling is not a folder"),
         ("{tmp}/new/" + LONG, "cannot be made in {tmp}: File name too long"),
         ("{tmp}/" + "ü" * 200, "cannot be made in {tmp}: File name too long"),
         ("/proc/nowhere", "cannot be made in /proc: No such file"),

@@ -34,8 +34,8 @@ ICEPOP = (
             "generation.structured.regex",
             "excludes generation.structured.choice",
         ),
-        (["generation.structured.regex='[0-9'"], "generation.structured.regex=[0-9", "is no regular expression"),
-        (["generation.structured.json_schema=abc"], "generation.structured.json_schema=abc", "is no JSON text"),
+        (["generation.structured.regex='[0-9'"], "generation.structured.regex=[0-9", "is not a regular expression"),
+        (["generation.structured.json_schema=abc"], "generation.structured.json_schema=abc", "is not a JSON text"),
         (["generation.structured.json_schema='[1]'"], "generation.structured.json_schema=[1]", "must be a JSON object"),
         (
             ["generation.structured.choice=[]"],

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # safe_open is no dict
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # safe_open is not a dict
 
 
 def test_a_whole_model_is_right_in_one_file_and_in_several(folder: Path) -> None:

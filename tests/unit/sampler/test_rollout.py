@@ -129,7 +129,7 @@ def run(engine: FakeEngine, environment: FakeEnvironment, plan: RolloutPlan = PL
         return await group.score()
 
     trajectories = asyncio.run(scene())
-    assert engine.load == 0, "who is through, or has failed, is no load"
+    assert engine.load == 0, "who is through, or has failed, adds no load"
     return trajectories
 
 

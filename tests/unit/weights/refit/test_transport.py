@@ -118,7 +118,7 @@ def test_engines_that_were_lost_in_between_get_what_was_published_last_and_the_o
     links = ("links", (0, 2))
     assert transport.log[2:] == [links, (7, (0, 2)), links, (7, (0, 2))]
     report = transport.publish(8)
-    assert transport.log[-2:] == [("links", ALL), (8, ALL)], "links to two engines are no links to three"
+    assert transport.log[-2:] == [("links", ALL), (8, ALL)], "links to two engines are not links to three"
     assert (report.retries, len(report.replaced)) == (0, 2)
 
 
