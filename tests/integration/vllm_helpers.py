@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,14 @@ def _meeting_files() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("vllm_dist_*"))
 
 
+def _wait_until_gone(files: set[Path]) -> None:
+    """Those of engines that other tests start at the same time are gone when these have started."""
+    deadline = time.monotonic() + START_S
+    while left := files & _meeting_files():
+        assert time.monotonic() < deadline, f"of how its workers met {left} stays"
+        time.sleep(0.5)
+
+
 def gpus(count: int) -> dict[str, Any]:
     """Ray's options of a process that needs as many GPUs, or runs on a CPU where there are none."""
     return {"num_cpus": 0, "num_gpus": count if ON_GPUS else 0}
@@ -172,7 +181,7 @@ def engines(
     try:
         generation.start()
         generation.wait_ready()
-        assert _meeting_files() <= met, "of how its workers met nothing stays"
+        _wait_until_gone(_meeting_files() - met)
         yield generation
     finally:
         generation.shutdown()
