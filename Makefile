@@ -33,7 +33,7 @@ quickstart: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" -n 3 --durations=30 tests/unit
-	$(BIN)/python -m pytest -m "not slow" --durations=30 tests/parity
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=30 tests/parity
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=30 tests/integration
 
 test-slow: $(VENV)/.dev

@@ -202,7 +202,7 @@ def test_a_run_that_goes_on_from_step_0_does_not_validate_it_again(
 def test_a_ranking_metric_that_no_step_has_ends_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.config.checkpointing = replace(CHECKPOINTING, metric_name="los", keep_top_k=2)
-    with pytest.raises(RunError, match=r"checkpointing.metric_name=los .* no metric of a step: loss"):
+    with pytest.raises(RunError, match=r"checkpointing.metric_name=los .* not a metric of a step: loss"):
         run.train()
     assert run.checkpointer.steps() == [1]
 

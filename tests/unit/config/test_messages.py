@@ -102,7 +102,7 @@ UNFIT = [
     (
         ["checkpointing.keep_top_k=2", "checkpointing.metric_name=val_acuracy"],
         "checkpointing.metric_name=val_acuracy",
-        "there is val_accuracy, val_reward",
+        "these are: val_accuracy, val_reward",
     ),
     (
         ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=2"],

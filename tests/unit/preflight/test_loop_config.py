@@ -47,7 +47,7 @@ FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[p
         (
             ["grpo.early_stop.enabled=true", "grpo.early_stop.patience=1", "grpo.early_stop.metric_name=reward"],
             "grpo.early_stop.metric_name=reward",
-            "there is val_accuracy, val_reward",
+            "these are: val_accuracy, val_reward",
         ),
         (
             [*FUNCTIONS, "checkpointing=none", "grpo.early_stop.enabled=true", "grpo.early_stop.patience=1"],
