@@ -47,6 +47,8 @@ RESTART_S = 100.0
 """For a new engine, on a machine with other things to do."""
 RESTARTS = 50
 
+pytestmark = pytest.mark.slow  # the units have these faults between real processes too; .ci/run has two cases of these
+
 
 @dataclass
 class Scene:
@@ -120,13 +122,8 @@ def test_an_engine_of_one_rank_has_no_process_beside_its_core(generation: VllmGe
     assert [psutil.Process(pid).cmdline()[0] for pid in worker_pids(generation)] == ["VLLM::EngineCore"]
 
 
-QUICK = {(KILL_WORKER, MIDDLE), (FLIP, LAST)}
-"""Of the matrix, what `make test` runs; the rest is slow."""
-
-
 def cases(faults: tuple[str, ...], moments: tuple[str, ...] = MOMENTS) -> list[Any]:
-    found = [(fault, moment) for fault in faults for moment in moments]
-    return [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=", ".join(one)) for one in found]
+    return [pytest.param(fault, moment, id=f"{fault}, {moment}") for fault in faults for moment in moments]
 
 
 @pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER)))
@@ -134,7 +131,6 @@ def test_an_engine_that_dies_or_hangs_is_replaced(fault: str, moment: str, scene
     assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("generation", [2], indirect=True)
 @pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER), (MIDDLE,)))
 def test_so_it_is_with_engines_of_two_stages(fault: str, moment: str, scene: Scene) -> None:
@@ -147,7 +143,6 @@ def test_a_message_that_is_lost_or_damaged_is_sent_again(fault: str, moment: str
     assert_sent_again(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "moment"), cases((KILL_RANK, STALL_RANK)))
 def test_a_rank_that_dies_or_hangs_is_one_error(fault: str, moment: str, doomed: Scene) -> None:
     """Nobody can take its place, and no engine is replaced for it."""
@@ -180,7 +175,6 @@ def test_a_rank_that_dies_or_hangs_is_one_error(fault: str, moment: str, doomed:
         generate(doomed.generation, [request([2, 3], seed=0, max_new_tokens=2)], SamplingSettings(max_new_tokens=2))
 
 
-@pytest.mark.slow
 def test_an_engine_is_replaced_as_often_as_is_allowed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with nothing lost for the others: the next refit that is allowed to heals."""
     transport = FaultyReshard(scene.policy, scene.generation, REFIT)
@@ -197,7 +191,6 @@ def test_an_engine_is_replaced_as_often_as_is_allowed(scene: Scene, monkeypatch:
     scene.assert_serves(version)
 
 
-@pytest.mark.slow  # test_rollout_pool.py asks the next engine for what a dead one owed with every `make test`
 def test_an_engine_that_dies_between_refits_gets_the_weights_that_were_published_last(scene: Scene) -> None:
     """While others sample from these, as when it dies over a response."""
     transport = FaultyReshard(scene.policy, scene.generation, REFIT)
