@@ -88,8 +88,7 @@ class Checkpointer:
 
         Raises:
             ConfigError: the named folder is not an intact checkpoint, no checkpoint of the run directory is intact, or
-                the run directory has later checkpoints than the one to start from, which this run would mix with its
-                own.
+                it has later checkpoints than the one to start from, which this run would mix with its own.
             RunError: a file cannot be read, or a later version wrote the checkpoint.
         """
         resume, steps = self.config.resume, self.steps()

@@ -47,7 +47,8 @@ RESTART_S = 100.0
 """For a new engine, on a machine with other things to do."""
 RESTARTS = 50
 
-pytestmark = pytest.mark.slow  # the units have these faults between real processes too; .ci/run has two cases of these
+# test_fault_matrix.py has these faults between processes without engines, with every `make test`; .ci/run has two of these.
+pytestmark = pytest.mark.slow
 
 
 @dataclass

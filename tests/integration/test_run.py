@@ -143,7 +143,7 @@ def test_a_killed_vllm_process_ends_the_run_with_one_message(tmp_path: Path) -> 
     assert (run.run_dir / "checkpoints" / f"step_{steps(run)}").exists(), "the steps that were finished are saved"
 
 
-@pytest.mark.slow  # test_refit_faults.py replaces an engine with every `make test`
+@pytest.mark.slow  # test_rollout_pool.py replaces an engine with every `make test`
 @pytest.mark.parametrize("when", ["generate", "receive weights"])
 def test_a_killed_vllm_process_is_replaced_and_the_run_goes_on(
     when: str, straight_run: TrainingRun, tmp_path: Path

@@ -108,10 +108,10 @@ def _meeting_files() -> set[Path]:
 
 
 def _wait_until_gone(files: set[Path]) -> None:
-    """Those of engines that other tests start at the same time are gone when these have started."""
+    """Wait until none of these files is left; those of an engine that another test starts go once it has started."""
     deadline = time.monotonic() + START_S
     while left := files & _meeting_files():
-        assert time.monotonic() < deadline, f"of how its workers met {left} stays"
+        assert time.monotonic() < deadline, f"an engine has started and left {left} behind"
         time.sleep(0.5)
 
 

@@ -67,7 +67,7 @@ def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, 
 def test_a_run_that_started_from_a_hub_model(
     tiny_models: dict[str, TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its configuration has the name; config.json and tokenizer are in the hub's cache. Four ranks wrote it."""
+    """The configuration has the model's hub name, the model is in the cache, and four ranks wrote the checkpoint."""
     model = tiny_models["qwen3_tied"]
     repository = tmp_path / "hub" / "models--org--name"
     (repository / "refs").mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -33,11 +33,10 @@ EXPERTS = shape_of_config(
 )
 
 
-@pytest.fixture(autouse=True)
-def _without_a_gpu() -> Iterator[None]:
-    if torch.cuda.is_available():
-        pytest.skip("a dry run takes the process's GPU away from Megatron-Core")
-    return
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a dry run takes the process's GPU away from Megatron-Core"
+)
+pytestmark = needs_no_gpu
 
 
 def small_run(**parallel: int | bool) -> Config:

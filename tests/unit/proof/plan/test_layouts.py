@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.layout import layout_problems
@@ -21,7 +20,7 @@ from megatron_grpo.proof.plan.layouts import (
     static_bytes,
 )
 from megatron_grpo.weights.shape import ModelShape
-from tests.unit.proof.test_dry_run import DENSE, EXPERTS, small_run
+from tests.unit.proof.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 
 
 def recipe(nodes: int = 1) -> Config:
@@ -71,7 +70,7 @@ def test_engines_without_room_are_an_error_with_the_sizes() -> None:
     assert engine_layout(recipe(), DENSE, hardware("h100"), 4).generation.parallel.ranks_per_engine in (1, 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run takes the process's GPU away from Megatron-Core")
+@needs_no_gpu
 @pytest.mark.parametrize(
     ("shape", "parallel"),
     [

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from megatron_grpo.proof.dry_run import dry_run
 from megatron_grpo.proof.plan.layouts import Candidate, static_bytes
 from megatron_grpo.proof.plan.search import _takes_more
 from megatron_grpo.weights.shape import ModelShape
-from tests.unit.proof.test_dry_run import DENSE, EXPERTS, small_run
+from tests.unit.proof.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 
-
-@pytest.fixture(autouse=True)
-def _without_a_gpu() -> Iterator[None]:
-    if torch.cuda.is_available():
-        pytest.skip("a dry run takes the process's GPU away from Megatron-Core")
-    return
+pytestmark = needs_no_gpu
 
 
 def measured(shape: ModelShape, **parallel: int | bool) -> tuple[Candidate, int]:

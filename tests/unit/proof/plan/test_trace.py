@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_grpo.config.schema import Config, LoraConfig
 from megatron_grpo.proof.dry_run import DryReport, dry_run
 from megatron_grpo.proof.plan.trace import _depths, at_depth, distinct_stages
 from megatron_grpo.trainer.dry.tracker import GRANULE
 from megatron_grpo.weights.shape import ExpertShape, ModelShape
-from tests.unit.proof.test_dry_run import DENSE, EXPERTS, small_run
+from tests.unit.proof.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 
-
-@pytest.fixture(autouse=True)
-def _without_a_gpu() -> Iterator[None]:
-    if torch.cuda.is_available():
-        pytest.skip("a dry run takes the process's GPU away from Megatron-Core")
-    return
+pytestmark = needs_no_gpu
 
 
 def deep(shape: ModelShape, layers: int, dense: int = 0) -> ModelShape:
