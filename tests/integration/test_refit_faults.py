@@ -47,7 +47,7 @@ RESTART_S = 100.0
 """For a new engine, on a machine with other things to do."""
 RESTARTS = 50
 
-# test_fault_matrix.py has these faults between processes without engines, with every `make test`; .ci/run has two of these.
+# With every `make test`, test_fault_matrix.py has these faults without engines; .ci/run has two cases of these.
 pytestmark = pytest.mark.slow
 
 
