@@ -97,7 +97,10 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
     else:
         engines = generation = start_engines(config, folder, startup.cluster, stack)
         restore = partial(restore_from_folder, engines)
-    rollouts = start_rollouts(config, folder, generation, stack, rewards=startup.user_objects.rewards, restore=restore)
+    user = startup.user_objects
+    rollouts = start_rollouts(
+        config, folder, generation, stack, rewards=user.rewards, tokenizer=user.tokenizer, restore=restore
+    )
     data = _prompts(config, folder, startup)
     _wait_ready(startup, rollouts, models, generation)
     progress, placement = _Progress(), Placement()

@@ -31,7 +31,7 @@ class PromptConfig(Section):
     """Text file with a template for every prompt: {} stands for the prompt, {NAME} for a column of the row."""
 
     system_prompt: str | None = None
-    """System message put before every prompt; needs apply_chat_template."""
+    """System message put before every prompt without one of its own; needs apply_chat_template."""
 
     system_prompt_file: PathText | None = None
     """Text file with the system message, instead of system_prompt."""

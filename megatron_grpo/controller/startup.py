@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def start_rollouts(
     stack: ExitStack,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
+    tokenizer: Any = None,
     restore: Restore = not_replaced,
 ) -> RolloutPool:
     """Begin to start rollout workers over engines, and the environments. The stack ends them.
@@ -149,11 +151,14 @@ def start_rollouts(
         generation: the engines, which are being started; None: workers only read a recording.
         stack: ends what is started here.
         rewards: a script's reward functions, by their entry in reward_funcs.
+        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
         restore: replaces engines that are lost.
     """
     environments: dict[str, EnvironmentPool] = {}
+    tokenizer = str(folder) if tokenizer is None else tokenizer
     if generation is not None:
-        environments = build_environments(config.env, environment_settings(config, folder), rewards)
+        settings = partial(environment_settings, config, tokenizer=tokenizer)
+        environments = build_environments(config.env, settings, rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)
     workers = WorkerGroup(
@@ -162,7 +167,7 @@ def start_rollouts(
         environments,
         generation_timeout_s=config.generation.timeout_s,
         routed=generation.routed if generation else None,
-        endpoint=endpoint_settings(config.generation.endpoint, folder) if generation else None,
+        endpoint=endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
     )
     rollouts = RolloutPool(
         config.rollouts,

@@ -17,6 +17,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
 from megatron_grpo.data.processors import DatumSpec, task_of
+from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -62,12 +63,7 @@ def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
     left_out = 0
     for task, texts in by_task.items():
         spec, _ = dataset.task_data_processors[task]
-        found = dataset.tokenizer(
-            texts,
-            add_special_tokens=not spec.apply_chat_template,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )["input_ids"]
+        found = PromptRenderer(dataset.tokenizer, spec).encode_prompts(texts)
         too_long = sum(len(one) > dataset.max_seq_length for one in found)
         if not all(found) or (too_long and spec.long_prompts == "error"):
             return None

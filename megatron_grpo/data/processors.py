@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.chat_template import render_chat
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 
 REFERENCE = "<reference>"
 """Key of the reference answer, as text, in extra_env_info; no column of a file has this name."""
@@ -43,21 +43,14 @@ class DatumSpec(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskDataSpec:
+class TaskDataSpec(PromptFormat):
     """How rows of one task become prompts."""
 
     task_name: str
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
-    apply_chat_template: bool = True
-    system_prompt: str | None = None
     prompt: str | None = None
     """Text around every prompt: {} is replaced by the prompt, {NAME} by a column."""
-    chat_template: str | None = None
-    """Chat template in Jinja; None: the tokenizer's own."""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tools: Sequence[Mapping[str, Any]] | None = None
-    """Definitions of tools, for the chat template."""
     long_prompts: Literal["filter", "cut_left", "error"] = "filter"
     """Handling of prompts with too many tokens: left out, cut at their beginning, or an error."""
 
@@ -79,7 +72,7 @@ def math_data_processor(
 
     The message log holds one entry, the whole rendered prompt: chat templates may render a message differently if
     others follow, so only the whole conversation has well-defined tokens. A chat template writes the special tokens
-    itself; a plain prompt gets those that the tokenizer adds to any text (for many tokenizers none). A conversation
+    itself; a plain prompt gets those that the tokenizer puts before any text (for many tokenizers none). A conversation
     that ends with a message of the assistant is left open there, so that the response goes on from it.
 
     Args:
@@ -99,7 +92,7 @@ def math_data_processor(
             has no chat template, or one that refuses the prompt.
     """
     text = rendered(datum_dict, task_data_spec, tokenizer, idx)
-    token_ids = tokenizer(text, add_special_tokens=not task_data_spec.apply_chat_template)["input_ids"]
+    token_ids = PromptRenderer(tokenizer, task_data_spec).encode_prompt(text)
     if not token_ids:
         raise ValueError(f"row {idx}: the prompt {text!r} has no tokens")
     if len(token_ids) > max_seq_length and task_data_spec.long_prompts != "filter":
@@ -161,21 +154,10 @@ def _worded(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> A
 
 
 def _render_chat(prompt: str | list[dict[str, str]], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
-    if tokenizer.chat_template is None and spec.chat_template is None:
+    renderer = PromptRenderer(tokenizer, spec)
+    if not renderer.has_template:
         raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if spec.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": spec.system_prompt})
-    begun = messages[-1]["role"] == "assistant"
     try:
-        return render_chat(
-            tokenizer,
-            messages,
-            add_generation_prompt=not begun,
-            continue_final_message=begun,
-            chat_template=spec.chat_template,
-            tools=None if spec.tools is None else list(spec.tools),
-            **spec.chat_template_kwargs,
-        )
+        return renderer.render_first_turn(prompt)
     except (TemplateError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error

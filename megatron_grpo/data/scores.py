@@ -74,6 +74,10 @@ class Turn:
     conversation, rendered by the tokenizer's chat template, else unchanged."""
     role: str = "user"
     """Role of the text's message in the chat template: "user" or "tool"."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Messages that the model reads next, in place of `text` and `role`, such as the results of several tools. Each has
+    a role, a content, and what else the chat template reads; without a template the contents are joined by line
+    breaks."""
     observation: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """[tokens], int32: the observation in tokens, from an environment that tokenizes it itself; appended to the
     sequence unchanged, never trained on."""

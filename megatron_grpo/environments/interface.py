@@ -7,11 +7,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.data_schema import SandboxConfig
+from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
+from megatron_grpo.data.specs import task_spec
 from megatron_grpo.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ class EnvironmentSettings:
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Limits of programs, and their required level of isolation."""
-    tokenizer: str | None = None
-    """Folder of the policy's tokenizer; None: there is none, as in tests."""
-    apply_chat_template: bool = False
-    """Whether prompts and the texts of environments are rendered with the tokenizer's chat template."""
+    tokenizer: Any = None
+    """Folder of the policy's tokenizer, or the tokenizer that a script passed; None: there is none, as in tests."""
+    prompts: PromptFormat = field(default_factory=lambda: PromptFormat(apply_chat_template=False))
+    """Rendering of the task's prompts and of the environment's texts."""
     import_folders: tuple[str, ...] = ()
     """Folders that the user's modules are imported from."""
 
@@ -110,17 +111,17 @@ class EnvironmentSettings:
         return open_sandbox(self.sandbox)
 
     def load_tokenizer(self) -> Any:
-        """Load the policy's tokenizer with transformers."""
+        """The policy's tokenizer; the one of a folder is loaded with transformers."""
         assert self.tokenizer is not None, "an environment with texts for the model needs the run's tokenizer"
-        return load_tokenizer(self.tokenizer)
+        return load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
 
 
-def environment_settings(config: Config, model: Path) -> EnvironmentSettings:
-    """Settings of a run for its environments; `model`: folder of the policy and its tokenizer."""
+def environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
+    """Settings of a run for the environment of a task; `tokenizer`: see `EnvironmentSettings`."""
     return EnvironmentSettings(
         sandbox=config.sandbox,
-        tokenizer=str(model),
-        apply_chat_template=config.data.apply_chat_template,
+        tokenizer=tokenizer,
+        prompts=task_spec(config.data, task),
         import_folders=import_folders(),
     )
 

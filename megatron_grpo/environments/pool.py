@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.environments.interface import EnvironmentSettings
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class EnvironmentHandle:
     """Deadline of one call of a process, in seconds."""
     leave_out_suspects: list[str]
     """Names of figures (without suspect/): a response with one of these above 0 loses its reward."""
+    prompts: PromptFormat
+    """Rendering of the task's conversations, for its agents."""
     processes: list[Any]
     """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
     arguments: tuple[Any, ...] = field(repr=False)
@@ -54,7 +57,7 @@ class EnvironmentPool:
         """Begin to start the processes, and divide them among `shares` rollout workers; each gets at least one."""
         count = max(self.config.num_workers, shares)
         arguments = (self.name, self.config, self.settings, self._references())
-        settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects)
+        settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects, self.settings.prompts)
         handles = [EnvironmentHandle(*settings, [], arguments) for _ in range(shares)]
         for number in range(count):
             process = handles[0].spawn()
@@ -82,12 +85,16 @@ class EnvironmentPool:
 
 def build_environments(
     config: Mapping[str, EnvironmentConfig],
-    settings: EnvironmentSettings | None = None,
+    settings: Callable[[str], EnvironmentSettings] = lambda _: EnvironmentSettings(),
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, EnvironmentPool]:
     """Make a pool for each entry of the configuration's `env`, by task name; the pools are not started yet.
 
-    `settings` and `rewards` are passed to each `EnvironmentPool`.
+    Args:
+        config: type and options of each environment, by task name.
+        settings: function from a task name to the settings of its environment.
+        rewards: see `EnvironmentPool`.
     """
-    shared = settings or EnvironmentSettings()
-    return {name: EnvironmentPool(name, environment, shared, rewards or {}) for name, environment in config.items()}
+    return {
+        name: EnvironmentPool(name, environment, settings(name), rewards or {}) for name, environment in config.items()
+    }

@@ -243,11 +243,13 @@ class ToolEnvironment(Environment):
 
     def step(self, state: ToolState, response: str) -> Turn:
         """Execute the tool calls of a turn and return their results; a turn without a call is the last one."""
-        calls = [one.function for one in self._parser.extract_tool_calls(response, self._request).tool_calls]
-        state = replace(state, last=response, calls=state.calls + len(calls))
+        calls = self._parser.extract_tool_calls(response, self._request).tool_calls
+        earlier, state = state.calls, replace(state, last=response, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
             return Turn(state=state)
-        return Turn(done=False, state=state, text="\n".join(map(self._result, calls)), role="tool")
+        results = [self._result_message(call, earlier + number, response) for number, call in enumerate(calls)]
+        text = "\n".join(result["content"] for result in results)
+        return Turn(done=False, state=state, text=text, role="tool", messages=results)
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         pairs = [(request.state.last, str(request.extra_env_info[REFERENCE])) for request in requests]
@@ -261,6 +263,17 @@ class ToolEnvironment(Environment):
         assert self.documents is not None, "the options were checked"
         retriever = Retriever.from_file(self.documents)
         return lambda query: "\n\n".join(retriever.search(query, self.found)) or "nothing found"
+
+    def _result_message(self, call: Any, number: int, response: str) -> dict[str, Any]:
+        """The message with a call's result, as chat templates read it.
+
+        The call keeps an id that the model wrote; ids that the parser draws at random are replaced by the call's number
+        in the rollout, so that a seed gives the same tokens again. Nine letters and digits are what Mistral's templates
+        ask for.
+        """
+        is_written = bool(call.id) and call.id in response
+        name, identity = call.function.name, call.id if is_written else f"call{number:05d}"
+        return {"role": "tool", "name": name, "tool_call_id": identity, "content": self._result(call.function)}
 
     def _result(self, call: Any) -> str:
         """Execute a call, which has a `name` and `arguments` as JSON text; returns the text for the model."""

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray import cloudpickle
 
 from megatron_grpo.cluster.futures import pickled
@@ -18,53 +17,11 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.chat_template import render_chat
+from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
-
-_RESPONSE = "<<said by the model>>"
-"""Placeholder for the model's turn, to find the text that the chat template puts after it."""
-
-
-class Observations:
-    """Tokenizes an environment's texts. The model's own turns keep the tokens that were sampled."""
-
-    def __init__(self, settings: EnvironmentSettings) -> None:
-        self._settings = settings
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return self._settings.load_tokenizer()
-
-    def tokens(self, text: str, role: str, last_token: int) -> NDArray[np.int32]:
-        """[tokens], int32: the tokens between a turn of the model and its next one.
-
-        Without a chat template these are the tokens of the text. With one they are everything that the template puts
-        between two turns of the model: the end of its message, the message with the text, and the beginning of its next
-        message. An end-of-message token that was already sampled as the stop token is not repeated.
-
-        Args:
-            text: the environment's text.
-            role: role of the message with the text.
-            last_token: the last token of the model's turn.
-        """
-        between = self._between(text, role) if self._settings.apply_chat_template else text
-        ids: list[int] = self._tokenizer(between, add_special_tokens=False)["input_ids"]
-        if self._settings.apply_chat_template and ids and ids[0] == last_token:
-            ids = ids[1:]
-        return np.array(ids, dtype=np.int32)
-
-    def _between(self, text: str, role: str) -> str:
-        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _RESPONSE}]
-        messages.append({"role": role, "content": text})
-        rendered = render_chat(self._tokenizer, messages, add_generation_prompt=True)
-        _, found, after = rendered.rpartition(_RESPONSE)
-        if not found:
-            raise ValueError("the tokenizer's chat template does not show what the model says")
-        return after
-
 
 Value = TypeVar("Value")
 
@@ -95,7 +52,10 @@ class EnvironmentWorker:
         """
         begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
-        self._observations = Observations(settings)
+
+    @cached_property
+    def _renderer(self) -> PromptRenderer:
+        return PromptRenderer(self._settings.load_tokenizer(), self._settings.prompts)
 
     def ready(self) -> dict[str, Any]:
         """Make the environment; must be called first. Returns the process's node and pid, and kind of environment."""
@@ -131,9 +91,10 @@ class EnvironmentWorker:
         observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may return a list
         # With a chat template an empty text (such as the output of a program) is a message too: without it the model
         # would continue after the end of its own message.
-        is_message = self._settings.apply_chat_template and not len(observation)
-        if not turn.done and (turn.text or is_message):
-            observation = self._observations.tokens(turn.text, turn.role, last_token)
+        is_message = self._settings.prompts.apply_chat_template and not len(observation)
+        if not turn.done and (turn.text or turn.messages or is_message):
+            messages = turn.messages or [{"role": turn.role, "content": turn.text}]
+            observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
         return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), observation=observation)
 
     def act(

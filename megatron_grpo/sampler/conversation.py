@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.chat_template import render_chat
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.sampler.engines import EngineClient
 
-ChatMessage = Mapping[str, Any]
-
 OVER = "the rollout is over"
-HERE = "\u2402\u2403here\u2403\u2402"
-"""Placeholder for the model's last message when the chat template is rendered."""
 
 
 class BadCallError(ValueError):
@@ -32,13 +28,18 @@ class Conversation:
     """
 
     def __init__(
-        self, engine: EngineClient, settings: SamplingSettings, tokenizer: Any, seed: Callable[[int], int], longest: int
+        self,
+        engine: EngineClient,
+        settings: SamplingSettings,
+        renderer: PromptRenderer,
+        seed: Callable[[int], int],
+        longest: int,
     ) -> None:
         """
         Args:
             engine: engine that samples the responses.
             settings: how tokens are drawn.
-            tokenizer: the model's tokenizer, from transformers.
+            renderer: makes the tokens of the task's conversations.
             seed: function from a response's number to its seed.
             longest: most tokens of prompts and responses together.
         """
@@ -48,7 +49,7 @@ class Conversation:
         self.failure: Exception | None = None
         """The engine's error in the last call; the agent learns only that its call failed."""
         self.settings = settings
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._renderer = engine, renderer
         self._seed, self._longest = seed, longest
         self._known: list[ChatMessage] | str | None = None
         """The conversation so far in the form of the last call, messages or text; None: the call had token ids."""
@@ -68,20 +69,25 @@ class Conversation:
             self._asking.cancel()
 
     async def chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None, max_tokens: int | None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] | None,
+        max_tokens: int | None,
+        variables: Mapping[str, Any] | None = None,
     ) -> GenerationOutput:
         """Sample the model's next message.
 
         Args:
             messages: the whole conversation, with the model's own messages unchanged.
-            tools: tools for the chat template.
+            tools: tools for the chat template; None: those of the task.
             max_tokens: most tokens of the answer; None: the run's limit.
+            variables: further variables of the chat template, which replace the task's.
 
         Raises:
             BadCallError: the call does not continue the previous one, or there is no room for a response.
         """
         async with self._one_at_a_time:
-            output = await self._sample(self._chat_piece(messages, tools), max_tokens)
+            output = await self._sample(self._chat_piece(messages, tools, variables), max_tokens)
             self._known = [*messages, {"role": "assistant", "content": output.text}]
             return output
 
@@ -96,30 +102,44 @@ class Conversation:
             self._known = prompt + output.text if isinstance(prompt, str) else None
             return output
 
-    def _chat_piece(self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None) -> list[int]:
-        if not self.outputs:
-            return self._ids(self._render(messages, tools))
-        known = self._known
-        if not isinstance(known, list) or not _continues(messages, known):
+    def _chat_piece(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """Token ids that a call adds to the conversation."""
+        renderer, known = self._renderer, self._known
+        if not renderer.has_template:
+            raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
+        if self.outputs and not (isinstance(known, list) and _continues(messages, known)):
             raise BadCallError(
                 "does not continue the rollout's conversation: each call has to repeat all messages so far, the "
                 "model's as they were answered, and add some; a rollout is trained on as one sequence"
             )
-        asked = [*known[:-1], {"role": "assistant", "content": HERE}, *messages[len(known) :]]
-        _, found, rest = self._render(asked, tools).rpartition(HERE)
-        if not found:
-            raise BadCallError("the chat template leaves out the model's last message")
-        return self._ids(self._without_end(rest))
+        try:
+            if not self.outputs:
+                return renderer.encode_rendered(renderer.render(messages, tools=tools, variables=variables))
+            assert isinstance(known, list), "checked above"
+            earlier, later = known[:-1], messages[len(known) :]
+            return renderer.encode_continuation(earlier, later, self._last_token, tools=tools, variables=variables)
+        except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
+            raise BadCallError(f"the chat template refuses these messages: {error}") from None
+
+    @property
+    def _last_token(self) -> int:
+        return int(self.outputs[-1].token_ids[-1])
 
     def _completion_piece(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             if not self.outputs:
-                return self._ids(prompt, special=True)
+                return self._encode(self._renderer.encode_plain, prompt)
             if not isinstance(self._known, str) or not prompt.startswith(self._known):
                 raise BadCallError("does not begin with the prompt and the response of the call before")
-            return self._ids(self._without_end(prompt[len(self._known) :]))
-        if any(not 0 <= token < len(self._tokenizer) for token in prompt):
-            raise BadCallError(f"has token ids outside the model's vocabulary of {len(self._tokenizer)} tokens")
+            return self._encode(self._renderer.encode_after, prompt[len(self._known) :], self._last_token)
+        tokens = len(self._renderer.tokenizer)
+        if any(not 0 <= token < tokens for token in prompt):
+            raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
         known = np.concatenate(self.pieces).tolist() if self.pieces else []
         if list(prompt[: len(known)]) != known:
             raise BadCallError("does not begin with the tokens of the prompt and the response of the call before")
@@ -157,33 +177,11 @@ class Conversation:
         self.outputs.append(output)
         return output
 
-    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None) -> str:
-        if not self._tokenizer.chat_template:
-            raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
+    def _encode(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
         try:
-            return render_chat(
-                self._tokenizer,
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=True,
-            )
-        except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
-            raise BadCallError(f"the chat template refuses these messages: {error}") from None
-
-    def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenize a text; `special`: with the tokens that the tokenizer adds to every text."""
-        try:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            return encode(*arguments)
         except (TypeError, ValueError) as error:  # half a surrogate pair, which JSON allows
             raise BadCallError(f"the text cannot be tokenized: {error}") from None
-        return ids
-
-    def _without_end(self, rest: str) -> str:
-        """Text after the model's message, without the end-of-message token if the model has sampled it itself."""
-        end = [int(token) for token in self.outputs[-1].token_ids[-1:]]
-        if self._tokenizer.decode(end, skip_special_tokens=True):
-            return rest  # an ordinary token, which is in the message
-        return rest.removeprefix(self._tokenizer.decode(end))
 
 
 def _continues(messages: Sequence[ChatMessage], known: Sequence[ChatMessage]) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -19,6 +18,7 @@ from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.config.paths import token
+from megatron_grpo.data.prompt_renderer import RESERVED, PromptFormat, PromptRenderer
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ IDLE_CONNECTIONS = 512
 """Most open connections without a request under way; beyond it, the oldest are closed."""
 
 _OF_EVERY_CALL = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
-_OF_CHAT = {*_OF_EVERY_CALL, "messages", "max_completion_tokens", "tools"}
+_OF_CHAT = {*_OF_EVERY_CALL, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"}
 _OF_COMPLETIONS = {*_OF_EVERY_CALL, "prompt"}
 
 
@@ -44,19 +44,19 @@ class EndpointSettings:
     """Port of the endpoint; 0: any free port."""
     token: str | None = field(repr=False)
     """Bearer token; None: no token is required, because only this machine reaches the endpoint."""
-    model_path: str
-    """Folder with the tokenizer."""
+    tokenizer: Any = field(repr=False)
+    """Folder with the tokenizer, or the tokenizer that a script passed."""
 
     def of_worker(self, index: int) -> EndpointSettings:
         """Settings of the worker with this index; workers listen on consecutive ports."""
         return replace(self, port=self.port + index) if self.port else self
 
 
-def endpoint_settings(config: EndpointConfig, model: Path) -> EndpointSettings | None:
+def endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
     """Settings of the endpoints from generation.endpoint; None: endpoints are not enabled."""
     if not config.enabled:
         return None
-    return EndpointSettings(host=config.host, port=config.port, token=token(), model_path=str(model))
+    return EndpointSettings(host=config.host, port=config.port, token=token(), tokenizer=tokenizer)
 
 
 class Endpoint:
@@ -67,6 +67,8 @@ class Endpoint:
         self._open: dict[str, Conversation] = {}
         self.tokenizer: Any = None
         """The model's tokenizer, from transformers; set by `start`."""
+        self._renderers: dict[str, PromptRenderer] = {}
+        """Renderer of each task whose agents have called."""
         self.port = 0
         """Port on which the endpoint listens; set by `start`."""
         self._busy: set[Any] = set()
@@ -76,7 +78,8 @@ class Endpoint:
 
     async def start(self) -> None:
         """Load the tokenizer and listen; SamplingError when the address cannot be used."""
-        self.tokenizer = load_tokenizer(self._settings.model_path)
+        tokenizer = self._settings.tokenizer
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
             app.router.add_get(f"{base}/models", self._models)
@@ -92,6 +95,10 @@ class Endpoint:
             where = f"generation.endpoint.host={self._settings.host} and port={self._settings.port}"
             raise SamplingError(f"the endpoint cannot listen at {where}: {error.strerror or error}") from None
         self.port = self.runner.addresses[0][1]
+
+    def renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
+        """The renderer of a task's conversations."""
+        return self._renderers.setdefault(task, PromptRenderer(self.tokenizer, prompts))
 
     @contextmanager
     def opened(self, conversation: Conversation) -> Iterator[ModelAccess]:
@@ -149,7 +156,8 @@ class Endpoint:
             _require_plain(call, known, conversation.settings)
             limit = call.get("max_completion_tokens") or call.get("max_tokens")
             if "messages" in known:
-                output = await conversation.chat(call["messages"], call.get("tools"), limit)
+                variables = call.get("chat_template_kwargs")
+                output = await conversation.chat(call["messages"], call.get("tools"), limit, variables)
             else:
                 output = await conversation.complete(call["prompt"], limit)
             return web.json_response(self._answer(output, call, conversation))
@@ -232,11 +240,23 @@ def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> No
         if name in given and (type(given[name]) is not int or given[name] < 1):
             raise BadCallError(f"{name}={given[name]}: give a number above 0")
     if "messages" in known:
-        for name in ("messages", "tools"):
-            if not _are(dict, given.get(name, [{}] if name == "tools" else None)):
-                raise BadCallError(f"{name}: give a list of objects")
+        _require_chat(given)
     elif not isinstance(given.get("prompt"), str) and not _are(int, given.get("prompt")):
         raise BadCallError("prompt: give a text or a list of token ids")
+
+
+def _require_chat(call: dict[str, Any]) -> None:
+    """Raise BadCallError for malformed messages, tools or variables of the chat template; nulls are left out."""
+    for name in ("messages", "tools"):
+        if not _are(dict, call.get(name) or ([{}] if name == "tools" else None)):
+            raise BadCallError(f"{name}: give a list of objects")
+    for number, message in enumerate(call["messages"], start=1):
+        if not isinstance(message.get("role"), str):
+            raise BadCallError(f"message {number} has no role; give system, user, assistant or tool")
+    variables = call.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict) or RESERVED & variables.keys():
+        text = f"give an object with variables of the chat template, none of them {', '.join(sorted(RESERVED))}"
+        raise BadCallError(f"chat_template_kwargs: {text}")
 
 
 def _are(kind: type, values: Any) -> bool:

@@ -58,7 +58,7 @@ class EnvironmentClient:
         self.reads_token_ids = False
         self.remarks: list[str] = []
         """Replacements of processes and their reasons, for the log of the run."""
-        self.leave_out_suspects = handle.leave_out_suspects
+        self.leave_out_suspects, self.prompts = handle.leave_out_suspects, handle.prompts
         self._handle = handle
         self._queue: deque[_Call] = deque()
         self._work = asyncio.Event()

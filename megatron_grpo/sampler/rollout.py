@@ -180,7 +180,7 @@ class GroupRollout:
         talk = Conversation(
             engine,
             plan.settings,
-            self._agents.tokenizer,
+            self._agents.renderer(datum["task_name"], self._environment.prompts),
             lambda turn: self._seed(sample, turn),
             plan.max_total_sequence_length,
         )

@@ -83,7 +83,7 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
     kind = EnvironmentConfig(
         type="tests.integration.counting_environment:CountingEnvironment", options={"turns": TURNS}
     )
-    environments = build_environments({"counting": kind}, settings)
+    environments = build_environments({"counting": kind}, lambda _: settings)
     rollouts = RolloutPool(
         RolloutsConfig(),
         WorkerGroup(None, generation.engines, environments, generation_timeout_s=120.0),
@@ -178,7 +178,7 @@ def _check(one: Trajectory, prompt: str, tokenizer: AutoTokenizer, oracle: Oracl
 
 @contextmanager
 def _rollouts(generation: VllmGeneration, model: Path) -> Iterator[RolloutPool]:
-    endpoint = EndpointSettings(host="127.0.0.1", port=0, token="secret", model_path=str(model))
+    endpoint = EndpointSettings(host="127.0.0.1", port=0, token="secret", tokenizer=str(model))
     environments = build_environments({"task": AGENT})
     workers = WorkerGroup(None, generation.engines, environments, generation_timeout_s=120.0, endpoint=endpoint)
     pool = RolloutPool(RolloutsConfig(max_failed_fraction=1.0), workers, max_total_sequence_length=MAX_LENGTH)

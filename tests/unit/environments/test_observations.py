@@ -10,10 +10,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments import worker as worker_module
-from megatron_grpo.environments.interface import Environment, EnvironmentSettings
-from megatron_grpo.environments.worker import EnvironmentWorker, Observations
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings, environment_settings
+from megatron_grpo.environments.worker import EnvironmentWorker
+from megatron_grpo.preflight.load import compose_config
 
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} <e> {% endfor %}"
@@ -40,12 +43,12 @@ def words(ids: Any) -> str:
 
 
 def test_the_conversation_is_that_of_the_template(folder: Path) -> None:
-    observations = Observations(EnvironmentSettings(tokenizer=str(folder), apply_chat_template=True))
-    ended = observations.tokens("go on", "user", IDS["<e>"])
+    tokenizer = load_tokenizer(folder)
+    renderer = PromptRenderer(tokenizer, PromptFormat())
+    ended = renderer.encode_later_turn([{"role": "user", "content": "go on"}], IDS["<e>"])
     assert words(ended) == "<s> user : go on <e> <s> assistant :", "the end of the message was sampled"
-    open_ended = observations.tokens("42", "tool", IDS["yes"])
+    open_ended = renderer.encode_later_turn([{"role": "tool", "content": "42"}], IDS["yes"])
     assert words(open_ended) == "<e> <s> tool : 42 <e> <s> assistant :"
-    tokenizer = observations._tokenizer
     conversation = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
     conversation.append({"role": "user", "content": "go on"})
     whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
@@ -54,8 +57,8 @@ def test_the_conversation_is_that_of_the_template(folder: Path) -> None:
 
 
 def test_without_a_template_the_text_is_appended_as_it_stands(folder: Path) -> None:
-    observations = Observations(EnvironmentSettings(tokenizer=str(folder)))
-    assert words(observations.tokens("go on", "user", IDS["go"])) == "go on"
+    renderer = PromptRenderer(load_tokenizer(folder), PromptFormat(apply_chat_template=False))
+    assert words(renderer.encode_later_turn([{"role": "user", "content": "go on"}], IDS["go"])) == "go on"
 
 
 class Talking(Environment):
@@ -81,7 +84,7 @@ class Talking(Environment):
 
 def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "begin_process_log", lambda _: None)
-    settings = EnvironmentSettings(tokenizer=str(folder), apply_chat_template=True)
+    settings = EnvironmentSettings(tokenizer=str(folder), prompts=PromptFormat())
     worker = EnvironmentWorker("talking", worker_module.EnvironmentConfig(), settings)
     worker._environment = Talking()
     state, _ = worker.reset("", {})
@@ -114,7 +117,7 @@ class Silent(Talking):
 
 def silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentWorker:
     monkeypatch.setattr(worker_module, "begin_process_log", lambda _: None)
-    settings = EnvironmentSettings(tokenizer=str(folder), apply_chat_template=True)
+    settings = EnvironmentSettings(tokenizer=str(folder), prompts=PromptFormat())
     worker = EnvironmentWorker("silent", worker_module.EnvironmentConfig(), settings)
     worker._environment = Silent()
     return worker
@@ -145,3 +148,30 @@ def test_scores_leave_the_process_as_plain_numbers(folder: Path, monkeypatch: py
     scores = [one for one in silent(folder, monkeypatch).score(job) if isinstance(one, EnvironmentReturn)]
     assert [(type(one.reward), one.reward, one.correct) for one in scores] == [(float, 0.0, False), (float, 1.0, True)]
     assert [type(one.correct) for one in scores] == [bool, bool]
+
+
+def test_each_task_has_its_own_rendering(tmp_path: Path) -> None:
+    (tmp_path / "guess.jinja").write_text("{{ messages[-1].content }}")
+    overrides = [
+        "+exp=quickstart_two_tasks",
+        "data.apply_chat_template=true",
+        "data.tasks.addition.apply_chat_template=false",
+    ]
+    overrides += [
+        "data.chat_template_kwargs.enable_thinking=false",
+        f"data.tasks.countdown.chat_template={tmp_path}/guess.jinja",
+    ]
+    config = compose_config(overrides)
+    settings = {task: environment_settings(config, task, "folder") for task in config.env}
+    assert {task: one.tokenizer for task, one in settings.items()} == {"addition": "folder", "countdown": "folder"}
+    assert not settings["addition"].prompts.apply_chat_template
+    countdown = settings["countdown"].prompts
+    assert countdown.apply_chat_template
+    assert countdown.chat_template == "{{ messages[-1].content }}"
+    assert countdown.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_tokenizer_of_a_script_is_that_of_the_environment(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert EnvironmentSettings(tokenizer=tokenizer).load_tokenizer() is tokenizer
+    assert EnvironmentSettings(tokenizer=str(folder)).load_tokenizer().get_vocab() == tokenizer.get_vocab()

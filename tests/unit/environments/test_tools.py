@@ -156,6 +156,17 @@ def test_calls_are_carried_out_until_there_is_none(folder: Path) -> None:
     assert [(one.reward, one.correct) for one in scores] == [(1.0, True), (0.0, False)]
 
 
+def test_each_of_several_calls_has_a_result_of_its_own(folder: Path) -> None:
+    tools = environment(folder)
+    first = tools.step(tools.reset("", {}), call("calculator", expression="1+1") + call("calculator", expression="2+2"))
+    again = tools.step(first.state, call("calculator", expression="1/0"))
+    results = [(one["role"], one["name"], one["tool_call_id"], one["content"]) for one in first.messages]
+    assert results == [("tool", "calculator", "call00000", "2"), ("tool", "calculator", "call00001", "4")]
+    assert [(one["tool_call_id"], one["content"]) for one in again.messages] == [
+        ("call00002", "error: division by zero")
+    ]
+
+
 def test_what_is_no_call_is_an_answer_and_calls_are_counted(folder: Path) -> None:
     tools = environment(folder, max_calls=2)
     for response in ("<tool_call>{not json}</tool_call>", "tool_call", ""):

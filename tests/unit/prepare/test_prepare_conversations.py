@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.data.specs import PREPARED_PROMPTS
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.worker import Observations
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode, split_lessons
 from megatron_grpo.prepare.models import prepare
@@ -44,12 +45,12 @@ def test_the_tokenizer_makes_of_a_conversation_what_the_model_was_taught(folder:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     lessons = split_lessons(folder.name)[2][::16]
     tokens, said = encode(lessons, CONVERSATION_VOCABULARY)
-    observations = Observations(EnvironmentSettings(tokenizer=str(folder / "model")))
+    renderer = PromptRenderer(load_tokenizer(folder / "model"), PromptFormat(apply_chat_template=False))
     end = CONVERSATION_VOCABULARY[EOS]
     for lesson, ids, own in zip(lessons, tokens, said, strict=True):
         expected, by_model = tokenizer(lesson.row["prompt"])["input_ids"], 0
         for text, model in lesson.turns:
-            turn = observations.tokens(text, "tool", end).tolist()
+            turn = renderer.encode_later_turn([{"role": "tool", "content": text}], end)
             expected += [*turn, end] if model else turn
             by_model += (len(turn) + 1) * model
             assert tokenizer.decode(turn) == text

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
 from megatron_grpo.data.trajectory import Span, Trajectory
@@ -41,7 +42,8 @@ class Tokens:
 class Host:
     """Gives agents the conversation itself."""
 
-    tokenizer = Tokens()
+    def renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
+        return PromptRenderer(Tokens(), prompts)
 
     @contextmanager
     def opened(self, conversation: Conversation) -> Iterator[Any]:
@@ -52,6 +54,7 @@ class Host:
 class Environment:
     reads_token_ids = False
     leave_out_suspects = ()
+    prompts = PromptFormat()
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

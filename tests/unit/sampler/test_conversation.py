@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
@@ -60,7 +61,9 @@ class Script:
 def talk(tokenizer: Any) -> Callable[..., tuple[Conversation, Script]]:
     def made(*answers: list[int], longest: int = 200) -> tuple[Conversation, Script]:
         engine = Script(tokenizer, answers)
-        return Conversation(engine, SETTINGS, tokenizer, lambda turn: 100 + turn, longest), engine
+        return Conversation(
+            engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: 100 + turn, longest
+        ), engine
 
     return made
 
@@ -69,7 +72,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -92,6 +95,27 @@ def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokeni
     assert engine.asked[1].prompt_ids.tolist() == [*begin, *apart, END, *between]
     assert [one.seed for one in engine.asked] == [100, 101]
     assert np.concatenate(conversation.pieces).tolist() == [*begin, *apart, END, *between, *apart]
+
+
+def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+        "{% for m in messages %}<start>{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<start>{{ mood }}:{% endif %}"
+    )
+    prompts = PromptFormat(chat_template=template, chat_template_kwargs={"mood": "x"}, tools=[{"name": "f"}])
+    engine = Script(tokenizer, [[7, END], [8, END], [9, END]])
+    talk = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
+
+    async def agent() -> None:
+        messages: list[dict[str, Any]] = [user("hi")]
+        for tools, variables in ((None, None), ([{"name": "g"}], {"mood": "y"}), (None, None)):
+            answer = await talk.chat(messages, tools, None, variables)
+            messages += [{"role": "assistant", "content": answer.text}, user([{"type": "text", "text": "more"}])]
+
+    asyncio.run(agent())
+    pieces = [tokenizer.decode(piece) for piece in talk.pieces[::2]]
+    assert pieces == ["f<start>hi<end><start>x:", "<start>more<end><start>y:", "<start>more<end><start>x:"]
 
 
 def test_the_end_of_a_message_that_was_cut_off_is_given_not_sampled(talk: Any, tokenizer: Any) -> None:
@@ -168,7 +192,7 @@ def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
             raise AssertionError("it is not answered")
 
     engine = Forever()
-    conversation = Conversation(engine, SETTINGS, tokenizer, lambda turn: turn, 100)
+    conversation = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100)
 
     async def agent() -> None:
         call = asyncio.create_task(conversation.complete("a", None))

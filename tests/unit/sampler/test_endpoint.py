@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.trajectory import Span
@@ -59,11 +60,11 @@ def ask(model: str, what: Ask, *, token: str | None = "right", key: str | None =
     """What an agent gets in a rollout."""
 
     async def rollout() -> Any:
-        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=token, model_path=model))
+        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=token, tokenizer=model))
         await endpoint.start()
         engine = Engine()
         engine.failing = failing
-        talk = Conversation(engine, SETTINGS, endpoint.tokenizer, lambda turn: turn, 40)
+        talk = Conversation(engine, SETTINGS, endpoint.renderer("task", PromptFormat()), lambda turn: turn, 40)
         try:
             with endpoint.opened(talk) as access:
                 client = AsyncOpenAI(base_url=access.base_url, api_key=key or access.token, max_retries=0)
@@ -159,9 +160,9 @@ def test_what_the_engine_gives_up_is_told(model: str) -> None:
 
 def test_an_address_that_is_taken_is_told(model: str) -> None:
     async def twice() -> None:
-        first = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, model_path=model))
+        first = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
         await first.start()
-        second = Endpoint(EndpointSettings(host="127.0.0.1", port=first.port, token=None, model_path=model))
+        second = Endpoint(EndpointSettings(host="127.0.0.1", port=first.port, token=None, tokenizer=model))
         told = rf"generation.endpoint.host=127.0.0.1 and port={first.port}"
         with pytest.raises(SamplingError, match=told):
             await second.start()
@@ -214,7 +215,7 @@ MESSAGE = b'{"messages": [{"role": "user", "content": "a"}]'
         ([], MESSAGE + b', "tools": {"a": 1}}', 400),
         ([], b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
         ([], b'{"messages": [{"role": "user"}]}', 200),
-        ([], b'{"messages": [{"role": "user", "content": [[]]}]}', 200),
+        ([], b'{"messages": [{"role": "user", "content": [[]]}]}', 400),
         (["Content-Encoding: gzip"], b"no gzip", 400),
         (["Content-Type: application/json; charset=nonsense"], MESSAGE + b"}", 200),
         (["Authorization: Bearer \xff"], MESSAGE + b"}", 401),

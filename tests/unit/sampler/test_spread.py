@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.worker_group import WorkerGroup
 
@@ -29,6 +30,6 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
-    EnvironmentHandle("math", 1.0, [], [], ()).spawn()
+    EnvironmentHandle("math", 1.0, [], PromptFormat(), [], ()).spawn()
     WorkerGroup(2, [], {}, generation_timeout_s=1.0).start()
     assert [one["scheduling_strategy"] for one in options] == ["SPREAD"] * 2
