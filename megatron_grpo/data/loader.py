@@ -16,6 +16,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rows import RowCheck
+from megatron_grpo.data.table_values import StreamedRows
 
 
 class Visits(Sampler[int]):
@@ -225,7 +226,7 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     from datasets import load_dataset
 
     try:
-        stream: Iterable[dict[str, Any]] = load_dataset(config.path, config.subset, split=config.split, streaming=True)
+        stream = StreamedRows(load_dataset(config.path, config.subset, split=config.split, streaming=True))
         next(iter(stream), None)
     except Exception as error:  # raised by the hub, its HTTP library or the builder that reads the files
         raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error

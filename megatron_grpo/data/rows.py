@@ -6,7 +6,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -88,7 +88,11 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     except SourceError as error:
         report.problems.append(Problem(config.path, str(error)))
         return report
-    _look(source, RowCheck(config, data, environments), report, data)
+    check = RowCheck(config, data, environments)
+    report.problems += [Problem(config.path, text) for text in check.media_problems(source.media)]
+    if report.problems:
+        return report
+    _look(source, check, report, data)
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     if report.bad > _SHOWN:
         bad.append(Problem(config.path, f"{report.bad - _SHOWN} more bad lines of {len(source)}"))
@@ -155,6 +159,19 @@ class RowCheck:
         """Task name of a row, unchecked: it need not be a text."""
         return task_of(row, self.default_task)
 
+    def media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
+        """Problems of a set whose prompts or answers are audio, images or video.
+
+        Args:
+            media: kind of each column of media, by its name.
+        """
+        if self.default_task in self._own or self.default_task in self._forms:
+            return  # their rows' columns have other names
+        spec = self._spec(self.default_task)
+        for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
+            if column is not None and column in media:
+                yield f"column {column!r} (data.{setting}) holds {media[column]} data; name a column of texts"
+
     def in_form(self, row: Row) -> Row | str:
         """The row in the form of its task, or the reason as text when it cannot be used."""
         task = self.task(row)
@@ -202,7 +219,7 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
         return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
     if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
         for number, turn in enumerate(prompt if _are_turns(prompt) else [], start=1):
-            if not isinstance(turn["content"], str):
+            if not _has_text(turn):
                 text = f"has a message (number {number}) whose content is {_kind(turn['content'])}; it must be text"
                 return f"column {spec.prompt_key!r} {text}"
         return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
@@ -227,14 +244,23 @@ def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of {role, content} messages, and not empty."""
-    return _are_turns(value) and all(isinstance(turn[key], str) for turn in value for key in ("role", "content"))
+    """Whether a value is a list of {role, content} messages, and not empty. Tool calls may stand in for a content."""
+    return _are_turns(value) and all(isinstance(turn["role"], str) and _has_text(turn) for turn in value)
 
 
 def _are_turns(value: Any) -> bool:
-    """Whether a value is a list, not empty, of objects with a role and a content of any kind."""
+    """Whether a value is a list, not empty, of objects with a role, and a content of any kind or tool calls."""
     turns = value if isinstance(value, list) else []
-    return bool(turns) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns)
+    return bool(turns) and all(
+        isinstance(turn, dict) and "role" in turn and ("content" in turn or bool(turn.get("tool_calls")))
+        for turn in turns
+    )
+
+
+def _has_text(turn: Mapping[str, Any]) -> bool:
+    """Whether the content of a message is a text; beside tool calls it may be null or missing, as in OpenAI's API."""
+    content = turn.get("content")
+    return isinstance(content, str) or (content is None and bool(turn.get("tool_calls")))
 
 
 def unusable_answer(kind: str, answer: Any) -> str | None:

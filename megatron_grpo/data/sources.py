@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.data.table_values import media_columns, nested_columns, strip_messages, strip_nulls, without_decoding
 
 HEAD_BYTES = 2**16
 _MAGIC = {
@@ -59,6 +60,8 @@ def wrong_kind(head: bytes) -> str | None:
 
 BATCH_ROWS = 1000
 """Rows of a table that are converted to Python objects at a time."""
+MEDIA_BATCH_ROWS = 20
+"""The same for a table with audio, images or video, of which a row may have megabytes."""
 
 _NO_OBJECT = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
 """Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1."""
@@ -84,6 +87,7 @@ def parse_line(line: bytes) -> Row | str:
         return f"is not JSON that can be read: {error}"
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
+    row = strip_messages(row)
     if "\\ud" in text or "\\uD" in text:
         return _broken_text(row) or row
     return row
@@ -116,6 +120,9 @@ class JsonLines:
     `datasets` is not used here: its JSON reader stops at the first bad line without its number, and gives every row
     the columns and types of all others.
     """
+
+    media: Mapping[str, str] = {}
+    """A file of JSON has no columns of audio, images or video."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -165,7 +172,11 @@ class JsonLines:
 
 
 class Table:
-    """Rows of a Hugging Face dataset, which is in memory or mapped from a file."""
+    """Rows of a Hugging Face dataset, which is in memory or mapped from a file.
+
+    Objects within the columns have no keys whose value is null: Arrow fills in the keys of all other rows' objects. A
+    column itself may be null. Audio, images and video are not decoded: their value is {bytes, path}.
+    """
 
     def __init__(self, dataset: Any, name: str, lines: Sequence[int] = (), bad: Sequence[tuple[int, str]] = ()) -> None:
         """
@@ -175,7 +186,10 @@ class Table:
             lines: line of each row in a text file; empty: the set is not a text file.
             bad: numbers of lines that are not rows, with the reasons; they count as rows after all others.
         """
-        self._dataset, self._name, self._lines, self._bad = dataset, name, lines, bad
+        self._dataset, self._name, self._lines, self._bad = without_decoding(dataset), name, lines, bad
+        self._nested = nested_columns(dataset.features)
+        self.media = media_columns(dataset.features)
+        """Columns of audio, images or video: the kind, by name."""
 
     def __len__(self) -> int:
         return len(self._dataset) + len(self._bad)
@@ -189,12 +203,15 @@ class Table:
 
     def each(self) -> Iterator[Row | str]:
         """All rows in order; a row that cannot be read is replaced by the reason, a text."""
-        for begin in range(0, len(self._dataset), BATCH_ROWS):
+        batch = MEDIA_BATCH_ROWS if self.media else BATCH_ROWS
+        for begin in range(0, len(self._dataset), batch):
             try:
-                columns = self._dataset[begin : begin + BATCH_ROWS]
+                columns = self._dataset[begin : begin + batch]
             except _NO_OBJECT:
-                yield from map(self._row, range(begin, min(begin + BATCH_ROWS, len(self._dataset))))
+                yield from map(self._row, range(begin, min(begin + batch, len(self._dataset))))
                 continue
+            for name in self._nested:
+                columns[name] = [strip_nulls(value) for value in columns[name]]
             names = list(columns)
             for values in zip(*columns.values(), strict=True):
                 yield dict(zip(names, values, strict=True))
@@ -204,9 +221,10 @@ class Table:
     def _row(self, number: int) -> Row | str:
         """A row, or the reason as text when a value of it cannot be read."""
         try:
-            return dict(self._dataset[number])
+            row = dict(self._dataset[number])
         except _NO_OBJECT as error:
             return f"has a value that cannot be read: {_first_line(error)}"
+        return {**row, **{name: strip_nulls(row[name]) for name in self._nested}}
 
     def place(self, number: int) -> str:
         """Place of a row for messages: its line in a text file, else its number."""

@@ -105,7 +105,7 @@ class JudgeEnvironment(Environment):
         """Fill in the question about a response; braces in the inserted texts are not replaced."""
         prompt = request.prompt
         if not isinstance(prompt, str):
-            prompt = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+            prompt = "\n\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in prompt)
         mark = f"----- {secrets.token_hex(8)}"
         filled = {
             "prompt": prompt,

@@ -146,7 +146,11 @@ def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
 def prompt_text(datum: DatumSpec) -> str:
     """Text of the prompt in its row; for a conversation, every turn with its role."""
     prompt = datum["prompt"]
-    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in prompt)
+    )
 
 
 def one_a_group(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
