@@ -98,6 +98,7 @@ QWEN2_5 = Layout(
     generation=_sampling(repetition_penalty=1.05, temperature=0.7, top_p=0.8, top_k=20),
     end="<|im_end|>",
     call_text=_JSON_CALLS,
+    call_close="</tool_call>",
 )
 QWEN2_5_BASE = Layout(
     name="qwen2_5_base",
@@ -113,6 +114,7 @@ QWEN2_5_BASE = Layout(
     },
     end="<|im_end|>",
     call_text=_JSON_CALLS,
+    call_close="</tool_call>",
 )
 """Its template ends turns with <|im_end|>, and its end token is <|endoftext|>."""
 
@@ -144,6 +146,7 @@ QWEN3 = Layout(
     end="<|im_end|>",
     kwargs={"enable_thinking": False},
     call_text=_JSON_CALLS,
+    call_close="</tool_call>",
 )
 QWEN3_5 = Layout(
     name="qwen3_5",
@@ -186,6 +189,7 @@ QWEN3_5 = Layout(
     end="<|im_end|>",
     kwargs={"enable_thinking": False},
     call_text=_XML_CALLS,
+    call_close="</tool_call>",
 )
 
 _FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")

@@ -51,7 +51,9 @@ class Layout:
     tool_role: str = "shown"
     """What the template does with messages of the role tool: shown, left out, or refused."""
     call_text: str = ""
-    """The calls `CALLS` as the model writes them, up to its end token."""
+    """As many calls as the template renders, as the model writes them, without its end token."""
+    call_close: str = ""
+    """The end of the last call in rendered conversations, before the end token."""
 
     @cached_property
     def truth(self) -> Tokenizer:

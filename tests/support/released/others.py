@@ -143,6 +143,7 @@ MISTRAL_NEMO_12B = Layout(
         '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 1}, "id": "call00001"}, '
         '{"name": "add", "arguments": {"a": 2, "b": 3}, "id": "call00002"}]'
     ),
+    call_close='"}]',
 )
 MISTRAL_SMALL_24B = Layout(
     name="mistral_small",
@@ -241,6 +242,7 @@ GLM4_5 = Layout(
         f"<arg_value>{b}</arg_value>\n</tool_call>"
         for a, b in ((1, 1), (2, 3))
     ),
+    call_close="</tool_call>",
 )
 """A turn of the model ends with the token that begins the next one: <|user|>, or <|observation|> after calls."""
 
@@ -309,5 +311,6 @@ GPT_OSS = Layout(
     kwargs={"reasoning_effort": "low"},
     calls=1,
     call_text='<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 1}',
+    call_close='"b": 1}',
 )
 """Turns have channels; the end that the model samples, <|return|>, is <|end|> in later prompts."""

@@ -1,4 +1,4 @@
-"""Chat templates of released models: TRL's stored ones where it has them, and rebuilt ones of Mistral, Phi-4, Llama 2."""
+"""Chat templates of released models: those that TRL stores, and rebuilt ones of Mistral, Phi-4 and Llama 2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 def stored(name: str) -> str:
     """A released template, byte for byte, from the files that TRL compares tokenizers with."""
     package = find_spec("trl")
-    assert package is not None and package.origin is not None, "TRL belongs to the tests' requirements"
+    assert package is not None, "TRL belongs to the requirements of tests"
+    assert package.origin is not None
     return (Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
