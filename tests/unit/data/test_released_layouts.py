@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.data.trajectory import Span
+from megatron_grpo.sampler.conversation import Conversation
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, LAYOUTS, SYSTEM, TRICKY, USER, calls, results
 
 pytestmark = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
 ANSWER = "There are 2023 of them,\n  naïvely counted: 12."
+SETTINGS_OF_SAMPLING = SamplingSettings(max_new_tokens=100)
 FOLLOW_UP = {"role": "user", "content": "And without\n\n the 3 kittens? 🐈"}
 
 
@@ -97,3 +103,48 @@ def test_results_of_tools(layout: Layout, tokenizer: Any, count: int) -> None:
     whole = layout.render([USER, turn, *results(count)], tools=[ADD])
     expected = tokens_after(layout, whole, mark, end)
     assert renderer.encode_later_turn(results(count), layout.id(end)) == expected
+
+
+def test_a_turn_that_reasons(layout: Layout, tokenizer: Any) -> None:
+    """Templates drop the reasoning of earlier turns from a whole conversation; the sampled turn keeps its tokens."""
+    reasoned = f"<think>\nCount.\n</think>\n\n{ANSWER}"
+    whole = layout.render([USER, {"role": "assistant", "content": reasoned}, FOLLOW_UP])
+    expected = tokens_after(layout, whole, ANSWER, layout.end)
+    assert renderer_of(tokenizer).encode_later_turn([FOLLOW_UP], layout.id(layout.end)) == expected
+
+
+def test_the_calls_of_an_agent(layout: Layout, tokenizer: Any) -> None:
+    """Three calls are one sequence: what transformers renders for the whole, with the sampled tokens in their place."""
+    second = "Then 9."
+    engine = Script([[*layout.ids(text), layout.id(layout.end)] for text in (ANSWER, second, "")], layout)
+    seed = iter(range(9)).__next__
+    talk = Conversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda _: seed(), 10_000)
+    messages: list[dict[str, Any]] = [USER]
+    expected = layout.ids(layout.render(messages))
+    for answer, question in ((ANSWER, FOLLOW_UP), (second, USER)):
+        asyncio.run(talk.chat(messages, None, None))
+        assert engine.prompts[-1] == expected
+        messages = [*messages, {"role": "assistant", "content": answer}, question]
+        expected += [*layout.ids(answer), layout.id(layout.end)]
+        expected += tokens_after(layout, layout.render(messages), answer, layout.end)
+    asyncio.run(talk.chat(messages, None, None))
+    assert engine.prompts[-1] == expected
+
+
+class Script:
+    """An engine that answers with these tokens, one answer a call."""
+
+    def __init__(self, answers: Sequence[list[int]], layout: Layout) -> None:
+        self._answers, self._layout = iter(answers), layout
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+        self.prompts.append(request.prompt_ids.tolist())
+        tokens = next(self._answers)
+        return GenerationOutput(
+            token_ids=np.array(tokens, dtype=np.int32),
+            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            text=self._layout.truth.decode(tokens, skip_special_tokens=True),
+            stop_reason="stop",
+            spans=[Span(0, len(tokens), 1)],
+        )
