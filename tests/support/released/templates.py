@@ -1,0 +1,111 @@
+"""Chat templates of released models: those that TRL stores, and rebuilt ones of Mistral, Phi-4 and Llama 2."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@cache
+def stored(name: str) -> str:
+    """A released template, byte for byte, from the files that TRL compares tokenizers with."""
+    package = find_spec("trl")
+    assert package is not None, "TRL belongs to the requirements of tests"
+    assert package.origin is not None
+    return (Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+PHI4 = """\
+{%- for message in messages %}
+    {%- if message.role in ('system', 'user', 'assistant') %}
+        {{- '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant<|im_sep|>' }}{%- endif %}"""
+"""Leaves out messages of other roles."""
+
+LLAMA2 = """\
+{%- set prefix = namespace(text='') %}
+{%- if messages[0].role == 'system' %}
+    {%- set prefix.text = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}
+        {{- bos_token + '[INST] ' + ((prefix.text if loop.first else '') + message.content).strip() + ' [/INST]' }}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' + message.content.strip() + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+"""Each turn of the user begins a sequence; no generation prompt; a blank before the end of the model's turn."""
+
+MISTRAL_SMALL = """\
+{%- set loop_messages = messages %}
+{%- set system = 'You are Mistral Small 3. The current date is ' + strftime_now('%Y-%m-%d') + '.' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set loop_messages = messages[1:] %}
+{%- endif %}
+{{- bos_token + '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}
+{%- for message in loop_messages %}
+    {%- if message.role == 'user' %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.role == 'system' %}
+        {{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+    {%- elif message.role == 'assistant' %}
+        {{- message.content + eos_token }}
+    {%- else %}
+        {{- raise_exception('Only user, system and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}"""
+"""A default system message with today's date, and no role tool."""
+
+MISTRAL_NEMO = """\
+{%- set loop_messages = messages %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set loop_messages = messages[1:] %}
+{%- endif %}
+{%- set users = loop_messages | selectattr('role', 'equalto', 'user') | list %}
+{%- set ns = namespace(index=0) %}
+{%- for message in loop_messages %}
+    {%- if message.role not in ('tool', 'tool_results') and not message.tool_calls %}
+        {%- if (message.role == 'user') != (ns.index % 2 == 0) %}
+            {{- raise_exception('After the optional system message, conversation roles must alternate!') }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and message == users[-1] %}
+            {{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST]' + (system + '\\n\\n' if loop.last and system is defined else '') + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
+            {%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (']' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif message.role == 'assistant' %}
+        {{- message.content + eos_token }}
+    {%- elif message.role in ('tool', 'tool_results') %}
+        {%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+            {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content | string }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported, with an initial optional system message!') }}
+    {%- endif %}
+{%- endfor %}"""
+"""Definitions of tools and the system message stand before the last message of the user; ids of calls are required."""

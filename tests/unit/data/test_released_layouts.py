@@ -1,0 +1,150 @@
+"""Released layouts walked through from the prompt to the reward's text, against transformers' own rendering."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.data.trajectory import Span
+from megatron_grpo.sampler.conversation import Conversation
+from tests.support.released.layout import Layout
+from tests.support.released.table import ADD, LAYOUTS, SYSTEM, TRICKY, USER, calls, results
+
+pytestmark = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+
+ANSWER = "There are 2023 of them,\n  naïvely counted: 12."
+SETTINGS_OF_SAMPLING = SamplingSettings(max_new_tokens=100)
+FOLLOW_UP = {"role": "user", "content": "And without\n\n the 3 kittens? 🐈"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("released")
+
+
+@pytest.fixture
+def tokenizer(layout: Layout, folders: Path) -> Any:
+    return _load(layout, folders)
+
+
+@cache
+def _load(layout: Layout, folders: Path) -> Any:
+    return load_tokenizer(layout.write(folders / layout.name))
+
+
+def renderer_of(tokenizer: Any, **settings: Any) -> PromptRenderer:
+    return PromptRenderer(tokenizer, PromptFormat(**settings))
+
+
+def tokens_after(layout: Layout, whole: str, turn: str, end: str) -> list[int]:
+    """Tokens of a whole conversation after the model's turn, without the end token if the template writes it too."""
+    before, is_shown, after = whole.rpartition(turn)
+    assert is_shown, f"transformers' rendering has no {turn!r}"
+    ahead, is_end, behind = after.partition(end)
+    if is_end and not ahead.strip():
+        after = behind
+    begin = layout.ids(before + turn + end)
+    both = layout.ids(before + turn + end + after)
+    assert both[: len(begin)] == begin, "an end token stands between"
+    return both[len(begin) :]
+
+
+SETTINGS: Sequence[Mapping[str, Any]] = ({}, {"system_prompt": SYSTEM["content"]}, {"tools": [ADD]})
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "system", "tools"])
+def test_prompts(layout: Layout, tokenizer: Any, settings: dict[str, Any]) -> None:
+    messages = [SYSTEM, USER] if "system_prompt" in settings else [USER]
+    for variables in ({}, layout.kwargs):
+        expected = layout.render(messages, tools=settings.get("tools"), **variables)
+        spec = TaskDataSpec(task_name="x", chat_template_kwargs=variables, **settings)
+        datum = math_data_processor({"prompt": TRICKY, "answer": "1"}, spec, tokenizer, 10_000, 0)
+        assert datum["message_log"][0]["content"] == expected
+        assert datum["message_log"][0]["token_ids"] == layout.ids(expected)
+    if layout.shows_tools and "tools" in settings:
+        assert "Adds two whole numbers." in expected
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "system", "tools"])
+def test_a_later_turn_of_the_user(layout: Layout, tokenizer: Any, settings: dict[str, Any]) -> None:
+    messages = [SYSTEM, USER] if "system_prompt" in settings else [USER]
+    conversation = [*messages, {"role": "assistant", "content": ANSWER}, FOLLOW_UP]
+    for variables in ({}, layout.kwargs):
+        renderer = renderer_of(tokenizer, chat_template_kwargs=variables, **settings)
+        whole = layout.render(conversation, tools=settings.get("tools"), **variables)
+        expected = tokens_after(layout, whole, ANSWER, layout.end)
+        assert renderer.encode_later_turn([FOLLOW_UP], layout.id(layout.end)) == expected
+        earlier = conversation[len(messages) - 1 : -2]
+        assert renderer.encode_continuation(earlier, [FOLLOW_UP], layout.id(layout.end)) == expected
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_of_tools(layout: Layout, tokenizer: Any, count: int) -> None:
+    renderer, end = renderer_of(tokenizer, tools=[ADD]), layout.tool_end or layout.end
+    if layout.tool_role == "refused":
+        with pytest.raises(Exception, match=r"(?i)alternate|roles are supported"):
+            renderer.encode_later_turn(results(count), layout.id(end))
+        return
+    count = min(count, layout.calls) or count
+    turn = {"role": "assistant", "content": "", "tool_calls": calls(count)}
+    mark = layout.call_close
+    if layout.calls == 0:
+        turn, mark = {"role": "assistant", "content": ANSWER}, ANSWER
+    whole = layout.render([USER, turn, *results(count)], tools=[ADD])
+    expected = tokens_after(layout, whole, mark, end)
+    assert renderer.encode_later_turn(results(count), layout.id(end)) == expected
+
+
+def test_a_turn_that_reasons(layout: Layout, tokenizer: Any) -> None:
+    """Templates drop the reasoning of earlier turns from a whole conversation; the sampled turn keeps its tokens."""
+    reasoned = f"<think>\nCount.\n</think>\n\n{ANSWER}"
+    whole = layout.render([USER, {"role": "assistant", "content": reasoned}, FOLLOW_UP])
+    expected = tokens_after(layout, whole, ANSWER, layout.end)
+    assert renderer_of(tokenizer).encode_later_turn([FOLLOW_UP], layout.id(layout.end)) == expected
+
+
+def test_the_calls_of_an_agent(layout: Layout, tokenizer: Any) -> None:
+    """Three calls are one sequence: what transformers renders for the whole, with the sampled tokens in their place."""
+    second = "Then 9."
+    engine = Script([[*layout.ids(text), layout.id(layout.end)] for text in (ANSWER, second, "")], layout)
+    seed = iter(range(9)).__next__
+    talk = Conversation(engine, SETTINGS_OF_SAMPLING, renderer_of(tokenizer), lambda _: seed(), 10_000)
+    messages: list[dict[str, Any]] = [USER]
+    expected = layout.ids(layout.render(messages))
+    for answer, question in ((ANSWER, FOLLOW_UP), (second, USER)):
+        asyncio.run(talk.chat(messages, None, None))
+        assert engine.prompts[-1] == expected
+        messages = [*messages, {"role": "assistant", "content": answer}, question]
+        expected += [*layout.ids(answer), layout.id(layout.end)]
+        expected += tokens_after(layout, layout.render(messages), answer, layout.end)
+    asyncio.run(talk.chat(messages, None, None))
+    assert engine.prompts[-1] == expected
+
+
+class Script:
+    """An engine that answers with these tokens, one answer a call."""
+
+    def __init__(self, answers: Sequence[list[int]], layout: Layout) -> None:
+        self._answers, self._layout = iter(answers), layout
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+        self.prompts.append(request.prompt_ids.tolist())
+        tokens = next(self._answers)
+        return GenerationOutput(
+            token_ids=np.array(tokens, dtype=np.int32),
+            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            text=self._layout.truth.decode(tokens, skip_special_tokens=True),
+            stop_reason="stop",
+            spans=[Span(0, len(tokens), 1)],
+        )
