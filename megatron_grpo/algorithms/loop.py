@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, SomeRun
 from megatron_grpo.algorithms.validation import observe, reason_to_stop, validate
+from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import sometimes_absent
-from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoint_files import read_state
 from megatron_grpo.controller.directory import STOP_FILE
 from megatron_grpo.data.loader import prompt_batches
@@ -262,7 +262,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     _remark(run, step, report)
     if run.config.logger.log_completions and failure is None:
         run.logger.show_completions(step, run.dumps.some(step))
-    failure = failure or _ranking_problem(run.config, metrics)
+    failure = failure or _ranking_problem(run, metrics)
     if failure is not None:
         if not isinstance(failure, ModelLostError):
             _save_finished_steps(run, metrics, Snapshot.of(run))
@@ -302,13 +302,23 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
         )
 
 
-def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
+def _ranking_problem(run: SamplingRun, metrics: Mapping[str, float]) -> RunError | None:
     """The error for a checkpointing.metric_name that steps do not have; None: checkpoints can be ranked."""
+    config, step = run.config, run.state["total_steps"]
     name, ranked = config.keeping.metric_name, config.saves and config.keeping.keep_top_k is not None
-    if not metrics["optimizer_steps"] or name is None or name.startswith(VALIDATION_PREFIX):
-        return None  # a step that does not train the policy, as in the critic's warm-up, lacks many metrics
-    if not ranked or name in metrics or name in sometimes_absent(config):
+    if not ranked or name is None or name in metrics or name.startswith(VALIDATION_PREFIX):
         return None
+    if name.startswith(ENVIRONMENT_FIGURE):
+        figures = ", ".join(sorted(one for one in metrics if one.startswith(ENVIRONMENT_FIGURE))) or "none"
+        text = (
+            f"checkpointing.metric_name={name} ranks checkpoints, and step {step} has no such figure; it has {figures}"
+        )
+        if step == 1:
+            return RunError(text)
+        run.logger.note_once("ranking", f"{text}. Checkpoints of such steps rank last")
+        return None
+    if not metrics["optimizer_steps"] or name in sometimes_absent(config):
+        return None  # a step that does not train the policy, as in the critic's warm-up, lacks many metrics
     known = ", ".join(sorted(metrics))
     return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is not a metric of a step: {known}")
 

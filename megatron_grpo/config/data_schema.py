@@ -279,6 +279,8 @@ BUILT_IN = {
 REWARD_FUNCTIONS = "reward_functions"
 """The environment type that calls the functions in reward_funcs."""
 
+ENVIRONMENT_FIGURE = "env/"
+"""Beginning of the names of figures that environments and reward functions report, among the metrics of a step."""
 UNUSUALLY_SHORT = "unusually_short"
 """Figure of suspicion that every environment has, if there are enough samples of a prompt to compare."""
 LEAST_COMPARED = 4

@@ -56,7 +56,8 @@ class CheckpointingConfig(Section):
     """Checkpoints kept, best by metric_name first; the newest is always kept. null keeps all."""
 
     metric_name: str | None = "val_accuracy"
-    """Metric that ranks checkpoints; a metric of validation where nothing is validated gives way to reward. null: the
+    """Metric that ranks checkpoints; a metric of validation where nothing is validated gives way to reward. env/NAME is
+    a figure that a reward function or environment reports as NAME. Steps without a finite value rank last. null: the
     newest rank first."""
 
     higher_is_better: bool = True

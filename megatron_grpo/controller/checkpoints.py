@@ -325,14 +325,14 @@ class Checkpointer:
             shutil.rmtree(temporary)
 
     def _score(self, step: int) -> float | None:
-        """Score of a checkpoint, higher is better; -inf without the metric. None: unreadable, so it is kept."""
+        """Score of a checkpoint, higher is better; -inf without a finite metric. None: unreadable, so it is kept."""
         if self.config.metric_name is None:
             return float(step)
         try:
             value = read_state(self.path(step))["metrics"].get(self.config.metric_name)
         except (CheckpointError, OSError):
             return None
-        if value is None:
+        if not isinstance(value, int | float) or not math.isfinite(value):  # NaN cannot be sorted
             return -math.inf
         return float(value) if self.config.higher_is_better else -float(value)
 

@@ -55,8 +55,9 @@ class EnvironmentReturn:
     errors: int = 0
     """Number of reward functions that failed for the response, and count as if they had given no reward."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further figures from the environment; a step reports their means over its responses. A figure suspect/NAME above
-    0 marks the response as suspect in the report: its reward may be undeserved."""
+    """Further figures from the environment; a step reports their means over its responses as env/NAME. A figure
+    suspect/NAME keeps its name, and above 0 marks the response as suspect in the report: its reward may be
+    undeserved."""
     notes: dict[str, str] = field(default_factory=dict)
     """Notes on the response, for readers of the step's file of rollouts."""
 

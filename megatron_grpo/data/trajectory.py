@@ -47,7 +47,7 @@ class Sample:
     reward_errors: int = 0
     """Number of reward functions that failed for the response, and count as if they had given no reward."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
-    """Further figures that the environment reported for the rollout."""
+    """Further figures of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
     correct: bool | None = False
     """Whether the response is correct; None: the environment cannot say."""
     loss_multiplier: float = 1.0

@@ -61,38 +61,76 @@ class RewardModel:
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer = load_tokenizer(path)
-        dtype = getattr(torch, config.precision)
-        self._model = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, num_labels=1, trust_remote_code=False
+        self._model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            dtype=getattr(torch, config.precision),
+            num_labels=1,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        if loading["missing_keys"]:  # transformers draws these at random, with a warning
+            raise RunError(f"reward model {path} has no weights for {', '.join(sorted(loading['missing_keys']))}")
+        pad_id = self._model.config.get_text_config().pad_token_id
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        # Some configurations say -1: an id that no text has, so that it is the same as none.
+        self._pad_id = pad_id if pad_id is not None and 0 <= pad_id < self._vocabulary else None
         self._model.to(self._device).eval()
 
     @phase("reward model")
-    def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+    def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
         """Score each conversation, rendered with the model's own chat template; plain texts are concatenated.
+
+        A score does not depend on the other texts of the call: it is what transformers computes for the text alone. A
+        text without tokens has no score (None).
 
         Raises:
             RunError: the prompts are conversations, and the model's tokenizer has no chat template.
         """
-        import torch
-
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         token_ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         if self._config.max_tokens is not None:
             token_ids = [ids[-self._config.max_tokens :] for ids in token_ids]
-        scores = [0.0] * len(texts)
-        for batch in _batches([len(ids) for ids in token_ids], self._config.batch_tokens):
-            padded = self._tokenizer.pad(
-                {"input_ids": [token_ids[number] for number in batch]}, padding_side="right", return_tensors="pt"
-            )
-            with torch.inference_mode():
-                logits = self._model(**padded.to(self._device)).logits[:, 0].float().tolist()
-            for number, score in zip(batch, logits, strict=True):
-                scores[number] = score
+        scores: list[float | None] = [None] * len(texts)
+        numbers = [number for number, ids in enumerate(token_ids) if ids]
+        for batch in _batches([len(token_ids[number]) for number in numbers], self._config.batch_tokens):
+            batch_ids = [token_ids[numbers[index]] for index in batch]
+            for index, score in zip(batch, self._scores(batch_ids), strict=True):
+                scores[numbers[index]] = score
         return scores
+
+    def _scores(self, token_ids: Sequence[list[int]]) -> list[float]:
+        """Scores of some texts in one forward pass, if they can be padded without an effect on the scores.
+
+        Decoder models score the last token that is not config.pad_token_id, and look at the ids, not at the attention
+        mask. So the padding is that id; without one, transformers scores the last token of a single text, and the
+        padding is an id that none of the texts has, which config.pad_token_id is set to for this pass. The tokenizer's
+        padding token is never used: it is often the token that ends a conversation.
+        """
+        import torch
+
+        pad_id = self._padding(token_ids)
+        if len(token_ids) > 1 and pad_id is None:
+            return [score for ids in token_ids for score in self._scores([ids])]
+        longest = max(map(len, token_ids))
+        ids = [[*one, *[pad_id or 0] * (longest - len(one))] for one in token_ids]
+        mask = [[1] * len(one) + [0] * (longest - len(one)) for one in token_ids]
+        if self._pad_id is None:
+            self._model.config.get_text_config().pad_token_id = pad_id if len(token_ids) > 1 else None
+        with torch.inference_mode():
+            logits = self._model(
+                input_ids=torch.tensor(ids, device=self._device),
+                attention_mask=torch.tensor(mask, device=self._device),
+            ).logits
+        return [float(score) for score in logits[:, 0]]
+
+    def _padding(self, token_ids: Sequence[list[int]]) -> int | None:
+        """The id to pad these texts with; None: each has to be scored by itself."""
+        if self._model.config.is_encoder_decoder:  # these find a text's end by its number of end tokens
+            return None
+        if self._pad_id is not None:
+            return self._pad_id
+        used = {token_id for ids in token_ids for token_id in ids}
+        return next((token_id for token_id in range(self._vocabulary) if token_id not in used), None)
 
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
@@ -121,7 +159,7 @@ class RewardModelClient:
         """`path`: the model's folder, for messages; `workers`: Ray actors (`RewardModel`) that hold the model."""
         self.path, self._workers = path, list(workers)
 
-    async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+    async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
         """Compute the rewards, divided equally over the model's processes."""
         share = -(-len(prompts) // len(self._workers))
         begins = range(0, len(prompts), share)

@@ -17,6 +17,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.figures import reported_figures
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
 from megatron_grpo.environments.interface import EnvironmentSettings
@@ -128,7 +129,10 @@ class EnvironmentWorker:
 
 
 def _plain(given: EnvironmentReturn) -> EnvironmentReturn:
-    """Convert a score to Python's own number types; numbers of NumPy or torch would fail in metrics."""
+    """Convert a score to Python's own types, since those of NumPy or torch would fail in files; rename its figures."""
     reward = None if given.reward is None else float(given.reward)
     correct = None if given.correct is None else bool(given.correct)
-    return replace(given, reward=reward, correct=correct)
+    parts = {name: float(part) for name, part in given.parts.items()}
+    notes = {str(name): note if isinstance(note, str) else repr(note) for name, note in given.notes.items()}
+    metrics = reported_figures(given.metrics)
+    return replace(given, reward=reward, correct=correct, parts=parts, metrics=metrics, notes=notes)

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.figures import MOST_FIGURES, is_of_environment
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.rollout_files import drop_rollouts_after
 from megatron_grpo.data.trajectory import Trajectory
@@ -202,13 +203,17 @@ class RunLogger:
             self._trackers.append(MlflowTracker(self.run_dir, config))
         self._progress = ProgressDisplay(config.loop.max_num_steps, live=config.logger.progress)
         self._noted: set[str] = set()
+        self._figures: set[str] = set()
         self._vocabulary: TokenBytes | None = None
         self._logging_s = 0.0
         self._startup_s: float | None = None
         self._startup_parts_s: Mapping[str, float] = {}
         self._end = COMPLETED
         self._started = time.monotonic()
-        self._earlier_s = sum(step["timing"][TOTAL] for step in read_lines(self.run_dir / METRICS_FILE))
+        self._earlier_s = 0.0
+        for row in read_lines(self.run_dir / METRICS_FILE):
+            self._earlier_s += row["timing"][TOTAL]
+            self._figures.update(filter(is_of_environment, row))
         self._resume_step = resume_step
 
     def started(
@@ -245,6 +250,7 @@ class RunLogger:
             throughput: samples and tokens per second, utilisation.
         """
         begin = time.perf_counter()
+        metrics = self._with_bounded_figures(metrics)
         metrics = {**metrics, **{name: metrics[same] for name, same in TRL_NAMES.items() if same in metrics}}
         timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
         self._logging_s = 0.0
@@ -256,6 +262,19 @@ class RunLogger:
         self._progress.step(step, metrics, timing)
         logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
+
+    def _with_bounded_figures(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics without figures of environments beyond the first MOST_FIGURES names of the run."""
+        kept = {}
+        for name, value in metrics.items():
+            if is_of_environment(name) and name not in self._figures:
+                if len(self._figures) == MOST_FIGURES:
+                    text = f"the run has {MOST_FIGURES} figures of environments and reports no others, such as {name}"
+                    self.note_once("figures", text)
+                    continue
+                self._figures.add(name)
+            kept[name] = value
+        return kept
 
     def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Report a validation after `step` training steps; metrics and timing have the form of `log_step`."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from itertools import islice
 from statistics import fmean, stdev
 
 import torch
 
 from megatron_grpo.config.metric_names import TASK_METRICS
+from megatron_grpo.data.figures import MOST_FIGURES, is_of_environment, step_figure_name
 from megatron_grpo.data.trajectory import Outcome
 
 
@@ -84,8 +86,8 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) of each function's rewards.
 
     With reward functions also unscored_rate, the share of responses that no function scored; with failures that
-    env.NAME.on_reward_error=none ignores also reward_errors, their number. Metrics that environments report keep their
-    names, and are means over the responses that have them.
+    env.NAME.on_reward_error=none ignores also reward_errors, their number. Figures that environments report are
+    env/NAME or suspect/NAME, and means over the responses that have them; of very many, only the first MOST_FIGURES.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     reported: defaultdict[str, list[float]] = defaultdict(list)
@@ -93,11 +95,12 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
         for name, reward in outcome.reward_parts.items():
             values[name].append(reward)
         for name, figure in outcome.reward_metrics.items():
-            reported[name].append(figure)
+            reported[step_figure_name(name)].append(figure)
     unscored = fmean(outcome.is_unscored for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
-    figures = {name: fmean(given) for name, given in reported.items()}
+    left_out = {*islice(filter(is_of_environment, reported), MOST_FIGURES, None)}
+    figures = {name: fmean(values) for name, values in reported.items() if name not in left_out}
     errors = sum(outcome.reward_errors for outcome in outcomes)
     counted = {"reward_errors": float(errors)} if errors else {}
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})

@@ -7,6 +7,13 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.checks.rules import Rule
 from megatron_grpo.config.compose import misplaced
+from megatron_grpo.config.data_schema import (
+    BUILT_IN,
+    ENVIRONMENT_FIGURE,
+    REWARD_FUNCTIONS,
+    EnvironmentConfig,
+    is_model_folder,
+)
 from megatron_grpo.config.errors import did_you_mean
 from megatron_grpo.config.keys import changed
 from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, other_than
@@ -84,13 +91,25 @@ def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
     known = step_metrics(config)
     if name in known:
         return
+    if name.removeprefix(ENVIRONMENT_FIGURE) not in ("", name):
+        text = "no environment of this run reports figures: functions in reward_funcs and environments of your own can"
+        yield not any(_reports_figures(one) for one in config.env.values()), subject, text
+        return
     if name == "accuracy" and config.env:
         yield True, subject, _no_accuracy(config, name)
     elif name in (others := all_step_metrics(config)):
         yield True, subject, f"is not a metric of this run: {others[name]}"
     else:
         names = [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)]
-        yield True, subject, "is not a metric of a step" + did_you_mean(name, sorted(names))
+        figure = f"; a figure {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
+        advice = figure if any(_reports_figures(one) for one in config.env.values()) else ""
+        yield True, subject, "is not a metric of a step" + did_you_mean(name, sorted(names)) + advice
+
+
+def _reports_figures(environment: EnvironmentConfig) -> bool:
+    """Whether an environment may report figures env/NAME."""
+    functions = [one for one in environment.reward_funcs if not is_model_folder(one)]
+    return environment.type not in {*BUILT_IN, REWARD_FUNCTIONS} - {"code"} or bool(functions)
 
 
 def _no_accuracy(config: Config, name: str) -> str:

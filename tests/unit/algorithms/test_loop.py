@@ -214,6 +214,23 @@ def test_a_ranking_metric_that_only_some_steps_have_does_not(tmp_path: Path) -> 
     assert run.checkpointer.steps() == [2, 3]
 
 
+def test_a_figure_of_an_environment_ranks_under_its_whole_name(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.config.checkpointing = replace(CHECKPOINTING, metric_name="env/f2", keep_top_k=2)
+    run.report = replace(run.report, metrics={**run.report.metrics, "env/f1": 1.0})
+    text = r"checkpointing.metric_name=env/f2 ranks checkpoints, and step 1 has no such figure; it has env/f1"
+    with pytest.raises(RunError, match=text):
+        run.train()
+    assert run.checkpointer.steps() == [1]
+    run.train(steps=4)  # a run that goes on only notes it: the figure may be a rare one
+    assert "Checkpoints of such steps rank last" in run.notes["ranking"]
+    run = Run(tmp_path / "right")
+    run.config.checkpointing = replace(CHECKPOINTING, metric_name="env/f1", keep_top_k=2)
+    run.report = replace(run.report, metrics={**run.report.metrics, "env/f1": 1.0})
+    run.train(steps=4)
+    assert run.notes == {}
+
+
 def test_the_rollouts_of_a_step_are_on_disk_before_it_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

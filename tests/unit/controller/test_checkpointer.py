@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 import shutil
 from pathlib import Path
@@ -92,6 +94,17 @@ def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monk
 def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool, kept: list[int]) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: None}
     assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).steps() == kept
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_a_value_that_is_not_finite_ranks_last(tmp_path: Path, higher_is_better: bool) -> None:
+    nan, inf = math.nan, math.inf
+    scores: dict[int, float | None] = dict(enumerate([0.9, nan, 0.5, inf, 0.7, -inf, None, nan], start=1))
+    checkpointer = saved(tmp_path, scores, higher_is_better=higher_is_better)
+    finite = [1, 5, 3] if higher_is_better else [3, 5, 1]
+    for seed in range(20):
+        steps = random.Random(seed).sample(list(scores), len(scores))
+        assert checkpointer.ranked(steps) == [*finite, 8, 7, 6, 4, 2]
 
 
 def test_checkpoints_that_a_replay_needs_are_kept_besides(tmp_path: Path) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import RewardModelConfig
@@ -69,6 +80,83 @@ def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> 
     model._tokenizer.chat_template = None
     with pytest.raises(RunError, match="has no chat template"):
         model.rewards(prompts, completions)
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}~{% endfor %}"
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_labels": 1}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+EOS, QUESTION_MARK = 94, 31
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES, **HEADS, bos_token_id=None, eos_token_id=EOS),
+    "qwen3": Qwen3Config(**SIZES, **HEADS, head_dim=8, eos_token_id=EOS),
+    "mistral": MistralConfig(**SIZES, **HEADS, eos_token_id=EOS),
+    "gemma2": Gemma2Config(**SIZES, **HEADS, head_dim=8, eos_token_id=EOS),
+    "gpt2": GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, num_labels=1, bos_token_id=None, eos_token_id=EOS
+    ),
+    "bert": BertConfig(**SIZES, num_attention_heads=4, pad_token_id=0),
+}
+CASES = [  # family, config.pad_token_id, pad_token of the tokenizer, side on which the tokenizer pads
+    *((family, None, None, "right") for family in FAMILIES if family != "bert"),
+    ("llama", None, "~", "left"),  # the usual pad = eos, of the tokenizer alone
+    ("qwen3", EOS, "~", "right"),  # a model that TRL trained: it scores the token before the last ~, here too
+    ("mistral", QUESTION_MARK, "?", "left"),  # a padding token that texts contain, also at their end
+    ("llama", -1, None, "right"),
+    ("gemma2", 0, "~", "right"),
+    ("bert", 0, " ", "right"),
+]
+
+
+def save_model(folder: Path, family: str, pad_id: int | None, pad_token: str | None, side: str) -> None:
+    core = Tokenizer(models.WordLevel({chr(code): code - 32 for code in range(32, 127)}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = {} if pad_token is None else {"pad_token": pad_token}
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="~", chat_template=TURNS, padding_side=side, **special
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(FAMILIES[family])
+    head = next(module for name, module in model.named_children() if name in ("score", "classifier"))
+    torch.nn.init.normal_(head.weight)
+    model.config.pad_token_id = pad_id
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("family", "pad_id", "pad_token", "side"), CASES)
+@pytest.mark.parametrize("batch_tokens", [1, 10_000])
+def test_scores_are_those_of_transformers_for_one_text(
+    tmp_path: Path, family: str, pad_id: int | None, pad_token: str | None, side: str, batch_tokens: int
+) -> None:
+    save_model(tmp_path, family, pad_id, pad_token, side)
+    prompts: list[Any] = [[{"role": "user", "content": "What is 1+1?"}]] * 4
+    completions: list[Any] = [
+        [{"role": "assistant", "content": text}] for text in ("2", "two of them", "why?? ~", "It is 2.")
+    ]
+    model = RewardModel(str(tmp_path), RewardModelConfig(batch_tokens=batch_tokens), 0)
+    texts = [f"<user>What is 1+1?~<assistant>{turn[0]['content']}~" for turn in completions]
+    assert model.rewards(prompts, completions) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
+    plain = ["a?", "", "bcd~", "efgh?~"]
+    with_tokens = expected(tmp_path, [text for text in plain if text])
+    scores = model.rewards([""] * 4, plain)
+    assert scores[1] is None, "a text without tokens has no score"
+    assert [score for score in scores if score is not None] == pytest.approx(with_tokens, abs=1e-5)
+
+
+def test_texts_that_use_every_token_are_scored_alone(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", None, None, "right")
+    texts = ["".join(chr(code) for code in range(32, 127)) + "a", "ab", "~"]
+    model = RewardModel(str(tmp_path), RewardModelConfig(), 0)
+    model._vocabulary = 95  # the embedding has a row more than there are characters
+    assert model.rewards([""] * 3, texts) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
+
+
+def test_a_folder_without_the_head_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match=r"has no weights for score\.weight"):
+        RewardModel(str(tmp_path), RewardModelConfig(), 0)
 
 
 def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
