@@ -81,8 +81,9 @@ def _foreign_settings(name: str, arguments: Any) -> Iterator[Problem]:
         return
     if name == "config":
         yield Problem(name, f"is {kind.__name__}; {_CONFIG}")
+    device = {field: getattr(arguments, field) for field in ("use_cpu", "bf16") if hasattr(arguments, field)}
     try:
-        defaults = kind()
+        defaults = kind(**device)  # without these, transformers raises on a machine without GPUs
     except Exception:  # noqa: BLE001 - another library's class may refuse its own defaults on this machine
         return
     for field in dataclasses.fields(arguments):
@@ -142,7 +143,7 @@ def _environment_problems(environments: Any) -> Iterator[Problem]:
 
 def _is_ray_actor(value: Any) -> bool:
     """True for Ray's actor classes and handles, which are recognised without importing Ray."""
-    return type(value).__module__.partition(".")[0] == "ray"
+    return any(base.__module__.partition(".")[0] == "ray" for base in type(value).__mro__)
 
 
 def _tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:

@@ -53,8 +53,8 @@ def test_the_start_up_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> N
         ("dataset", "no such argument; train_dataset or val_dataset here"),
         (
             "foo",
-            "no such argument; there is config, train_dataset, val_dataset, rewards, environments, tokenizer, callbacks; "
-            "settings are in config",
+            "no such argument; there is config, train_dataset, val_dataset, rewards, environments, tokenizer, "
+            "callbacks; settings are in config",
         ),
     ],
 )
