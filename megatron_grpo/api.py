@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,19 +18,15 @@ from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.controller.user_objects import Callback, UserObjects
 from megatron_grpo.observability.run_files import read_lines
 from megatron_grpo.preflight.load import check_config, check_overrides
+from megatron_grpo.preflight.script import argument_problems
 
 DATA_FOLDER = "data"
 """Subfolder of the run's folder for the datasets of a script."""
 GIVEN = "given"
 """Name that replaces the module in the path of a reward function that cannot be imported."""
-
-_REWARDS = "a function, its import path (package.module.name) or the folder of a reward model"
-_CALLBACKS = "an object of a class that extends megatron_grpo.Callback, such as MyCallback()"
-"""Kinds of objects in the arguments `rewards` and `callbacks` of `train`, for messages."""
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
@@ -53,7 +49,7 @@ class FinishedRun:
 
 
 def train(
-    config: Config | Overrides,
+    config: Config | Overrides | None = None,
     *,
     train_dataset: Any = None,
     val_dataset: Any = None,
@@ -67,7 +63,7 @@ def train(
 
     Args:
         config: overrides as on the command line (["+exp=quickstart", "grpo.max_num_steps=3"]), as a mapping
-            ({"+exp": "quickstart", "grpo.max_num_steps": 3}), or a single one as a text; or a Config.
+            ({"+exp": "quickstart", "grpo.max_num_steps": 3}), or a single one as a text; or a Config. Required.
         train_dataset: training rows: a list or another iterable of dicts, a `datasets.Dataset` or `IterableDataset`, or
             a path or hub name; rows are kept in the folder of the run, so that it can be resumed. None: as the
             configuration says.
@@ -88,18 +84,20 @@ def train(
         RunError: the run failed.
     """
     began, functions = time.time(), dict[str, Callable[..., Any]]()
+    arguments = {
+        "config": config,
+        "rewards": rewards,
+        "environments": environments,
+        "tokenizer": tokenizer,
+        "callbacks": callbacks,
+    }
+    problems = argument_problems(arguments, unknown)
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
     rewards = [rewards] if isinstance(rewards, str) or callable(rewards) else () if rewards is None else rewards
     callbacks = [callbacks] if isinstance(callbacks, Callback) else () if callbacks is None else callbacks
     environments = {} if environments is None else environments
-    problems = [
-        *(Problem(name, f"no such argument; {_fix(name)}") for name in unknown),
-        *_list_problems("rewards", rewards, lambda one: isinstance(one, str) or callable(one), _REWARDS),
-        *_environment_problems(environments),
-        *_tokenizer_problems(tokenizer),
-        *_list_problems("callbacks", callbacks, lambda one: isinstance(one, Callback), _CALLBACKS),
-    ]
-    if problems:
-        raise ConfigError(problems)
     if isinstance(config, Config):
         if train_dataset is not None or val_dataset is not None or rewards or environments:
             text = "has its data and environments already; give overrides instead to have others"
@@ -144,59 +142,6 @@ def _checked(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return checked
-
-
-_ARGUMENTS = {
-    "args": "config",
-    "eval_dataset": "val_dataset",
-    "processing_class": "tokenizer",
-    "reward_funcs": "rewards",
-}
-"""Arguments of `train` by the name of the counterpart in TRL's GRPOTrainer."""
-
-
-def _fix(name: str) -> str:
-    if name in _ARGUMENTS:
-        return f"TRL's {name} is {_ARGUMENTS[name]} here"
-    known = counterpart(name, "grpo")
-    return f"settings are in config; {known}" if known else "settings are in config"
-
-
-def _list_problems(name: str, given: Any, fits: Callable[[Any], bool], kinds: str) -> Iterator[Problem]:
-    """Problems of an argument that is to be a list of objects of some kinds."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        yield Problem(name, f"is {_kind(given)}; give a list, each {kinds}")
-        return
-    for number, one in enumerate(given):
-        if not fits(one):
-            yield Problem(f"{name}[{number}]", f"is {_kind(one)}; give {kinds}")
-
-
-def _environment_problems(environments: Any) -> Iterator[Problem]:
-    if not isinstance(environments, Mapping):
-        text = "give a mapping of task names to classes or types: {'my_task': MyClass}"
-        yield Problem("environments", f"is {_kind(environments)}; {text}")
-        return
-    for task, kind in environments.items():
-        subject = f"environments[{task!r}]"
-        if not isinstance(kind, str | type):
-            text = f"give the class, and what it is made with in env.{task}.options"
-            yield Problem(subject, f"is an object of {type(kind).__name__}; {text}")
-        elif isinstance(kind, type) and (kind.__module__ == "__main__" or not kind.__qualname__.isidentifier()):
-            text = f"{kind.__qualname__} cannot be imported by the processes of the run; write it into a module"
-            yield Problem(subject, text)
-
-
-def _tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
-    members = ("__call__", "apply_chat_template", "decode", "eos_token_id")
-    if tokenizer is not None and (inspect.isclass(tokenizer) or not all(hasattr(tokenizer, name) for name in members)):
-        text = "give a tokenizer that is loaded: transformers.AutoTokenizer.from_pretrained(...)"
-        yield Problem("tokenizer", f"is {_kind(tokenizer)}; {text}")
-
-
-def _kind(value: Any) -> str:
-    """The kind of a value, in the words of a message."""
-    return f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
 
 
 def _check_name(name: Any, argument: str, section: str) -> None:

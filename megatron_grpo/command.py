@@ -13,6 +13,7 @@ from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import FAILED, MISTAKE, answered, help_text, interrupted
+from megatron_grpo.config.keys import known_key, known_section
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
@@ -98,22 +99,36 @@ def _check_start(config: Config) -> Path | None:
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
     """The overrides of a command line, and the task that its options choose."""
     overrides: list[str] = []
+    problems: list[Problem] = []
     task: Task = "train"
-    rest = iter(arguments)
-    for argument in rest:
-        name, _, value = argument.partition("=")
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
         if name in ("--cfg", "-c"):
-            value = value or next(rest, "")
+            value = value or (rest.pop(0) if rest else "")
             if value != "job":
-                raise ConfigError([Problem(f"{name} {value}".strip(), "shows one thing only: --cfg job")])
+                problems.append(Problem(f"{name} {value}".strip(), "shows one thing only: --cfg job"))
             task = "show"
         elif argument == "--check":
             task = "check"
         elif name == OPTION:
-            overrides.append(f"{OPTION}={value or next(rest, '')}")
+            overrides.append(f"{OPTION}={value or (rest.pop(0) if rest else '')}")
         elif argument.startswith("-"):
-            advice = counterpart(name, "grpo") or "--help shows what there is"
-            raise ConfigError([Problem(argument, f"no such option; {advice}")])
+            problems.append(Problem(argument, f"no such option; {_advice(name)}"))
+            while not equals and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+                rest.pop(0)  # the option's value
         else:
             overrides.append(argument)
+    if problems:
+        raise ConfigError(problems)
     return overrides, task
+
+
+def _advice(option: str) -> str:
+    """What to write instead of an option that there is not, which may be another framework's or a key with dashes."""
+    name = option.lstrip("-").replace("-", "_")
+    advice = counterpart(option, "grpo") or counterpart(name, "grpo")
+    if advice is None and (known_key(name) or known_section(name)):
+        advice = f"keys have no dashes before them: {name}=..."
+    return advice or "--help shows what there is"

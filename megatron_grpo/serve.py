@@ -1,4 +1,4 @@
-"""Starts a vLLM server that runs can train against: python -m megatron_grpo.serve MODEL."""
+"""Starts a vLLM server that runs can train against: python -m megatron_grpo.serve MODEL, or --model MODEL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,16 @@ _FOR_RUNS = (
     "--middleware=megatron_grpo.sampler.guard.TokenGuard",
 )
 
+_SWITCHES = ("--enable-prefix-caching", "--enforce-eager", "--trust-remote-code")
+"""Switches of vLLM that have a value in TRL's server."""
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_TRL_OPTIONS = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
+"""vLLM's options for those of TRL's server that have another name."""
+
 EPILOG = f"""\
+MODEL is the model that the run starts from: a folder in Hugging Face format or a
+hub name. It comes first, or as --model=MODEL anywhere.
+
 Every other argument is vLLM's own (vllm serve --help=all), for instance
 --tensor-parallel-size=2 or --max-model-len=4096.
 
@@ -43,12 +52,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by vLLM's server, or exit with the code of a mistake."""
     options, given = _parser().parse_known_args(arguments)
     try:
+        model, given = _split_model(options.model, given)
+        given = _as_vllm_arguments(given)
         _require_free(given)
-        folder = model_folder(options.model, "MODEL")
+        folder = model_folder(model, "MODEL")
         if not (folder / "config.json").is_file():
-            raise RunError(
-                f"MODEL={options.model} has no config.json; give a folder in Hugging Face format or a hub name"
-            )
+            raise RunError(f"MODEL={model} has no config.json; give a folder in Hugging Face format or a hub name")
     except (RunError, OSError) as error:
         print(f"megatron_grpo.serve: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
@@ -74,18 +83,76 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_grpo.serve",
+        usage="%(prog)s MODEL [--host HOST] [--port PORT] [--name NAME] [arguments of vLLM]",
         description="Starts vLLM's server so that runs can train against it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="the model that the run starts from: a folder or a hub name")
+    parser.add_argument(
+        "--model", action="append", default=[], help="the model, in place of MODEL: a folder or a hub name"
+    )
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (%(default)s)")
     parser.add_argument(
         "--name", action="append", default=[], help="a further name by which runs reach this machine; may be repeated"
     )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     return parser
+
+
+def _split_model(named: Sequence[str], given: Sequence[str]) -> tuple[str, list[str]]:
+    """The model, from --model or from a bare word among the other arguments, and those without it.
+
+    Args:
+        named: values of --model.
+        given: the arguments that are not this command's own.
+
+    Raises:
+        RunError: no model is given, or several.
+    """
+    rest = list(given)
+    number = _position_of_bare_word(rest)
+    bare = [] if number is None else [rest.pop(number)]
+    models = list(dict.fromkeys([*bare, *named]))
+    if not models:
+        raise RunError(
+            "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"
+        )
+    if len(models) > 1:
+        raise RunError(f"a server has one model, and these are {len(models)}: {', '.join(models)}; leave one")
+    return models[0], rest
+
+
+def _position_of_bare_word(words: Sequence[str]) -> int | None:
+    """Position of the first word that is surely no option's value: the first of all, or one behind an option with =."""
+    for number, word in enumerate(words):
+        before = words[number - 1] if number else None
+        if not word.startswith("-") and (before is None or (before.startswith("-") and "=" in before)):
+            return number
+    return None
+
+
+def _as_vllm_arguments(given: Sequence[str]) -> list[str]:
+    """The arguments in vLLM's form, of which some may have the form of TRL's server: --enforce_eager True."""
+    words: list[str] = []
+    for word in given:
+        name, equals, value = word.partition("=")
+        option = "--" + name[2:].replace("_", "-")
+        if name.startswith("--"):
+            words.append(f"{_TRL_OPTIONS.get(option, option)}{equals}{value}")
+        elif words and words[-1] in _SWITCHES and word.lower() in _TRUTH:
+            words.append(f"{words.pop()}={word}")
+        else:
+            words.append(word)
+    return [_switched(word) for word in words]
+
+
+def _switched(word: str) -> str:
+    """A switch of vLLM for one with a value: --enforce-eager for --enforce-eager=True."""
+    name, _, value = word.partition("=")
+    if name not in _SWITCHES or value.lower() not in _TRUTH:
+        return word
+    return name if _TRUTH[value.lower()] else f"--no-{name.removeprefix('--')}"
 
 
 def _made_token() -> str:
@@ -101,6 +168,8 @@ def _require_free(given: Sequence[str]) -> None:
         name = argument.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-")
         if argument.startswith("--") and name in _OWNED:
             raise RunError(f"{argument}: is set by this command")
+        if argument.partition("=")[0] == "--trust-remote-code":
+            raise RunError(f"{argument}: code that comes with a model is never run")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import FREE_TYPE, keys, known_key, known_section, leaves, matches, members
+from megatron_grpo.config.paths import is_hub_name
 
 CONF_MODULE = "megatron_grpo.conf"
 """The package of YAML files."""
@@ -167,6 +168,8 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
 def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
     """The problem of an argument that is not a KEY=VALUE, or None."""
     name, equals, value = text.lstrip("+").partition("=")
+    if not equals and (advice := _advice_on_path(name)) is not None:
+        return Problem(text, f"not understood; {advice}")
     if not equals:
         choices = {option: f"+{group}={option}" for group, found in options.items() for option in found}
         close = difflib.get_close_matches(name, choices, n=1)
@@ -179,6 +182,16 @@ def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | Non
     if known_key(name) is None and depth(value) > DEEPEST:
         return Problem(f"{name}={shown(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
     return None
+
+
+def _advice_on_path(word: str) -> str | None:
+    """The key for a word that is a path or a hub name rather than key=value; None: it is neither."""
+    kind = Path(word).suffix.lower()
+    if kind in (".yaml", ".yml"):
+        return f"job={word} takes the fields of a flat YAML; a recipe of your own is --config-dir=FOLDER +exp=NAME"
+    if kind in (".jsonl", ".parquet", ".arrow", ".csv"):
+        return f"write data.train_path={word}"
+    return f"a model is policy.model.path={word}" if is_hub_name(word) or os.path.isdir(word) else None
 
 
 def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:

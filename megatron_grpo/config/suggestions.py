@@ -47,17 +47,49 @@ def unknown_key(name: str, algorithm: str) -> Problem:
 def counterpart(name: str, algorithm: str) -> str | None:
     """A clause with the counterpart of a foreign name ("TRL's learning_rate is policy.optimizer.lr here"), or None.
 
-    A name with dots may lack its first parts (megatron_cfg.optimizer.lr).
+    A name with dots may lack its first parts (megatron_cfg.optimizer.lr). A name of the value model has the counterpart
+    of the policy's name. Exact names go before those that a pattern (policy.megatron_cfg.*) stands for.
     """
+    entry = _entry(name)
+    if entry is None and name.startswith(_VALUE):
+        entry = _entry(_POLICY + name.removeprefix(_VALUE))
+        entry = entry and (entry[0], name, " ".join(_of_value(word) for word in entry[2].split(" ")))
+    if entry is None:
+        return None
+    framework, foreign, ours = entry
+    if framework == NONE:
+        return ours
+    here, _, remark = ours.partition("; ")
+    if not here:
+        return f"{framework}'s {foreign} has no counterpart here; leave it out"
+    return f"{framework}'s {foreign} is {_here(here.split(), algorithm)} here" + (remark and f": {remark}")
+
+
+_POLICY, _VALUE = "policy.", "value."
+_ANY = ".*"
+"""End of a foreign name that stands for every name of a section."""
+
+
+def _entry(name: str) -> tuple[str, str, str] | None:
+    """Framework, whole foreign name and counterpart (of foreign_names.yaml) of a name; None: no framework has it."""
     for framework, table in foreign_names().items():
         for foreign, ours in table.items():
-            if name != foreign and not ("." in name and foreign.endswith(f".{name}")):
-                continue
-            if framework == NONE:
-                return ours
-            here, _, remark = ours.partition("; ")
-            return f"{framework}'s {foreign} is {_here(here.split(), algorithm)} here" + (remark and f": {remark}")
-    return None
+            if name == foreign or ("." in name and foreign.endswith(f".{name}")):
+                return framework, foreign, ours
+    patterns = (
+        (len(foreign), framework, ours)
+        for framework, table in foreign_names().items()
+        for foreign, ours in table.items()
+        if foreign.endswith(_ANY) and f"{name}.".startswith(foreign.removesuffix("*"))
+    )
+    closest = max(patterns, default=None)
+    return closest and (closest[1], name, closest[2])
+
+
+def _of_value(key: str) -> str:
+    """The value model's key for a key of the policy; other words, and keys that it does not have, as they are."""
+    of_value = _VALUE + key.removeprefix(_POLICY)
+    return of_value if key.startswith(_POLICY) and of_value in keys() else key
 
 
 def nearest(name: str, algorithm: str) -> list[str]:

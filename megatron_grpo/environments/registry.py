@@ -75,10 +75,22 @@ def environment_class(kind: str) -> type[Environment]:
     except ValueError as error:
         raise RunError(str(error)) from error
     if not (inspect.isclass(found) and issubclass(found, Environment)):
-        raise RunError("is not a subclass of megatron_grpo.environments.interface.Environment")
+        text = "is not a subclass of megatron_grpo.environments.interface.Environment"
+        raise RunError(f"{text}{_advice_on_interface(found)}")
     if inspect.isabstract(found):
         raise RunError(f"does not define {', '.join(sorted(found.__abstractmethods__))}")
     return found
+
+
+def _advice_on_interface(found: Any) -> str:
+    """The end of a message about a class of another framework's interface, or about an actor class."""
+    if hasattr(found, "remote"):
+        return (
+            "; take ray.remote away, since the run starts the processes of environments itself (env.NAME.num_workers)"
+        )
+    if hasattr(found, "global_post_process_and_metrics"):
+        return "; docs/migrating.md says how to carry an environment of NeMo RL over"
+    return ""
 
 
 def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:

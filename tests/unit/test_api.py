@@ -49,7 +49,13 @@ def test_the_start_up_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> N
         ("processing_class", "no such argument; TRL's processing_class is tokenizer here"),
         ("args", "no such argument; TRL's args is config here"),
         ("model", "no such argument; settings are in config; TRL's model is policy.model.path here"),
-        ("foo", "no such argument; settings are in config"),
+        ("reward_fn", "no such argument; did you mean rewards?"),
+        ("dataset", "no such argument; train_dataset or val_dataset here"),
+        (
+            "foo",
+            "no such argument; there is config, train_dataset, val_dataset, rewards, environments, tokenizer, "
+            "callbacks; settings are in config",
+        ),
     ],
 )
 def test_arguments_of_another_name_are_told_theirs(name: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def test_a_token_that_is_given_is_kept(
         (["--logprobs-mode=raw_logprobs"], "--logprobs-mode=raw_logprobs: is set by this command"),
         (["--worker_extension_cls=x.Y"], "is set by this command"),
         (["--api-key", "x"], "is set by this command"),
+        (["--trust_remote_code", "True"], "--trust-remote-code: code that comes with a model is never run"),
     ],
 )
 def test_what_is_its_own_is_refused(
@@ -89,3 +91,72 @@ def test_a_folder_without_a_model_is_refused(
     with pytest.raises(SystemExit):
         serve.main([str(tmp_path / "nowhere")])
     assert "has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "passed"),
+    [
+        (["--model", "{}", "--tensor_parallel_size", "8"], [], ["--tensor-parallel-size", "8"]),
+        (["--model={}", "-tp", "2", "--allowed-origins", "a", "b"], [], ["-tp", "2", "--allowed-origins", "a", "b"]),
+        (["--tensor-parallel-size=8", "{}"], [], ["--tensor-parallel-size=8"]),
+        (["{}", "--model", "{}"], [], []),
+        (["--host", "0.0.0.0", "{}"], ["--dtype", "bfloat16"], ["--dtype", "bfloat16"]),
+        (["--model", "{}", "--enable_prefix_caching", "True"], ["--enforce_eager=False"], None),
+        (["--model", "{}", "--vllm_model_impl", "vllm"], ["--log_level", "info"], None),
+    ],
+)
+def test_the_model_is_a_word_or_an_option(
+    became: dict[str, Any], before: list[str], after: list[str], passed: list[str] | None
+) -> None:
+    with pytest.raises(Became):
+        serve.main([word.format(became["model"]) for word in before] + after)
+    arguments = became["arguments"]
+    assert [word for word in arguments if word.startswith("--model=")] == [f"--model={became['model']}"]
+    words = [word for word in arguments[arguments.index("--port=8000") + 1 :] if word not in serve._FOR_RUNS]
+    words = [word for word in words if "chunked-prefill" not in word and "batched-tokens" not in word]
+    if passed is None:
+        passed = {
+            "--enforce_eager=False": ["--enable-prefix-caching", "--no-enforce-eager"],
+            "--log_level": ["--model-impl", "vllm", "--uvicorn-log-level", "info"],
+        }[after[0]]
+    assert words == passed
+
+
+def test_every_option_of_trls_server_is_one_of_vllm(became: dict[str, Any]) -> None:
+    """TRL declares the options of its server; each reaches vLLM's parser under a name that it has."""
+    from trl.scripts.vllm_serve import ScriptArguments
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    names = {option for action in parser._actions for option in action.option_strings}
+    for field in dataclasses.fields(ScriptArguments):
+        if field.name in ("model", "host", "port", "trust_remote_code"):
+            continue
+        value = "True" if "bool" in str(field.type) else "1"
+        with pytest.raises(Became):
+            serve.main(["--model", str(became["model"]), f"--{field.name}", value])
+        arguments = became["arguments"]
+        passed = arguments[arguments.index("--port=8000") + 1 :]
+        options = [word.partition("=")[0] for word in passed if word.startswith("--")]
+        assert set(options) <= names, field.name
+        assert ("True" in passed) is False, f"--{field.name} is a switch of vLLM"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "the model is missing: write it first (python -m megatron_grpo.serve MODEL), or as --model=MODEL"),
+        (["--tensor-parallel-size", "8"], "the model is missing"),
+        (["--enforce-eager", "some/model"], "the model is missing"),
+        (["a/b", "--model", "c/d"], "a server has one model, and these are 2: a/b, c/d; leave one"),
+        (["--model=a/b", "--model=c/d"], "a server has one model, and these are 2: a/b, c/d; leave one"),
+    ],
+)
+def test_a_server_has_one_model(
+    became: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        serve.main(arguments)
+    assert exited.value.code == 2
+    assert text in capsys.readouterr().err
