@@ -8,7 +8,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer, content_text
 
 REFERENCE = "<reference>"
 """Key of the reference answer, as text, in extra_env_info; no column of a file has this name."""
@@ -142,7 +142,7 @@ def _worded(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> A
         last = next((place for place in reversed(range(len(prompt))) if prompt[place]["role"] == "user"), None)
         if last is None:
             raise ValueError(f"row {idx}: the words of data.prompt_file have no place: no message is the user's")
-    said = prompt if last is None else prompt[last]["content"]
+    said = prompt if last is None else content_text(prompt[last].get("content"))
     try:
         words = spec.prompt.format(said, **{name: value for name, value in row.items() if name.isidentifier()})
     except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:

@@ -299,7 +299,7 @@ class PromptRenderer:
             plain["content"] = None
         elif "content" not in message:
             plain["content"] = ""
-        elif isinstance(content, list) and not (self._reads_parts and _are_text_parts(content)):
+        elif isinstance(content, list) and not (self._reads_parts and are_text_parts(content)):
             plain["content"] = join_text_parts(content, number)
         elif not isinstance(content, str | list):
             kind = "null" if content is None else type(content).__name__
@@ -318,6 +318,11 @@ class PromptRenderer:
         except Exception:  # noqa: BLE001 - a template may raise anything about content that it does not expect
             return False
         return "first part" in shown and "second part" in shown and "'type'" not in shown and '"type"' not in shown
+
+
+def content_text(content: Any) -> str:
+    """Text of a message's content, which may be text parts, or null beside tool calls."""
+    return "" if content is None else join_text_parts(content, 1) if isinstance(content, list) else str(content)
 
 
 def join_text_parts(parts: Sequence[Any], number: int) -> str:
@@ -340,8 +345,16 @@ def join_text_parts(parts: Sequence[Any], number: int) -> str:
     return "\n".join(texts)
 
 
-def _are_text_parts(content: Sequence[Any]) -> bool:
-    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+def are_text_parts(content: Any) -> bool:
+    """True for a list of {"type": "text", "text": ...}, not empty."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    )
 
 
 def _parse_arguments(call: Any) -> Any:

@@ -18,6 +18,7 @@ from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.data.code_tests import code_tests, prepare
 from megatron_grpo.data.processors import TaskDataSpec, task_of
+from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
 from megatron_grpo.data.specs import ROW_FORMS, processor_name, task_spec
 
@@ -258,9 +259,9 @@ def _are_turns(value: Any) -> bool:
 
 
 def _has_text(turn: Mapping[str, Any]) -> bool:
-    """Whether the content of a message is a text; beside tool calls it may be null or missing, as in OpenAI's API."""
+    """Whether the content of a message is text, or text parts; beside tool calls it may be null or missing."""
     content = turn.get("content")
-    return isinstance(content, str) or (content is None and bool(turn.get("tool_calls")))
+    return isinstance(content, str) or are_text_parts(content) or (content is None and bool(turn.get("tool_calls")))
 
 
 def unusable_answer(kind: str, answer: Any) -> str | None:

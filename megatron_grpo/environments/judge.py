@@ -16,6 +16,7 @@ import aiohttp
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.prompt_renderer import content_text
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment
 
@@ -105,7 +106,7 @@ class JudgeEnvironment(Environment):
         """Fill in the question about a response; braces in the inserted texts are not replaced."""
         prompt = request.prompt
         if not isinstance(prompt, str):
-            prompt = "\n\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in prompt)
+            prompt = "\n\n".join(f"{turn['role']}: {content_text(turn.get('content'))}" for turn in prompt)
         mark = f"----- {secrets.token_hex(8)}"
         filled = {
             "prompt": prompt,

@@ -21,6 +21,7 @@ from rich.text import Text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.figures import MOST_FIGURES, is_of_environment
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
+from megatron_grpo.data.prompt_renderer import content_text
 from megatron_grpo.data.rollout_files import drop_rollouts_after
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.page.trajectories import TokenBytes, mean_advantage, token_bytes_of
@@ -150,7 +151,7 @@ def prompt_text(datum: DatumSpec) -> str:
     return (
         prompt
         if isinstance(prompt, str)
-        else "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in prompt)
+        else "\n".join(f"{turn['role']}: {content_text(turn.get('content'))}" for turn in prompt)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, are_text_parts, content_text
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.sampler.engines import EngineClient
 
@@ -191,5 +191,9 @@ def _continues(messages: Sequence[ChatMessage], known: Sequence[ChatMessage]) ->
 
 
 def _said(message: ChatMessage) -> dict[str, Any]:
-    """Fields of a message without empty ones, because clients send back empty fields that they received."""
-    return {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}
+    """Fields of a message without empty ones, because clients send back empty fields that they received.
+
+    Content in text parts equals the same text, which some clients make parts of.
+    """
+    fields = {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}
+    return fields | ({"content": content_text(fields["content"])} if are_text_parts(fields.get("content")) else {})

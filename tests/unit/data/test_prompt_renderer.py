@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
 from megatron_grpo.data.prompt_renderer import MODEL_TURN, PromptFormat, PromptRenderer
+from megatron_grpo.data.rows import RowCheck
 
 CHATML = (
     "{% if tools %}<|im_start|>system{{ '\n' }}{{ tools | tojson }}<|im_end|>{{ '\n' }}{% endif %}"
@@ -277,3 +280,17 @@ def test_a_conversation_keeps_a_system_message_of_its_own() -> None:
     shown = renderer.render([{"role": "system", "content": "Be long."}, user("x")])
     assert "Be long." in shown
     assert "Be brief." not in shown
+
+
+def test_a_row_of_text_parts_is_a_prompt(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "12 + 34"}, {"type": "text", "text": "="}]
+    image = [{"type": "image", "image": "x.png"}]
+    data = DataConfig(train_path=str(tmp_path / "rows.jsonl"))
+    check = RowCheck(DatasetConfig(path=data.train_path), data, {"math": "math"})
+    row = {"prompt": [user(parts)], "answer": "46"}
+    assert check.in_form(row) == row
+    refused = check.in_form({"prompt": [user(image)], "answer": "46"})
+    assert refused == "column 'prompt' has a message (number 1) whose content is a list of parts; it must be text"
+    spec = TaskDataSpec(task_name="math", prompt="Sum: {}")
+    datum = math_data_processor(row, spec, byte_level(LLAMA), 200, 0)
+    assert "Sum: 12 + 34\n=<|end|>" in datum["message_log"][0]["content"]

@@ -85,7 +85,7 @@ def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokeni
     async def agent() -> None:
         first = await conversation.chat([user("hi")], None, None)
         assert first.text == "ab"
-        answered = {"role": "assistant", "content": "ab", "tool_calls": None}
+        answered = {"role": "assistant", "content": [{"type": "text", "text": "ab"}], "tool_calls": None}
         await conversation.chat([user("hi"), answered, user("more")], None, None)
 
     asyncio.run(agent())
