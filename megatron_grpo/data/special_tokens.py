@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.generation_schema import GenerationConfig
-from megatron_grpo.data.tokenizer import read_settings
-from megatron_grpo.data.trajectory import StopReason
+from megatron_grpo.data.tokenizer_files import declared_end_tokens
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.trajectory import StopReason  # with NumPy, which the check of a configuration does without
 
 CONTENT = "\u2402\u2403content\u2403\u2402"
 """Content of the model's message when a chat template is rendered to see what ends the message."""
@@ -46,14 +48,6 @@ def stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Path) -
         if number is None or not is_special(tokenizer, number):
             strings.append(text)
     return StopConditions(tuple(sorted(ids)), tuple(strings))
-
-
-def declared_end_tokens(model: Path) -> tuple[int, ...]:
-    """Tokens that end a response by a model's generation_config.json, or without that file by its config.json."""
-    file = model / "generation_config.json"
-    end = read_settings(file if file.is_file() else model / "config.json").get("eos_token_id")
-    numbers = end if isinstance(end, list) else [end]
-    return tuple(number for number in numbers if type(number) is int)
 
 
 def added_tokens(tokenizer: Any) -> Mapping[str, int]:

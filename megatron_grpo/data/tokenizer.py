@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_grpo.config.errors import RunError
-
-TOKENIZER_FILE = "tokenizer.json"
+from megatron_grpo.data.tokenizer_files import TOKENIZER_FILE, declared_tokens
 
 SAMPLE_TEXTS = (
     "How many of the 2023 cats\n  are in the hat?",
@@ -169,42 +167,12 @@ def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
 
 def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
     """Add the tokens that the settings of a folder declare to the tokenizer of its file, special ones as special."""
-    declared, special = set(_declared_tokens(folder)), set(tokenizer.all_special_tokens)
+    declared, special = set(declared_tokens(folder)), set(tokenizer.all_special_tokens)
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):
             reference.add_special_tokens([token])
         elif token.content in declared:
             reference.add_tokens([token])
-
-
-def _declared_tokens(folder: Path) -> Iterator[str]:
-    """Tokens that the files beside tokenizer.json name."""
-    settings = read_settings(folder / "tokenizer_config.json")
-    for content in (settings, read_settings(folder / "special_tokens_map.json")):
-        for key, value in content.items():
-            if key.endswith("_token"):
-                yield from _contents([value])
-            elif key in ("additional_special_tokens", "extra_special_tokens"):
-                yield from _contents(value.values() if isinstance(value, dict) else value)
-    numbered = settings.get("added_tokens_decoder")
-    yield from _contents(numbered.values() if isinstance(numbered, dict) else ())
-    yield from read_settings(folder / "added_tokens.json")
-
-
-def _contents(tokens: Any) -> Iterator[str]:
-    for token in tokens if isinstance(tokens, Iterable) else ():
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            yield content
-
-
-def read_settings(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where the file is missing or holds something else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _require_round_trip(tokenizer: Any, model: Path | str) -> None:

@@ -108,8 +108,7 @@ class VllmEngine:
         )
         self._statistics.attach(self._llm)
         self._tokenizer = engine_tokenizer(self._settings.model_path)
-        if self._llm.tokenizer is not None:  # None: generation.engine_args.skip_tokenizer_init
-            require_same_tokenizer(self._llm.tokenizer, self._tokenizer)
+        require_same_tokenizer(self._llm.get_tokenizer(), self._tokenizer)
         await self._llm.update_weight_version("0")  # the weights of the model folder
         if current_platform().name == "cpu":
             from megatron_grpo.cpu.engine import forget_sockets

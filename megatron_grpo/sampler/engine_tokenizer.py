@@ -47,6 +47,6 @@ def require_same_tokenizer(served: Any, tokenizer: Any) -> None:
     difference = first_difference(served, tokenizer, sample_texts(added_tokens(tokenizer)))
     if difference is not None:
         raise RunError(
-            f"vLLM has another tokenizer ({type(served).__name__}) than the run: {difference}; leave tokenizer and "
-            "tokenizer_mode out of generation.engine_args"
+            f"the installed vLLM has another tokenizer ({type(served).__name__}) for this model than the run, so that "
+            f"stop strings and structured output would fail: {difference}"
         )
