@@ -54,8 +54,6 @@ class LatentShape:
     """Length of the rotated part of a head's query and key; all heads share the key's rotated part."""
     value_dim: int
     """Length of a head's value."""
-    rope_interleaved: bool
-    """Whether rotation pairs neighbouring elements of a vector, rather than elements half a vector apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +167,18 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{key}={shown(value)} must be a number above 0")
     return float(value)
+
+
+def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    """A boolean of config.json; the default when its key is missing.
+
+    Raises:
+        ValueError: the value is not true or false.
+    """
+    value = raw.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={shown(value)} must be true or false")
+    return value
 
 
 def section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:

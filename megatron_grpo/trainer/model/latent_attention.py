@@ -134,10 +134,9 @@ class LatentAttention(MegatronModule):
 
     def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
         """[length, sequences, heads, rope_dim] rotated by angles, [length, 1, 1, rope_dim], float32."""
-        if self.latent.rope_interleaved:
-            # Neighbouring elements are moved half a vector apart, in queries as in keys, which leaves query-key
-            # products unchanged.
-            vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        # Neighbouring elements are rotated against each other. They are moved half a vector apart, in queries as in
+        # keys, which leaves query-key products unchanged.
+        vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         cos, sin = (angles.cos() * self.rope_factor), (angles.sin() * self.rope_factor)
         first, second = vectors.chunk(2, dim=-1)
         turned = torch.cat([-second, first], dim=-1)

@@ -116,6 +116,10 @@ def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> Mode
     family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
     if family is None:
         raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(_BY_ARCHITECTURE)}")
+    model_type = family.model_type or family.name
+    if raw.get("model_type", model_type) != model_type:
+        text = f"model_type={shown(raw['model_type'])} is not that of {architecture}: transformers goes by the one"
+        raise ValueError(f"{text}, vLLM by the other; write model_type={model_type} if the weights are its")
     if scores:
         labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # transformers' default is 2
         if labels != 1:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.weights.families.experts import QWEN_EXPERTS, chosen_experts
+from megatron_grpo.weights.families.experts import QWEN_EXPERTS, chosen_experts, counted_experts
 from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer, only_in
 from megatron_grpo.weights.families.llama import MLP, read_dense
-from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, section, size
+from megatron_grpo.weights.families.options import WINDOW
+from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, size
 
 _INPUT_NORM = (in_layer("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
 _QUERY = (in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [latent_queries, hidden]"),)
@@ -47,8 +48,6 @@ def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:
-    if raw.get("quantization_config"):
-        raise ValueError("weights in FP8 (quantization_config) are not supported; convert the model to bfloat16 first")
     for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if raw.get(key, wanted) != wanted:
             raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
@@ -57,20 +56,39 @@ def _read(raw: dict[str, Any]) -> ModelShape:
             raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{wanted}"')
     # read_dense is given the rotated part of a head as the whole head.
     heads = {"head_dim": size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
-    shape = read_dense({**raw, **heads}, "deepseek_v3", rope_types=("default", "yarn"))
+    options = {**WINDOW, "rope_interleave": (True,), "tie_word_embeddings": (False,)}
+    shape = read_dense(
+        {**raw, **heads},
+        "deepseek_v3",
+        rope_types=("default", "yarn"),
+        defaults={"max_position_embeddings": 4096},
+        nullable=("num_key_value_heads",),
+        options=options,
+    )
+    rope = shape.rope_scaling or {}
+    _refuse_rotary(rope)
+    query_rank = raw.get("q_lora_rank", 1536)
     latent = LatentShape(
-        query_rank=None if raw.get("q_lora_rank") is None else size(raw, "q_lora_rank"),
+        query_rank=None if query_rank is None else size({"q_lora_rank": query_rank}, "q_lora_rank"),
         rank=size(raw, "kv_lora_rank"),
         plain_dim=size(raw, "qk_nope_head_dim"),
         rope_dim=shape.head_dim,
         value_dim=size(raw, "v_head_dim"),
-        rope_interleaved=bool(raw.get("rope_interleave", True)),
     )
-    rope = section(raw, "rope_parameters", "rope_scaling")
     scale = (latent.plain_dim + latent.rope_dim) ** -0.5
-    if shape.rope_scaling is not None and rope.get("mscale_all_dim"):
+    if rope.get("mscale_all_dim"):
         scale *= yarn_scale(number(rope, "factor", 1.0), number(rope, "mscale_all_dim", 1.0)) ** 2
     return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers))
+
+
+def _refuse_rotary(rope: Mapping[str, Any]) -> None:
+    """Raise a ValueError for settings of YaRN that vLLM's class for DeepSeek reads otherwise than transformers."""
+    for key, neutral in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, neutral) != neutral:
+            raise ValueError(f"{key}={shown(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
+    if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+        text = f"mscale={shown(rope.get('mscale'))} and mscale_all_dim={shown(rope.get('mscale_all_dim'))}"
+        raise ValueError(f"{text}: transformers and vLLM agree only where both are above 0, or neither is there")
 
 
 def yarn_scale(factor: float, weight: float) -> float:
@@ -79,12 +97,16 @@ def yarn_scale(factor: float, weight: float) -> float:
 
 
 def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
-    count = size(raw, "n_routed_experts", size(raw, "num_local_experts", 256))
+    count = counted_experts(raw, "num_local_experts", "n_routed_experts", 256)
     width, top_k = size(raw, "moe_intermediate_size"), chosen_experts(raw, count)
     dense = raw.get("first_k_dense_replace", 3)
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise ValueError(f"first_k_dense_replace={shown(dense)} must be a number of layers")
-    groups, top_groups = size(raw, "n_group", 1), size(raw, "topk_group", 1)
+    # A file without the keys has transformers' 8 and 4, which do not fit fewer than 16 experts.
+    default = {"n_group": 8, "topk_group": 4} if count >= 16 else {"n_group": 1, "topk_group": 1}
+    groups, top_groups = (size({**default, **raw}, key) for key in default)
+    if count < 2 * groups and "n_group" in raw:
+        raise ValueError(f"n_group={groups} of {count} experts is not supported; a group needs two experts or more")
     if groups > 1 and (count % groups or top_k != 2 * top_groups):
         # A group's score is the sum of its two best experts; Megatron-Core sums as many as a token has in each group.
         text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
@@ -96,7 +118,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
         layers=tuple(layer >= dense for layer in range(layers)),
         shared_ffn_hidden=width * size(raw, "n_shared_experts", 1),
         score="sigmoid",
-        scaling=number(raw, "routed_scaling_factor", 1.0),
+        scaling=number(raw, "routed_scaling_factor", 2.5),
         selection_bias=True,
         groups=groups,
         top_groups=top_groups,

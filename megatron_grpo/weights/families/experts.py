@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer, only_in
-from megatron_grpo.weights.families.llama import ATTENTION, MLP, QK_NORM, read_dense
-from megatron_grpo.weights.shape import ExpertShape, ModelShape, size
+from megatron_grpo.weights.families.llama import ATTENTION, MLP, QK_NORM, QWEN_DEFAULTS, read_dense
+from megatron_grpo.weights.shape import ExpertShape, ModelShape, flag, size
 
 # An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
 _FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"
@@ -40,6 +40,20 @@ QWEN_EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_EXPERTS = expert_layer("block_sparse_moe.", "w1", "w3", "w2")
 
 
+def counted_experts(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
+    """Number of routed experts, from the contents of a config.json.
+
+    transformers, which vLLM reads the file with, assigns a key under another name than its own last, so that it wins.
+
+    Args:
+        raw: contents of config.json, by key.
+        alias: the other name.
+        key: transformers' own name of the key.
+        default: number in a file that has neither.
+    """
+    return size(raw, alias, size(raw, key, default))
+
+
 def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
     """Number of experts per token, from the contents of a config.json.
 
@@ -53,9 +67,9 @@ def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
 
 
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
-    shape = read_dense(raw, "qwen3_moe", qk_norm=True)
-    # transformers 5 writes the number of experts under another name than that of the released models.
-    count = size(raw, "num_experts", size(raw, "num_local_experts", 128))
+    defaults = {**QWEN_DEFAULTS, "num_key_value_heads": 4}
+    shape = read_dense(raw, "qwen3_moe", qk_norm=True, defaults=defaults)
+    count = counted_experts(raw, "num_local_experts", "num_experts", 128)
     # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
     step, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
@@ -65,7 +79,7 @@ def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
         ffn_hidden=size(raw, "moe_intermediate_size"),
         top_k=chosen_experts(raw, count),
         layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(shape.layers)),
-        normalised=bool(raw.get("norm_topk_prob", False)),
+        normalised=flag(raw, "norm_topk_prob", default=False),
     )
     return replace(shape, experts=experts)
 
@@ -73,8 +87,14 @@ def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
 def _read_mixtral(raw: dict[str, Any]) -> ModelShape:
     if raw.get("sliding_window") is not None:
         raise ValueError(f"sliding_window={shown(raw['sliding_window'])} is not supported for mixtral; only null is")
-    shape = read_dense(raw, "mixtral")
-    count = size(raw, "num_local_experts", 8)
+    defaults = {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+    }
+    shape = read_dense(raw, "mixtral", defaults=defaults, nullable=("head_dim",))
+    count = counted_experts(raw, "num_experts", "num_local_experts", 8)
     experts = ExpertShape(
         count=count, ffn_hidden=shape.ffn_hidden, top_k=chosen_experts(raw, count), layers=(True,) * shape.layers
     )

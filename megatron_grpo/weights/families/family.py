@@ -245,5 +245,7 @@ class Family:
     """Sizes from the contents of a config.json; ValueError for an option without support."""
     layers: Callable[[ModelShape], tuple[WeightEntry, ...]]
     """The weight map of a model's layers, in the order of export."""
+    model_type: str | None = None
+    """`model_type` in config.json, by which transformers chooses its class; None: the family's name."""
     reward_prefix: str | None = None
     """Prefix, before "For", of the class names of the family's reward models; None: the language model's."""

@@ -9,7 +9,8 @@ from typing import Any
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families.family import Family, in_layer
 from megatron_grpo.weights.families.llama import ATTENTION, MLP, QK_NORM, read_dense
-from megatron_grpo.weights.shape import ModelShape, number, section, size
+from megatron_grpo.weights.families.rotary import read_rotary_by_kind
+from megatron_grpo.weights.shape import ModelShape, number, size
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -18,11 +19,11 @@ _DEFAULTS = {
     "max_position_embeddings": 131072,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
 }
 """transformers' defaults for keys that config.json lacks, where they differ from Llama's."""
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_THETA = {_LOCAL: 10000.0, _GLOBAL: 1000000.0}
+"""transformers' defaults of rope_theta by kind of layer."""
 _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _ACTIVATION = "gelu_pytorch_tanh"
 
@@ -48,11 +49,12 @@ def read(raw: dict[str, Any]) -> ModelShape:
     if raw.get("hidden_activation", _ACTIVATION) != _ACTIVATION:
         raise ValueError(f"hidden_activation={shown(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is")
     given = {**_DEFAULTS, **raw}
-    local_theta, global_rope = _ropes(given)
+    local_theta, global_rope = read_rotary_by_kind(raw, _LOCAL, _GLOBAL, _THETA)
     # Gemma reads hidden_activation and ignores Llama's hidden_act.
-    as_dense = {key: value for key, value in given.items() if key != "hidden_act"} | {"rope_parameters": global_rope}
+    set_aside = ("hidden_act", "rope_scaling", "rope_theta")
+    as_dense = {key: value for key, value in given.items() if key not in set_aside} | {"rope_parameters": global_rope}
     shape = replace(
-        read_dense(as_dense, "gemma3", qk_norm=True),
+        read_dense(as_dense, "gemma3", qk_norm=True, windows=True),
         zero_centered_norms=True,
         post_norms=True,
         activation="gelu_tanh",
@@ -73,24 +75,11 @@ def _windowed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     types = raw.get("layer_types")
     if types is None:
         # Every n-th layer has no window.
-        pattern = size(raw, "sliding_window_pattern", size(raw, "_sliding_window_pattern", 6))
+        pattern = size(raw, "sliding_window_pattern", 6)
         return tuple((layer + 1) % pattern > 0 for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers or not set(types) <= {_LOCAL, _GLOBAL}:
         raise ValueError(f"layer_types={shown(types)} must name {_LOCAL} or {_GLOBAL} for each of {layers} layers")
     return tuple(one == _LOCAL for one in types)
-
-
-def _ropes(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """rope_theta of the layers with a window, and the rotary settings of the others."""
-    by_type = section(raw, "rope_parameters")
-    if by_type and not {_LOCAL, _GLOBAL} & by_type.keys():
-        raise ValueError(f"rope_parameters={shown(dict(by_type))} must have {_LOCAL} and {_GLOBAL}")
-    local = section(by_type, _LOCAL)
-    if local.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_type={shown(local['rope_type'])} of {_LOCAL} is not supported; only default is")
-    everywhere = {**section(by_type, _GLOBAL), **section(raw, "rope_scaling")}
-    theta = number(everywhere, "rope_theta", number(raw, "rope_theta", 1.0))
-    return number(local, "rope_theta", number(raw, "rope_local_base_freq", 1.0)), {**everywhere, "rope_theta": theta}
 
 
 FAMILY = Family(
@@ -98,5 +87,6 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     read=read,
     layers=lambda shape: ATTENTION + QK_NORM + _NORMS + _MATRICES,
+    model_type="gemma3_text",
     reward_prefix="Gemma3Text",
 )

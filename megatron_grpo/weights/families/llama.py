@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families.family import Family, in_layer
-from megatron_grpo.weights.shape import ModelShape, number, section, size
-
-_ROPE_FACTORS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-"""Keys that a rotary embedding with scaled frequencies needs, by rope_type."""
+from megatron_grpo.weights.families.options import (
+    WINDOW,
+    Neutral,
+    refuse_nulls,
+    refuse_options,
+    refuse_windowed_layers,
+)
+from megatron_grpo.weights.families.rotary import read_rotary
+from megatron_grpo.weights.shape import ModelShape, flag, number, size
 
 ATTENTION = (
     in_layer(
@@ -58,15 +60,23 @@ def read_dense(
     raw: dict[str, Any],
     family: str,
     *,
+    defaults: Mapping[str, Any] | None = None,
+    nullable: tuple[str, ...] = (),
+    options: Neutral | None = None,
+    windows: bool = False,
     qkv_bias: bool = False,
     qk_norm: bool = False,
     rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
 ) -> ModelShape:
-    """Sizes of a dense decoder from a config.json, with the RoPE settings as transformers 4 or 5 spells them.
+    """Sizes of a dense decoder from a config.json, as transformers 5 and vLLM read its spellings.
 
     Args:
         raw: contents of config.json, by key.
         family: name of the model family that is read.
+        defaults: transformers' values of keys that the file lacks, where they differ from `_DEFAULTS`.
+        nullable: keys that transformers replaces by a value of its own when they are null.
+        options: options that the family lacks, beyond those of `refuse_options`.
+        windows: whether layers may have windows, which the caller reads.
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether every query and key head is normalised.
         rope_types: kinds of rotary embeddings that the family has.
@@ -74,13 +84,18 @@ def read_dense(
     Raises:
         ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
-    _refuse_unsupported(raw, family, rope_types)
-    rope = section(raw, "rope_parameters", "rope_scaling")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={shown(raw['hidden_act'])} is not supported; only silu is")
+    refuse_options(raw, family, options)
+    refuse_nulls(raw, family, nullable)
+    if not windows:
+        refuse_windowed_layers(raw, family)
+    raw = {**_DEFAULTS, **(defaults or {}), **raw}
+    theta, scaling = read_rotary(raw, rope_types, default_theta=raw["rope_theta"] or 0.0)
     heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     groups = size(raw, "num_key_value_heads", heads)
     if heads % groups:
         raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
-    head_dim = size(raw, "head_dim", max(hidden // heads, 1))
     return ModelShape(
         family=family,
         layers=size(raw, "num_hidden_layers"),
@@ -88,58 +103,53 @@ def read_dense(
         ffn_hidden=size(raw, "intermediate_size"),
         attention_heads=heads,
         key_value_heads=groups,
-        head_dim=head_dim,
+        head_dim=size(raw, "head_dim", max(hidden // heads, 1)),
         vocab=size(raw, "vocab_size"),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(raw, "tie_word_embeddings", default=False),
         norm_eps=number(raw, "rms_norm_eps", 1e-6),
-        rope_theta=number(rope, "rope_theta", number(raw, "rope_theta", 10000.0)),
-        rope_scaling=None if _rope_type(rope) == "default" else dict(rope),
-        max_positions=size(raw, "max_position_embeddings", 0),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=size(raw, "max_position_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
 
 
-def _refuse_unsupported(raw: dict[str, Any], family: str, rope_types: tuple[str, ...]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={raw['hidden_act']} is not supported; only silu is")
-    if raw.get("use_sliding_window"):
-        raise ValueError("use_sliding_window=true is not supported")
-    for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
-            raise ValueError(f"{key}=true is not supported for {family}")
-    rope = section(raw, "rope_parameters", "rope_scaling")
-    rope_type = _rope_type(rope)
-    if rope_type not in rope_types:
-        *most, last = rope_types
-        raise ValueError(f"rope_type={rope_type} is not supported; {', '.join(most)} and {last} are")
-    for key in _ROPE_FACTORS.get(rope_type, ()):
-        if rope.get(key) is None:
-            raise ValueError(f"rope_type={rope_type} needs {key}")
-        number(rope, key, 1.0)
+_DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+"""transformers' values of keys that a Llama's config.json lacks."""
+QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 
 
-def _rope_type(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
+def _read_qwen2(raw: dict[str, Any]) -> ModelShape:
+    return read_dense(raw, "qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=("num_key_value_heads",))
+
+
+def _read_qwen3(raw: dict[str, Any]) -> ModelShape:
+    defaults = {**QWEN_DEFAULTS, "head_dim": 128}
+    return read_dense(raw, "qwen3", qk_norm=True, defaults=defaults, nullable=("num_key_value_heads",))
+
+
+def _read_llama(raw: dict[str, Any]) -> ModelShape:
+    return read_dense(raw, "llama", nullable=("head_dim", "num_key_value_heads"), options=WINDOW)
 
 
 FAMILIES = (
     Family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        read=lambda raw: read_dense(raw, "qwen3", qk_norm=True),
+        read=_read_qwen3,
         layers=lambda shape: ATTENTION + QK_NORM + MLP,
     ),
     Family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        read=lambda raw: read_dense(raw, "qwen2", qkv_bias=True),
+        read=_read_qwen2,
         layers=lambda shape: ATTENTION + _QKV_BIAS + MLP,
     ),
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        read=lambda raw: read_dense(raw, "llama"),
+        read=_read_llama,
         layers=lambda shape: ATTENTION + MLP,
     ),
 )

@@ -15,9 +15,7 @@ from tests.support.config_problems import SMALL, problems_of
 
 DENSE = shape_of_config(SMALL)
 EXPERTS = replace(DENSE, experts=ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * DENSE.layers))
-LATENT = replace(
-    DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8, rope_interleaved=True)
-)
+LATENT = replace(DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8))
 ATTENTION = ["linear_qkv", "linear_proj"]
 
 

@@ -31,7 +31,7 @@ DENSE = ModelShape(
 EXPERTS = replace(DENSE, experts=ExpertShape(count=6, ffn_hidden=10, top_k=2, layers=(True,) * 12))
 LATENT = replace(
     DENSE,
-    latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8, rope_interleaved=True),
+    latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8),
 )
 
 
