@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
+from megatron_grpo.weights.adapter_check import check_adapters
 from megatron_grpo.weights.hf_folder import new_folder, write_hf_folder
 from megatron_grpo.weights.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
 from megatron_grpo.weights.shape import ModelShape
@@ -44,7 +45,8 @@ def export_checkpoint(
         quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
 
     Raises:
-        RunError: the checkpoint cannot be loaded into the model, or the output cannot be written.
+        RunError: the checkpoint cannot be loaded into the model, the output cannot be written, or a merged weight is
+            not what its layer computes with.
         ValueError: the model's folder cannot be read, or the output was created meanwhile.
     """
     from megatron.core import dist_checkpointing
@@ -64,6 +66,8 @@ def export_checkpoint(
             metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(weights))
             state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(weights))
             set_weights(chunks, state["model"])
+        if lora.rank and adapters_of is None and (faults := check_adapters(chunks, shape).faults):
+            raise RunError(f"{weights} is not exported: {'; '.join(faults)}")
         try:
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)

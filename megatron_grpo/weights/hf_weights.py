@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,9 +64,8 @@ ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 """Last part of the names of adapters' parameters, which are not in Hugging Face models."""
 
 
-@runtime_checkable
 class AdaptedLayer(Protocol):
-    """A linear layer with an adapter."""
+    """A linear layer with an adapter: a module that owns ADAPTER_PARAMETERS."""
 
     lora_a: Tensor
     """[rank, columns]."""
@@ -77,6 +76,13 @@ class AdaptedLayer(Protocol):
 
     def merged_weight(self) -> Tensor:
         """This rank's weight plus the adapter's product, [rows, columns], in the dtype of the weight."""
+        ...
+
+    def computed_columns(self, columns: Tensor) -> Tensor:
+        """[rows, columns asked for], float32: some columns of the matrix that the layer's forward pass multiplies by.
+
+        `columns`: [n], int64, numbers among this rank's columns. Collective over tensor-parallel ranks.
+        """
         ...
 
 
@@ -108,16 +114,20 @@ def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
     Args:
         chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
         shape: sizes of the whole model.
+
+    An adapter belongs to the weight of its layer: one that no entry takes is an error, as is any other parameter.
     """
     return [bound for chunk in chunks for bound in _bound_entries(chunk, shape)]
 
 
 def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
-    parameters = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name.rpartition(".")[2] not in ADAPTER_PARAMETERS
-    }
+    parameters = dict(model.named_parameters())
+    # Layers with adapters are found by the names of their parameters, not by isinstance() of a runtime-checkable
+    # protocol: since Python 3.12 that looks attributes up statically, and torch keeps parameters in a dictionary.
+    of_adapters = [name for name in parameters if name.rpartition(".")[2] in ADAPTER_PARAMETERS]
+    for name in of_adapters:
+        del parameters[name]
+    adapters = {name.rpartition(".")[0] for name in of_adapters}
     # Biases of expert selection have no gradient, so they are buffers.
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -135,10 +145,13 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
             assert there or not (in_layer or (whole and not entry.copy)), f"{owner_text} has no parameter {names}"
             for name in there:
                 module, _, last = name.rpartition(".")
-                owner = model.get_submodule(module)
-                adapted = owner if last == "weight" and isinstance(owner, AdaptedLayer) else None
+                adapted = None
+                if last == "weight" and module in adapters:
+                    adapters.remove(module)
+                    adapted = model.get_submodule(module)
                 bound.append(BoundEntry(entry, layer, parameters.pop(name), expert, adapted))
-    assert not parameters, f"the weight map of {shape.family} does not know {sorted(parameters)}"
+    unbound = sorted({*parameters, *adapters})
+    assert not unbound, f"the weight map of {shape.family} does not know {unbound}"
     return bound
 
 

@@ -17,12 +17,10 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.export import main
+from tests.parity.adapters import LORA, adapted_layers, make_lora_rank
 from tests.parity.lora import (
-    LORA,
-    adapted_layers,
     fill_b,
     joined,
-    make_lora_rank,
     own_parts,
     peft_oracle,
     places,

@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.trainer.model.rounding import RoundedLinear
 
 _STACKED = "linear_fc1."
 """End of the name of the layer whose weight holds two matrices, one above the other, on every rank: gate and up."""
@@ -83,6 +84,33 @@ class AdaptedLinear:
         added = self.lora_b.float() @ self.lora_a.float()
         return (self.weight.float() + self.scale * added).to(self.weight.dtype)
 
+    @torch.no_grad()
+    def computed_columns(self, columns: Tensor) -> Tensor:
+        """Some columns of the matrix that the forward pass multiplies by, [rows, columns asked for], float32.
+
+        They are the product's outputs for unit vectors, computed in float32: the very numbers of the weight, plus the
+        adapter's as the forward pass adds them. `merged_weight` has no part in it, so that the two can be compared.
+
+        Args:
+            columns: [n], int64, numbers among this rank's columns, the same on all tensor-parallel ranks, which call it
+                together.
+        """
+        gathers = self.split == "lora_b" and self.config.sequence_parallel
+        parts = self.tp_group.size() if gathers else 1
+        padded = F.pad(columns, (0, -len(columns) % parts))  # ranks have equal shares of the sequence
+        units = F.one_hot(padded, self.weight.shape[1]).float()[:, None].chunk(parts)
+        with _unrounded(self):
+            product = self._forward_impl(
+                input=units[self.tp_group.rank() if gathers else 0],
+                weight=self.weight.float(),
+                bias=None,
+                gradient_accumulation_fusion=False,
+                allreduce_dgrad=False,
+                sequence_parallel=gathers,
+                tp_group=self.tp_group,
+            )
+        return product[: len(columns), 0].T
+
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
@@ -90,7 +118,7 @@ class AdaptedLinear:
 
     def _added(self, hidden: Tensor) -> Tensor:
         """The adapter's term of this rank's product, [length, sequences, rows], in the dtype of `hidden`."""
-        low, lora_b = F.linear(hidden, self.lora_a), self.lora_b
+        low, lora_b = F.linear(hidden, self.lora_a.to(hidden.dtype)), self.lora_b.to(hidden.dtype)
         if self.split == "lora_a":  # each rank's columns give a partial gradient of B, which backward sums
             lora_b = copy_to_tensor_model_parallel_region(lora_b, group=self.tp_group)
         elif self.config.sequence_parallel:
@@ -114,6 +142,19 @@ class AdaptedLinear:
             single = metadata.get("singleton_local_shards", False)
             split = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in split.items()}
         return state | split
+
+
+@contextmanager
+def _unrounded(layer: AdaptedLinear) -> Iterator[None]:
+    """Switch simulated FP8 off in a layer in the body: published weights are not rounded, engines do that."""
+    if not isinstance(layer, RoundedLinear):
+        yield
+        return
+    layer.fp8_on, rounds = False, layer.fp8_on
+    try:
+        yield
+    finally:
+        layer.fp8_on = rounds
 
 
 def train_adapters_alone(chunk: Any) -> None:

@@ -15,6 +15,7 @@ from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.routed import UNKNOWN, RoutedForm
+from megatron_grpo.weights.adapter_check import AdapterCheck, check_adapters
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -108,3 +109,17 @@ def policy_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float
     finally:
         rank.settings = settings
     return None if found is None else tuple(found[1:].tolist())
+
+
+def base_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float, ...] | None:
+    """`policy_logprobs` without the policy's adapters: those of the base model."""
+    # Imported here because the driver imports this module too, and does not need Megatron.
+    from megatron_grpo.trainer.model.lora import adapters_off
+
+    with adapters_off(rank.chunks):
+        return policy_logprobs(rank, token_ids)
+
+
+def rank_adapters(rank: PolicyRank) -> AdapterCheck:
+    """Compare the weights that a rank publishes with what its adapted layers compute (`check_adapters`)."""
+    return check_adapters(rank.whole_chunks(), rank.shape)

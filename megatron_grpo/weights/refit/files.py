@@ -327,7 +327,7 @@ class FilesTransport(WeightTransport):
         manifest = Manifest(self._session, version, tensors)
         with _disk_errors_as_attempts(self._folder):
             manifest.write(self._folder)
-        self._begin_canary()
+        self._begin_checks()
         receives = self._on_engines("receive_weights", engines, version)
         self._complete([], receives, deadline, f"refit of version {version}")
         self._commit(version, engines, deadline)

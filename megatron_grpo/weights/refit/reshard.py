@@ -165,7 +165,7 @@ class ReshardTransport(WeightTransport):
         deadline = time.monotonic() + self._timeout_s
         receives = self._on_engines("receive_weights", engines, version)
         sends = self._policy.submit(send_shards, version)
-        self._begin_canary()
+        self._begin_checks()
         counts = self._complete(sends, receives, deadline, f"refit of version {version}")[: len(sends)]
         self._commit(version, engines, deadline)
         nbytes, tensors, buckets = map(sum, zip(*counts, strict=True))

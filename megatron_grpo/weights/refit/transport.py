@@ -11,6 +11,13 @@ Weights that arrived intact may still be wrong where they are used, so two check
 Before the commit, when that check is due, all weights are compared as the kernels hold them. After the commit and
 before engines serve, the canary compares log-probabilities. A failed check is not repeated, because such a fault does
 not heal by itself.
+
+Neither check finds an adapter that is missing in the weights which the policy publishes. The fingerprints of both sides
+are then the base model's, since both are taken of published weights. The canary compares what the policy computes, with
+its adapters, but allows what rounding may explain, and adapters move log-probabilities by less for many steps, in
+bfloat16 perhaps for ever. So at every refit the policy's ranks compare the weights that they publish with what their
+layers compute (`weights/adapter_check.py`); weights of engines are compared until adapters have moved, since before
+they equal the base model's; and the canary also tells an engine that is nearer to the base model than to the policy.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.layouts import engine_shards
-from megatron_grpo.weights.refit.canary import Canary, policy_logprobs
+from megatron_grpo.weights.refit.canary import Canary, base_logprobs, policy_logprobs, rank_adapters
 from megatron_grpo.weights.refit.fingerprints import differing, policy_fingerprints
 from megatron_grpo.weights.refit.groups import record_failure
 
@@ -108,8 +115,12 @@ class WeightTransport(ABC):
         self._canary = canary
         self._scores: list[ray.ObjectRef] | None = None
         """The policy's log-probabilities of the canary, by rank, while engines wait for it; None: they do not."""
+        self._base_scores: list[ray.ObjectRef] = []
+        """The same without the policy's adapters; empty if it has none."""
+        self._adapters: list[ray.ObjectRef] = []
+        """The check of the policy's adapters (`check_adapters`), by rank; empty if it has none."""
         self._unchecked = True
-        """Whether links were made since the weights were compared."""
+        """Whether links were made since the weights were compared, or adapters were still zero then."""
         self._checks: dict[str, float] = {}
         self._policy = policy
         self._generation = generation
@@ -253,22 +264,42 @@ class WeightTransport(ABC):
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
         """Let engines serve a version that all of them have verified, or, if the canary is due, only commit it."""
+        has_moved = self._require_adapters(version, deadline)
         if self._canary is not None and self._canary.compares_weights(version, new=self._unchecked):
             began = time.monotonic()
             found = self._differences(engines, deadline)
             self._checks["weight_check_s"] = time.monotonic() - began
             if found:
                 raise RefitError(f"version {version} is not served: {'; '.join(found)}")
-            self._unchecked = False
+            self._unchecked = not has_moved
         guarded = self._scores is not None
         commits = self._on_engines("commit_weights", engines, version, guarded)
         self._complete([], commits, deadline, f"commit of version {version}")
 
-    def _begin_canary(self) -> None:
-        """Let the policy compute its side of the canary, if it is due, once its ranks have sent the weights."""
-        self._scores = None
-        if self._canary is not None and self._canary.is_due():
+    def _require_adapters(self, version: int, deadline: float) -> bool:
+        """Whether weights can be compared by now: adapters have moved, or there are none.
+
+        Raises:
+            RefitError: a published weight is not what the policy's adapted layer computes with.
+        """
+        checks = self._complete(self._adapters, {}, deadline, "comparing adapters")
+        faults = [f"{RANK_NAME(rank)}: {text}" for rank, check in enumerate(checks) for text in check.faults]
+        if faults:
+            raise RefitError(f"version {version} is not served: {'; '.join(faults)}")
+        return not checks or any(check.has_moved for check in checks)
+
+    def _begin_checks(self) -> None:
+        """Let the policy compute its side of the checks that are due, once its ranks have sent the weights."""
+        self._scores, self._base_scores, self._adapters = None, [], []
+        if self._canary is None:
+            return
+        has_adapters = self._policy.settings.config.lora.rank > 0
+        if has_adapters:
+            self._adapters = self._policy.submit(rank_adapters)
+        if self._canary.is_due():
             self._scores = self._policy.submit(policy_logprobs, self._canary.token_ids)
+            if has_adapters:
+                self._base_scores = self._policy.submit(base_logprobs, self._canary.token_ids)
 
     def _admit(self, version: int, engines: tuple[int, ...]) -> None:
         """Compare the canary's log-probabilities, and let the engines serve; does nothing if they serve already."""
@@ -276,9 +307,10 @@ class WeightTransport(ABC):
             return
         began = time.monotonic()
         deadline = began + self._timeout_s
-        found = self._complete(self._scores, {}, deadline, "the policy's canary")
+        found = self._complete([*self._scores, *self._base_scores], {}, deadline, "the policy's canary")
         expected = next(one for one in found if one is not None)
-        prompt = CanaryPrompt(version, self._canary.token_ids, expected, self._canary.limit)
+        base = next((one for one in found[len(self._scores) :] if one is not None), None)
+        prompt = CanaryPrompt(version, self._canary.token_ids, expected, self._canary.limit, base)
         calls = self._on_engines("admit_weights", engines, prompt)
         errors = self._complete([], calls, deadline, f"canary of version {version}")
         self._scores = None

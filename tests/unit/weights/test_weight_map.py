@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, padded_vocab
 from megatron_grpo.weights.hf_folder import HFFolderReader, write_hf_folder
-from megatron_grpo.weights.hf_weights import bound_entries, merge_slices, split_parameter
+from megatron_grpo.weights.hf_weights import ADAPTER_PARAMETERS, bound_entries, merge_slices, split_parameter
 from megatron_grpo.weights.shape import ModelShape
 
 SHAPE = ModelShape(
@@ -219,3 +221,43 @@ def test_a_stage_binds_its_parameters_outside_layers(first: bool, tied: bool) ->
 def test_a_whole_model_must_have_every_parameter_outside_layers() -> None:
     with pytest.raises(AssertionError, match=r"^the model has no parameter \['decoder.final_layernorm.weight'\]"):
         bound_entries([Stage(first=True, tied=False, norm="scale")], SHAPE)
+
+
+ADAPTED = [f"decoder.layers.0.{name}" for name in ("self_attention.linear_qkv", "mlp.linear_fc2")]
+
+
+def whole_model(adapted: list[str]) -> torch.nn.Module:
+    """A module with every parameter of the weight map for one layer, and adapters at the layers of these names."""
+    model: Any = torch.nn.Module()
+    model.pre_process = model.post_process = True
+    names = [name.format(layer=0) for entry in weight_entries(SHAPE) if not entry.copy for name in entry.megatron[:1]]
+    for name in [*names, *(f"{layer}.{part}" for layer in adapted for part in ADAPTER_PARAMETERS)]:
+        module = model
+        for part in name.split(".")[:-1]:
+            if part not in dict(module.named_children()):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(name.rpartition(".")[2], torch.nn.Parameter(torch.ones(2)))
+    layer: Any = model.decoder.layers.get_submodule("0")
+    layer.layer_number = 1
+    model.decoder.layers = torch.nn.ModuleList([layer])
+    return model
+
+
+def look_up_statically(protocol: type, value: object) -> bool:
+    """isinstance() of a runtime-checkable protocol since Python 3.12."""
+    members = [name for name in vars(protocol) if not name.startswith("_")] + list(protocol.__annotations__)
+    return all(inspect.getattr_static(value, name, None) is not None for name in members)
+
+
+def test_adapters_are_bound_though_their_parameters_are_not_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(Protocol), "__instancecheck__", look_up_statically)
+    model = whole_model(ADAPTED)
+    found = [bound for bound in bound_entries([model], replace(SHAPE, layers=1)) if bound.adapted is not None]
+    assert [bound.adapted for bound in found] == [model.get_submodule(name) for name in ADAPTED]
+    assert all(bound.parameter is model.get_submodule(name).weight for bound, name in zip(found, ADAPTED, strict=True))
+
+
+def test_an_adapter_that_no_entry_takes_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"does not know \['decoder\.layers\.0\.extra'\]$"):
+        bound_entries([whole_model([*ADAPTED, "decoder.layers.0.extra"])], replace(SHAPE, layers=1))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
-from megatron_grpo.config.schema import Config, GenerationConfig
+from megatron_grpo.config.schema import Config, GenerationConfig, LoraConfig, PolicyConfig
 from megatron_grpo.sampler.canary import CanaryPrompt
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.weights.adapter_check import AdapterCheck
 from megatron_grpo.weights.refit.canary import Canary, canary_tokens, limit_of
-from megatron_grpo.weights.refit.transport import CanaryFailedError, TransferReport, WeightTransport
+from megatron_grpo.weights.refit.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
 
 
 def test_the_median_difference_decides() -> None:
@@ -26,17 +29,42 @@ def test_the_median_difference_decides() -> None:
         prompt.require([math.nan, -2.0, -3.0])
 
 
+def test_an_engine_without_the_adapters_is_told_from_one_with_them() -> None:
+    """Both are far within the limit of bfloat16."""
+    prompt = CanaryPrompt(3, (5, 6, 7, 8), expected=(-1.0, -2.0, -3.0), limit=0.5, base=(-1.04, -2.04, -2.96))
+    assert prompt.require([-1.01, -2.0, -2.99]) == pytest.approx(0.01)
+    assert prompt.require([-1.02, -2.02, -2.98]) == pytest.approx(0.02), "rounding of half the distance"
+    assert prompt.require([-0.96, -1.96, -3.04]) == pytest.approx(0.04), "on the other side"
+    with pytest.raises(CanaryError, match=r"by 0.01 and from the policy's by 0.03 \(medians\), so it has no adapters"):
+        prompt.require([-1.03, -2.03, -2.97])
+    still = replace(prompt, base=(-1.001, -2.001, -3.001))
+    assert still.require([-1.001, -2.001, -3.001]) == pytest.approx(0.001), "adapters that move nothing yet"
+
+
 class OneEngine:
     """A policy of two ranks and an engine, whose calls have made-up results."""
 
-    def __init__(self) -> None:
+    def __init__(self, lora: int = 0) -> None:
         self.config = GenerationConfig()
+        shape: Any = SimpleNamespace(layers=0, experts=None)
+        policy = PolicyConfig(lora=LoraConfig(rank=lora))
+        self.settings = RankSettings(config=policy, shape=shape, folder="", decay_steps=1)
+        self.adapters = AdapterCheck([], has_moved=False)
         self.calls: list[str] = []
 
     def submit(self, method: Any, *args: Any, engines: Any = None) -> list[Any]:
         name = method if isinstance(method, str) else method.__name__
         self.calls.append(name)
-        results: dict[str, list[Any]] = {"policy_logprobs": [None, (-1.0, -2.0)], "admit_weights": [0.03]}
+        results: dict[str, list[Any]] = {
+            "policy_logprobs": [None, (-1.0, -2.0)],
+            "base_logprobs": [None, (-1.5, -2.5)],
+            "rank_adapters": [AdapterCheck([], has_moved=False), self.adapters],
+            "policy_fingerprints": [[{}]],
+            "fingerprint_weights": [[]],
+            "admit_weights": [0.03],
+        }
+        if name == "admit_weights":
+            self.prompt = args[0]
         return results.get(name, [None])
 
 
@@ -48,7 +76,7 @@ class Scripted(WeightTransport):
         self._linked = engines
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
-        self._begin_canary()
+        self._begin_checks()
         self._commit(version, engines, 1.0)
         return TransferReport(version=version, bytes_sent=1, tensors=1, buckets=1)
 
@@ -70,6 +98,42 @@ def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_
     with pytest.raises(CanaryFailedError, match="must not serve"):
         transport.publish(2)
     assert one.calls.count("commit_weights") == 1
+
+
+def test_engines_are_compared_until_adapters_have_moved() -> None:
+    """Before, the base model is right."""
+    for lora, compared in ((0, [0, 6]), (4, [0, 1, 2, 6])):
+        one: Any = OneEngine(lora)
+        config = RefitConfig(canary=False, weight_check_period=6)
+        transport = Scripted(one, one, config, Canary(config, (1, 2, 3)))
+        versions = []
+        for version in range(8):
+            one.adapters = AdapterCheck([], has_moved=version >= 2)
+            transport.publish(version)
+            versions += [version] * one.calls.count("fingerprint_weights")
+            assert one.calls.count("rank_adapters") == (lora > 0)
+            one.calls.clear()
+        assert versions == compared
+
+
+def test_adapters_that_are_left_out_end_the_refit_before_its_commit() -> None:
+    one: Any = OneEngine(lora=4)
+    one.adapters = AdapterCheck(["model.layers.0.self_attn.o_proj.weight: published without the layer's adapter"], True)
+    config = RefitConfig(canary=False, weight_check_period=None, retries=3)
+    transport = Scripted(one, one, config, Canary(config, (1, 2, 3)))
+    with pytest.raises(RefitError, match=r"^version 1 is not served: policy rank 1: model\.layers\.0.*o_proj.*without"):
+        transport.publish(1)
+    assert one.calls == ["rank_adapters"]
+
+
+def test_the_canary_has_the_base_models_log_probabilities_too() -> None:
+    one: Any = OneEngine(lora=4)
+    config = RefitConfig(canary_share=1.0, weight_check_period=None)
+    Scripted(one, one, config, Canary(config, (1, 2, 3))).publish(1)
+    assert (one.prompt.expected, one.prompt.base) == ((-1.0, -2.0), (-1.5, -2.5))
+    one = OneEngine()
+    Scripted(one, one, config, Canary(config, (1, 2, 3))).publish(1)
+    assert one.prompt.base is None
 
 
 def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() -> None:
