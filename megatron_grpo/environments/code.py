@@ -14,10 +14,10 @@ from megatron_grpo.config.section import Positive
 from megatron_grpo.data.code_tests import PreparedTests, code_tests, prepare
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.code_blocks import program_of
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _HARNESS = re.compile(
     r"_getframe|currentframe|f_back|f_globals|f_locals|tb_frame|inspect\.stack|__globals__|__subclasses__|\bgc\b|/proc\b|"
     r"ptrace|\bctypes\b|settrace|setprofile|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|\bos\._exit|\bunittest\b"
@@ -46,7 +46,7 @@ class Verdict:
 
 
 class CodeEnvironment(Environment):
-    """Reward for a program that passes its row's tests: the last fenced block of the response, or all of it.
+    """Reward for a program that passes its row's tests: the response's last Python block, or all of it without a block.
 
     The answer column holds Python tests, as one text or a list of texts, each of which passes when it does not raise;
     or cases of input and output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of
@@ -103,12 +103,6 @@ class CodeEnvironment(Environment):
         if message not in self._logged:
             self._logged.add(message)
             _log.warning(message)
-
-
-def program_of(response: str) -> str:
-    """The last fenced block of a response, or the whole response without one."""
-    blocks = _BLOCK.findall(response)
-    return str(blocks[-1]) if blocks else response
 
 
 def judged(

