@@ -26,13 +26,18 @@ _search_user_folders_last()
 import importlib  # noqa: E402  # only now is the standard library's found first
 from typing import Any  # noqa: E402
 
-__all__ = ["Callback", "train"]
+__all__ = ["Callback", "ConfigError", "RunError", "train"]
 
-_WHERE = {"train": "megatron_grpo.api", "Callback": "megatron_grpo.controller.user_objects"}
+_WHERE = {
+    "train": "megatron_grpo.api",
+    "Callback": "megatron_grpo.controller.user_objects",
+    "ConfigError": "megatron_grpo.config.errors",
+    "RunError": "megatron_grpo.config.errors",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`train` and `Callback`, imported when they are first used."""
+    """The names in `__all__`, imported when they are first used."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return getattr(importlib.import_module(_WHERE[name]), name)

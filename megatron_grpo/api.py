@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.script_data import ScriptData
 from megatron_grpo.controller.user_objects import Callback, UserObjects
+from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.observability.run_files import read_lines
 from megatron_grpo.preflight.load import check_config, check_overrides
 from megatron_grpo.preflight.script import argument_problems
 
-DATA_FOLDER = "data"
-"""Subfolder of the run's folder for the datasets of a script."""
 GIVEN = "given"
 """Name that replaces the module in the path of a reward function that cannot be imported."""
 
@@ -98,17 +97,20 @@ def train(
     rewards = [rewards] if isinstance(rewards, str) or callable(rewards) else () if rewards is None else rewards
     callbacks = [callbacks] if isinstance(callbacks, Callback) else () if callbacks is None else callbacks
     environments = {} if environments is None else environments
-    if isinstance(config, Config):
-        if train_dataset is not None or val_dataset is not None or rewards or environments:
-            text = "has its data and environments already; give overrides instead to have others"
-            raise ConfigError([Problem("config", text)])
-        checked = check_config(config)
-    else:
-        checked = _checked(config, (train_dataset, val_dataset), rewards, environments, functions)
-    settled = checked.require()
-    for remark in checked.remarks:
-        print(f"{remark.subject} {remark.text}", flush=True)
-    start(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), began)
+    objects = train_dataset is not None or val_dataset is not None or rewards or environments
+    if isinstance(config, Config) and objects:
+        text = "has its data and environments already; give overrides instead to have others"
+        raise ConfigError([Problem("config", text)])
+    with ScriptData() as files:
+        if isinstance(config, Config):
+            checked = check_config(config)
+        else:
+            checked = _checked(config, (train_dataset, val_dataset), rewards, environments, functions, files)
+        settled = checked.require()
+        for remark in checked.remarks:
+            print(f"{remark.subject} {remark.text}", flush=True)
+        with files.moved_in():
+            start(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), began)
     return FinishedRun(Path(settled.run_dir))
 
 
@@ -118,10 +120,11 @@ def _checked(
     rewards: Sequence[str | Callable[..., Any]],
     environments: Mapping[str, str | type],
     functions: dict[str, Callable[..., Any]],
+    files: ScriptData,
 ) -> Composed:
-    """Check overrides together with the objects of the script; datasets are written into the run's folder.
+    """Check overrides together with the objects of the script; datasets are written to `files`.
 
-    Reward functions that cannot be imported are added to `functions`. An error leaves the folder as it was before.
+    Reward functions that cannot be imported are added to `functions`.
     """
     overrides = written(config)
     composed = compose_typed(overrides)
@@ -131,16 +134,11 @@ def _checked(
     overrides.append(f"run_dir={run_dir}")  # fixed here, because its name may contain the time
     overrides += _reward_overrides(task, rewards, functions)
     overrides += environment_overrides(environments)
-    folder = Path(run_dir) / DATA_FOLDER
-    made = not folder.exists()
-    try:
-        overrides += _data_overrides(folder, *datasets, bool(rewards))
-        checked = check_overrides(overrides)
-        checked.require()
-    except ConfigError:
-        if made:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    overrides += _data_overrides(files, run_dir, *datasets, bool(rewards))
+    checked = check_overrides(overrides)
+    checked.problems = [files.in_words(problem) for problem in checked.problems]
+    checked.remarks = [files.in_words(remark) for remark in checked.remarks]
+    files.settle(checked.require())
     return checked
 
 
@@ -154,21 +152,28 @@ def _check_name(name: Any, argument: str, section: str) -> None:
         raise ConfigError([Problem(f"{argument}[{name!r}]", text)])
 
 
-def _data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool) -> list[str]:
-    """Write datasets that are objects into the folder; returns the overrides with the paths of all datasets."""
+def _data_overrides(files: ScriptData, run_dir: str, training: Any, validation: Any, rewarded: bool) -> list[str]:
+    """Write datasets that are objects to `files`; returns the overrides with the paths of all datasets."""
+
+    def keep(dataset: Any, name: str, argument: str) -> tuple[str, set[str]]:
+        if isinstance(dataset, str | Path):
+            return str(dataset), set()
+        path, columns = _kept(dataset, files.path(run_dir, name), argument)
+        return str(files.keep(Path(path), argument)), columns
+
     written = []
     columns: set[str] = set()
     if training is not None:
-        path, columns = _kept(training, folder / "train", "train_dataset")
+        path, columns = keep(training, "train", "train_dataset")
         written.append(f"data.train_path={path}")
     if isinstance(validation, Mapping):
         for name, one in validation.items():
             _check_name(name, "val_dataset", "data.val_sets")
-            path, _ = _kept(one, folder / f"val_{name}", f"val_dataset[{name!r}]")
+            path, _ = keep(one, f"val_{name}", f"val_dataset[{name!r}]")
             written.append(f"data.val_sets.{name}.path={path}")
         written.append("data.val_path=null")
     elif validation is not None:
-        written.append(f"data.val_path={_kept(validation, folder / 'val', 'val_dataset')[0]}")
+        written.append(f"data.val_path={keep(validation, 'val', 'val_dataset')[0]}")
     elif training is not None:
         written.append("data.val_path=null")  # the recipe's validation rows belong to the recipe's task
     if rewarded and columns and "answer" not in columns:
@@ -196,6 +201,8 @@ def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
 def _kept_lines(rows: Iterable[Any], file: Path, subject: str) -> tuple[str, set[str]]:
     """Write rows one by one, as JSON; returns the path of the file and the columns of the rows."""
     columns: set[str] = set()
+    if hasattr(rows, "features"):  # a stream of `datasets`
+        rows = StreamedRows(rows)
     with file.open("w", encoding="utf-8") as lines:
         for number, row in enumerate(rows):
             place = f"{subject}[{number}]"

@@ -18,6 +18,7 @@ from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
+from megatron_grpo.controller.directory import data_remarks
 from megatron_grpo.preflight.load import check_overrides, summary
 from megatron_grpo.preflight.tokenizer_files import has_tokenizer
 from megatron_grpo.weights.source import is_prepared, local_folder
@@ -83,6 +84,8 @@ def _check_start(config: Config) -> Path | None:
         from megatron_grpo.environments.checks import check_scoring  # imported here, because NumPy takes long to import
 
         check_scoring(config)
+    for remark in data_remarks(Path(config.run_dir), config):  # a start prints them among the changes
+        print(remark, flush=True)
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
     start_from = checkpoint_to_start_from(checkpointer, config)
     folder = local_folder(config.policy.model.path)

@@ -28,7 +28,8 @@ from megatron_grpo.controller.checkpoint_files import (
     replace_state,
     verify,
 )
-from megatron_grpo.controller.directory import CONFIG_FILE, VALUE_FOLDER, read_config_file
+from megatron_grpo.controller.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
+from megatron_grpo.data.identity import identify, read_identity, training_difference
 from megatron_grpo.observability.run_files import sync
 
 if TYPE_CHECKING:
@@ -356,7 +357,20 @@ def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: E
     if before not in (None, now):
         text = f"{path} was written with {before}, and this run has {now}; choose another run_dir, or the same adapters"
         raise ConfigError([Problem(subject, text)])
+    reason = None if path is None else _other_data(path, config)
+    if reason is not None:
+        text = f"{path} has a position in other data: {reason}; to train its weights on this data, export it"
+        raise ConfigError([Problem(subject, f"{text} (python -m megatron_grpo.export) and give policy.model.path")])
     return path
+
+
+def _other_data(checkpoint: Path, config: Config) -> str | None:
+    """The difference of the data from that of a checkpoint's run; None: there is none, or that is not known."""
+    try:
+        before = read_identity(checkpoint.parent.parent / DATA_FILE)
+    except ValueError as error:
+        return str(error)
+    return None if before is None else training_difference(before, identify(config))
 
 
 BEST, NEWEST = "best", "newest"

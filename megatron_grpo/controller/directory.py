@@ -15,9 +15,12 @@ import yaml
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import Config
-from megatron_grpo.observability.run_files import write_text
+from megatron_grpo.data.identity import identify, read_identity, training_difference, validation_differences
+from megatron_grpo.observability.run_files import write_json, write_text
 
 CONFIG_FILE = "config.yaml"
+DATA_FILE = "data.json"
+"""File with the digests of the run's data (`DataIdentity`)."""
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"
 """A file that the user may put into a run's folder: training then ends after the step that it is in, and is saved."""
@@ -25,8 +28,8 @@ POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
 VALUE_FOLDER = "megatron_value"
 """Folder of the value model's distributed checkpoint inside a checkpoint of PPO."""
-IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed", "debug.train")
-"""Keys that identify a run; all other keys may change between start and resume."""
+IDENTITY = ("algorithm", "policy.model.path", "grpo.seed", "ppo.seed", "debug.train")
+"""Keys that identify a run, beside the content of its training data; all others may change between start and resume."""
 
 
 @contextmanager
@@ -85,7 +88,15 @@ def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
 
 
 def record_start(folder: Path, config: Config) -> None:
-    """Write the configuration into the folder of its run, and point `latest` beside the folder at it."""
+    """Write the configuration and the digests of the data into the folder of a run, and point `latest` beside it at it.
+
+    Raises:
+        ConfigError: the training data is not that of the run in the folder, because it changed during the start-up.
+    """
+    identity = identify(config)
+    data_remarks(folder, config)
+    if identity.is_comparable:
+        write_json(folder / DATA_FILE, identity.as_json())
     write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):
@@ -143,5 +154,40 @@ def changes_since_last_start(folder: Path, config: Config) -> list[str]:
         if before.get(key) != now[key]:
             text = f"holds another run: its {key} is {before.get(key)}, this one's is {now[key]}"
             raise ConfigError([Problem(f"run_dir={file.parent}", f"{text}; choose another run_dir")])
+    remarks = data_remarks(folder, config)
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in different]
+    return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in different), *remarks]
+
+
+def data_remarks(folder: Path, config: Config) -> list[str]:
+    """Remarks on data that changed since the last start of the folder's run, or that cannot be compared.
+
+    Raises:
+        ConfigError: the training data is another: the position in it that the run continues from would mean other rows.
+    """
+    subject, advice = f"run_dir={folder}", "choose another run_dir"
+    try:
+        before, now = read_identity(folder / DATA_FILE), identify(config)
+    except ValueError as error:
+        text = f"{error}; put it back, {advice}, or delete it if you are sure that the data is the same"
+        raise ConfigError([Problem(subject, text)]) from None
+    if before is not None:
+        reason = training_difference(before, now)
+        if reason is not None:
+            raise ConfigError([Problem(subject, f"holds another run: {reason}; put it back as it was, or {advice}")])
+        return validation_differences(before, now)
+    remarks = _unknown_data(folder, config)
+    return remarks if now.is_comparable else []
+
+
+def _unknown_data(folder: Path, config: Config) -> list[str]:
+    """The remark on a run whose folder has no digests, as those of earlier versions; the paths of data are compared."""
+    try:
+        path = dict(leaves(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
+    except FileNotFoundError:
+        return []
+    now = config.data.train_path
+    if path != now and not (os.path.exists(now) and os.path.realpath(str(path)) == os.path.realpath(now)):
+        text = f"holds another run: its data.train_path is {path}, this one's is {now}; choose another run_dir"
+        raise ConfigError([Problem(f"run_dir={folder}", text)])
+    return [f"{folder / DATA_FILE} is missing: whether the data is that of the earlier start is not known"]

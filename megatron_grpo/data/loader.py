@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.rows import RowCheck
+from megatron_grpo.data.rows import RowCheck, rows_digest
 from megatron_grpo.data.table_values import StreamedRows
 
 
@@ -233,6 +234,10 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     return stream
 
 
+COMPARED_ROWS = 100
+"""First rows of a stream whose digest a checkpoint keeps: they are read anyway, and all rows may be too many."""
+
+
 class StreamLoader(Batches):
     """Batches of prompts like PromptLoader's, from a stream of rows.
 
@@ -266,6 +271,8 @@ class StreamLoader(Batches):
         self._check = RowCheck(config, data, environments)
         self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
         self._drawn = 0
+        self._beginning: str | None = None
+        """Digest of the first rows; None: not read yet."""
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """Yield the batches of the rest of the current epoch, then move on to the next epoch.
@@ -295,12 +302,24 @@ class StreamLoader(Batches):
         self._drawn = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "left_out": self.left_out, "drawn": self._drawn, "stream": self._config.path}
+        position = {"epoch": self.epoch, "left_out": self.left_out, "drawn": self._drawn}
+        return {**position, "stream": self._config.path, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        text = "the checkpoint was written by a run with other data"
         if state.get("stream") != self._config.path:
-            raise ConfigError([Problem("data.streaming=True", "the checkpoint was written by a run with other data")])
+            raise ConfigError([Problem("data.streaming=True", text)])
+        for name, value in self._identity().items():
+            if state.get(name, value) != value:  # checkpoints of earlier versions have no such names
+                reason = "its first rows differ" if name == "beginning" else f"its {name} was {state[name]}"
+                raise ConfigError([Problem(f"data.train_path={self._config.path}", f"{text}: {reason}")])
         self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
+
+    def _identity(self) -> dict[str, Any]:
+        """Subset, split and a digest of the first rows, by which another stream, or one that changed, is told."""
+        if self._beginning is None:
+            self._beginning = rows_digest(islice(self._rows, COMPARED_ROWS))
+        return {"subset": self._config.subset, "split": self._config.split, "beginning": self._beginning}
 
     def _order(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Number and content of the rows of this epoch, in the order in which they are drawn."""

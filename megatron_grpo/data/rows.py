@@ -6,13 +6,13 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, shown
@@ -34,6 +34,8 @@ class SetReport:
     """The rows; None: they cannot be read."""
     usable: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """[usable rows], int64: their numbers in the source."""
+    digest: str = ""
+    """Digest of the content (XXH3, 128 bits): of the bytes of a file, of the rows of a folder or hub set."""
     rows: int = 0
     """Rows that can be used."""
     tasks: set[str] = field(default_factory=set)
@@ -67,19 +69,30 @@ def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
         data: how rows become prompts.
         environments: type of each environment, by task name.
     """
-    try:
-        status = os.stat(config.path)
-        version = (status.st_mtime_ns, status.st_size, status.st_ino)
-    except (OSError, ValueError):  # a hub set; ValueError: the path has a NUL character
-        version = (0, 0, 0)
-    said = json.dumps([asdict(config), asdict(data), dict(environments)], default=str)
-    if (said, version) not in _known:
-        _known[said, version] = _examine(config, data, environments)
-    return _known[said, version]
+    said = json.dumps([asdict(config), asdict(data), dict(environments), _versions(config.path)], default=str)
+    if said not in _known:
+        _known[said] = _examine(config, data, environments)
+    return _known[said]
 
 
-_known: dict[tuple[str, tuple[int, int, int]], SetReport] = {}
+_known: dict[str, SetReport] = {}
 """Sets that this process has read: the checks before a run and the run itself both need them."""
+
+
+def _versions(path: str) -> list[tuple[str, int, int, int]]:
+    """Path, time, size and inode of a file, or of each file in a folder; empty for a hub set."""
+    if not os.path.isdir(path):
+        files = [path]
+    else:
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    versions = []
+    for file in sorted(files):
+        try:
+            status = os.stat(file)
+        except (OSError, ValueError):  # a hub set; ValueError: the path has a NUL character
+            continue
+        versions.append((file, status.st_mtime_ns, status.st_size, status.st_ino))
+    return versions
 
 
 def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
@@ -94,6 +107,8 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     if report.problems:
         return report
     _look(source, check, report, data)
+    if os.path.isfile(config.path):
+        report.digest = file_digest(config.path)
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     if report.bad > _SHOWN:
         bad.append(Problem(config.path, f"{report.bad - _SHOWN} more bad lines of {len(source)}"))
@@ -113,8 +128,11 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
 def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> None:
     """Check every row, and fill the report with the results."""
     usable, digests = array("q"), array("Q")
+    content = None if os.path.isfile(source.name) else xxh3_128()
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.each()):
+        if content is not None:
+            content.update(_bytes_of(row))
         formed = row if isinstance(row, str) else check.in_form(row)
         if isinstance(formed, str):
             report.bad += 1
@@ -135,6 +153,33 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
     report.rows, report.tasks = len(usable), set(report.columns)
     report.duplicates = report.rows - len(np.unique(np.array(digests, dtype=np.uint64)))
     report.usable = np.array(usable, dtype=np.int64)
+    report.digest = "" if content is None else content.hexdigest()
+
+
+def file_digest(path: str) -> str:
+    """Digest of the bytes of a file (XXH3, 128 bits), which takes a second for a few gigabytes."""
+    digest, buffer = xxh3_128(), memoryview(bytearray(2**23))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def rows_digest(rows: Iterable[Row]) -> str:
+    """Digest of the content of rows (XXH3, 128 bits)."""
+    digest = xxh3_128()
+    for row in rows:
+        digest.update(_bytes_of(row))
+    return digest.hexdigest()
+
+
+def _bytes_of(row: Row | str) -> bytes:
+    return json.dumps(row, sort_keys=True, default=_digestible).encode()
+
+
+def _digestible(value: Any) -> str:
+    """A value that JSON does not have, as text: times as they are written, media by their digest."""
+    return xxh3_128(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 class RowCheck:

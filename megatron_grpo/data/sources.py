@@ -129,7 +129,7 @@ class JsonLines:
         Raises:
             SourceError: the file cannot be read, or is of another kind.
         """
-        self._path = path
+        self._path, self.name = path, str(path)
         self._begins, self._numbers = array("q"), array("q")
         try:
             with path.open("rb") as file:
@@ -186,7 +186,7 @@ class Table:
             lines: line of each row in a text file; empty: the set is not a text file.
             bad: numbers of lines that are not rows, with the reasons; they count as rows after all others.
         """
-        self._dataset, self._name, self._lines, self._bad = without_decoding(dataset), name, lines, bad
+        self._dataset, self.name, self._lines, self._bad = without_decoding(dataset), name, lines, bad
         self._nested = nested_columns(dataset.features)
         self.media = media_columns(dataset.features)
         """Columns of audio, images or video: the kind, by name."""
@@ -229,8 +229,8 @@ class Table:
     def place(self, number: int) -> str:
         """Place of a row for messages: its line in a text file, else its number."""
         if number >= len(self._dataset):
-            return f"{self._name}:{self._bad[number - len(self._dataset)][0]}"
-        return f"{self._name}:{self._lines[number]}" if self._lines else f"{self._name}, row {number}"
+            return f"{self.name}:{self._bad[number - len(self._dataset)][0]}"
+        return f"{self.name}:{self._lines[number]}" if self._lines else f"{self.name}, row {number}"
 
 
 Source = JsonLines | Table

@@ -205,9 +205,11 @@ def test_a_folder_of_another_run(given: list[str], rows: Path, tmp_path: Path) -
     load_config(given)
     other = tmp_path / "other.jsonl"
     other.write_bytes(rows.read_bytes())
+    load_config([*given, f"data.train_path={other}"])  # the same data under another name
+    other.write_bytes(rows.read_bytes().replace(b"1", b"2"))
     ((subject, text),) = problems_of([*given, f"data.train_path={other}"]).items()
     assert subject == f"run_dir={folder}"
-    assert "holds another run" in text
+    assert f"holds another run: data.train_path={other} has other rows" in text
 
 
 def test_checkpoints_that_cannot_be_started_from(given: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Identity of a run's data: digests of the content of its sets, whatever path leads to them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from megatron_grpo.config.errors import counted
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.rows import SetReport, examined
+from megatron_grpo.data.sources import is_remote
+
+
+@dataclass(frozen=True, slots=True)
+class SetIdentity:
+    """What is known of one set when a run starts; digests are null if its rows are streamed or not yet made."""
+
+    path: str
+    """Path or hub name, with its subset and split where it has some, for messages."""
+    digest: str | None = None
+    """Digest of the file, or of the rows of a folder or hub set."""
+    rows: int | None = None
+    """Rows, usable or not."""
+    usable: str | None = None
+    """Digest of the numbers of the usable rows."""
+    weight: float = 1.0
+
+    def rows_in_words(self) -> str:
+        """Number of rows and beginning of the digest, for messages."""
+        return f"{counted('row', self.rows or 0)}, digest {(self.digest or '')[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class DataIdentity:
+    """The training sets in their order, and the validation sets, by the keys of their paths."""
+
+    training: Mapping[str, SetIdentity]
+    validation: Mapping[str, SetIdentity]
+    shuffle: bool = True
+    streaming: bool = False
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether a later start can compare more than the paths: false where rows are recorded, or not yet made."""
+        return self.streaming or any(one.digest is not None for one in self.training.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return asdict(self)
+
+
+def identity_of_json(values: Mapping[str, Any]) -> DataIdentity:
+    """The identity that `as_json` wrote.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    try:
+        sets = {
+            part: {key: SetIdentity(**one) for key, one in values[part].items()} for part in ("training", "validation")
+        }
+        return DataIdentity(**sets, shuffle=bool(values["shuffle"]), streaming=bool(values["streaming"]))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"does not hold the identity of data: {error}") from None
+
+
+def identify(config: Config) -> DataIdentity:
+    """The identity of a run's data. Rows are read, unless this process has read them already."""
+    data = config.data
+    return DataIdentity(
+        training={key: _identity(config, key) for key in data.training},
+        validation={key: _identity(config, key) for key in data.validation},
+        shuffle=data.shuffle,
+        streaming=data.streaming,
+    )
+
+
+def _identity(config: Config, key: str) -> SetIdentity:
+    training = config.data.training
+    one = training[key] if key in training else config.data.validation[key]
+    named = is_remote(one.path) or os.path.isdir(one.path)
+    path = "".join([one.path, *(f" ({part})" for part in (one.subset, one.split) if named and part is not None)])
+    report = SetReport()
+    if config.generates and not (config.data.streaming and key in training) and (named or os.path.isfile(one.path)):
+        report = examined(one, config.data, {name: env.type for name, env in config.env.items()})
+    if report.source is None:
+        return SetIdentity(path, weight=one.weight)
+    usable = xxh3_128(report.usable.tobytes()).hexdigest()
+    return SetIdentity(path, report.digest, len(report.source), usable, one.weight)
+
+
+def training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
+    """The reason why training data differs from that of an earlier start; None: its rows and their order are the same.
+
+    Two sets without digests are compared by their paths.
+    """
+    if len(before.training) != len(now.training):
+        return f"has {counted('training set', len(now.training))}, and had {len(before.training)}"
+    for (old_key, old), (key, new) in zip(before.training.items(), now.training.items(), strict=True):
+        subject = f"{key}={new.path}"
+        if old.digest is None or new.digest is None:
+            if not _same_path(old.path, new.path):
+                return f"its {old_key} is {old.path}, this one's is {new.path}"
+        elif old.digest != new.digest:
+            was = "" if _same_path(old.path, new.path) else f" in {old.path}"
+            return f"{subject} has other rows: {new.rows_in_words()}, and the run began with {old.rows_in_words()}{was}"
+        elif old.usable != new.usable:
+            return (
+                f"of {subject} other rows can be used than when it began (data.bad_rows, data.processor, the columns)"
+            )
+        if old.weight != new.weight:
+            return f"the weight of {subject} is {new.weight:g}, and was {old.weight:g}"
+    for name in ("shuffle", "streaming"):
+        if getattr(before, name) != getattr(now, name):
+            values = [str(getattr(one, name)).lower() for one in (now, before)]
+            return f"data.{name} is {values[0]}, and was {values[1]}"
+    return None
+
+
+def validation_differences(before: DataIdentity, now: DataIdentity) -> list[str]:
+    """Remarks on validation sets whose rows changed since an earlier start."""
+    text = "; figures of validation before and after, and the ranking of checkpoints by them, cannot be compared"
+    return [
+        f"{key}={new.path} has other rows: {new.rows_in_words()}, before {old.rows_in_words()}{text}"
+        for key, new in now.validation.items()
+        if (old := before.validation.get(key)) is not None
+        and None not in (old.digest, new.digest)
+        and old.digest != new.digest
+    ]
+
+
+def _same_path(one: str, other: str) -> bool:
+    return one == other or (Path(one).exists() and os.path.realpath(one) == os.path.realpath(other))
+
+
+def read_identity(file: Path) -> DataIdentity | None:
+    """The identity in a file; None: there is no such file.
+
+    Raises:
+        ValueError: the file cannot be read; the text names it.
+    """
+    try:
+        return identity_of_json(json.loads(file.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
