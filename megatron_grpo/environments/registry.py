@@ -85,9 +85,7 @@ def environment_class(kind: str) -> type[Environment]:
 def _advice_on_interface(found: Any) -> str:
     """The end of a message about a class of another framework's interface, or about an actor class."""
     if hasattr(found, "remote"):
-        return (
-            "; take ray.remote away, since the run starts the processes of environments itself (env.NAME.num_workers)"
-        )
+        return "; take ray.remote away: the run starts the processes of environments itself (env.NAME.num_workers)"
     if hasattr(found, "global_post_process_and_metrics"):
         return "; docs/migrating.md says how to carry an environment of NeMo RL over"
     return ""

@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen2Config
+from trl import GRPOConfig
 
 import megatron_grpo
 from megatron_grpo import api
@@ -183,6 +188,85 @@ def test_objects_of_another_kind(
     assert len(raised.value.problems) == 1
     assert not (tmp_path / "r").exists()
     assert started == []
+
+
+def test_a_run_needs_a_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"config +is missing; give overrides as on the command line \(\['\+exp="):
+        megatron_grpo.train()
+    with pytest.raises(ConfigError) as raised:
+        megatron_grpo.train(rewards=[right], train_dataset=ROWS, args=None)
+    assert [problem.subject for problem in raised.value.problems] == ["args"], "which says that it is config here"
+
+
+@pytest.mark.parametrize("kind", ["a model", "a model of a list", "a tokenizer", "a class of models"])
+def test_objects_of_transformers_are_no_reward_functions(tmp_path: Path, kind: str) -> None:
+    """They are callable, so that a run would find out late; TRL takes models."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=16, num_key_value_heads=1, num_labels=1, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+    given: Any = {
+        "a model": model,
+        "a model of a list": [right, model],
+        "a tokenizer": words,
+        "a class of models": [type(model)],
+    }
+    with pytest.raises(ConfigError) as raised:
+        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], rewards=given[kind])
+    (problem,) = raised.value.problems
+    assert problem.subject == ("rewards[1]" if "list" in kind else "rewards[0]" if "class" in kind else "rewards")
+    assert "folder with save_pretrained, and give the folder: rewards=['./FOLDER']" in problem.text
+
+
+def test_settings_of_trls_configuration_are_told_their_keys() -> None:
+    settings = GRPOConfig(output_dir="run", use_cpu=True, bf16=False, beta=0.04, num_generations=4, weight_decay=0.1)
+    told = {
+        "output_dir=run": "TRL's output_dir is run_dir here",
+        "beta=0.04": "TRL's beta is loss_fn.reference_policy_kl_penalty here",
+        "num_generations=4": "TRL's num_generations is grpo.num_generations_per_prompt here",
+        "weight_decay=0.1": "TRL's weight_decay is policy.optimizer.weight_decay here",
+    }
+    for name, first, given in (
+        ("config", "is GRPOConfig; give overrides as on the command line", {"config": settings}),
+        ("args", "no such argument; TRL's args is config here", {"args": settings}),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            megatron_grpo.train(**given)
+        whole, *rest = raised.value.problems
+        assert whole.subject == name
+        assert whole.text.startswith(first)
+        assert {one.subject: one.text for one in rest} == {f"{name}.{key}": text for key, text in told.items()}
+
+
+def test_a_model_that_is_loaded_is_given_by_its_folder() -> None:
+    model = AutoModelForSequenceClassification.from_config(
+        Qwen2Config(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(ConfigError, match=r"policy.model.path in config; write it and its tokenizer into a folder"):
+        megatron_grpo.train("+exp=quickstart", model=model)
+
+
+@pytest.mark.parametrize("form", ["class", "handle"])
+def test_actors_of_ray_are_no_environments(form: str) -> None:
+    class Guessing:
+        def step(self, message_log_batch: Any, metadata: Any) -> None: ...
+
+    class Handle(ray.actor.ActorHandle):  # as ActorClass.remote() returns it, without a cluster
+        __init__ = object.__init__
+
+        def __del__(self) -> None: ...
+
+    actor: Any = Handle() if form == "handle" else ray.remote(Guessing)
+    with pytest.raises(ConfigError, match=r"is a Ray actor, and the run starts the processes .*env.math.num_workers"):
+        megatron_grpo.train("+exp=quickstart", environments={"math": actor})
+
+
+def test_a_processor_has_the_tokenizer() -> None:
+    class Processor:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+
+    with pytest.raises(ConfigError, match=r"is Processor; give its tokenizer, PROCESSOR.tokenizer; images"):
+        megatron_grpo.train("+exp=quickstart", tokenizer=Processor())
 
 
 @pytest.mark.parametrize("name", ["easy_2", "gsm-8k", "_x", "2024", 3])

@@ -119,6 +119,14 @@ def test_cfg_shows_what_was_given_also_where_it_is_wrong(capsys: pytest.CaptureF
         (["quickstart"], "did you mean +exp=quickstart?"),
         (["--cfg", "hydra"], "--cfg job"),
         (["--multirun"], "no such option"),
+        (
+            ["--learning_rate", "1e-6"],
+            "--learning_rate  no such option; TRL's learning_rate is policy.optimizer.lr",
+        ),
+        (["--learning-rate=1e-6"], "no such option; TRL's learning_rate is policy.optimizer.lr here"),
+        (["--policy.megatron_cfg.enabled", "true"], "no such option; leave it out, since Megatron-Core trains every"),
+        (["--grpo.max_num_steps=3"], "no such option; keys have no dashes before them: grpo.max_num_steps=..."),
+        (["--num_processes", "8", "--check"], "no such option; leave it out, since the run starts its own processes"),
         ([], "policy.model.path  is required"),
     ],
 )
@@ -132,6 +140,15 @@ def test_a_mistake_exits_with_2_before_anything_starts(
     assert captured.out == ""
     assert text in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_all_options_of_another_command_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The form of trl grpo: names with dashes, each value a word of its own."""
+    line = "--model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name trl-lib/tldr --use_vllm --output_dir run"
+    assert command.main(line.split()) == 2
+    problems = capsys.readouterr().err.splitlines()
+    assert problems[0] == "configuration has 4 problems:"
+    assert [line.split()[0] for line in problems[1:]] == [one for one in line.split() if one.startswith("--")]
 
 
 def test_the_quickstart_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,17 @@ _BY_REWARD_PREFIX = {
     family.reward_prefix or family.architecture.removesuffix("ForCausalLM"): family for family in FAMILIES.values()
 }
 
+_MEDIA = {
+    "vision_config",
+    "audio_config",
+    "thinker_config",
+    "visual",
+    "img_processor",
+    "image_token_id",
+    "mm_vision_tower",
+}
+"""Keys of the config.json of models that read images, video or sound; those of text alone have none of them."""
+
 _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 """Suffixes of architectures whose output is a score."""
 
@@ -115,7 +126,9 @@ def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> Mode
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
     family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
     if family is None:
-        raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(_BY_ARCHITECTURE)}")
+        planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
+        names = ", ".join(_BY_ARCHITECTURE)
+        raise ValueError(f"architecture {architecture} is not supported{planned}; supported: {names}")
     model_type = family.model_type or family.name
     if raw.get("model_type", model_type) != model_type:
         text = f"model_type={shown(raw['model_type'])} is not that of {architecture}: transformers goes by the one"

@@ -269,3 +269,19 @@ def test_tensors_that_the_model_does_not_have_are_remarked_on(given: list[str], 
     found = {remark.subject: remark.text for remark in check_overrides(given).remarks}
     text = "holds 1 tensor(s) that a model of its config.json does not have, which are not loaded"
     assert found[f"policy.model.path={model}"] == f"{text}: model.layers.9.extra.weight"
+
+
+def test_a_launcher_that_starts_the_run_several_times_is_refused(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables as torchrun --nproc_per_node=2 and accelerate launch set them; one process of either is fine."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    ((subject, text),) = problems_of([*given, "cluster.gpus_per_node=0"]).items()
+    assert subject == "LOCAL_RANK=1 WORLD_SIZE=2"
+    assert "start it once, with python, since the run starts its own processes" in text
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "LOCAL_RANK=1 WORLD_SIZE=1" not in problems_of([*given, "cluster.gpus_per_node=0", "run_dir="])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK")  # a pod of a Kubernetes job
+    assert not any("WORLD_SIZE" in key for key in problems_of([*given, "cluster.gpus_per_node=0", "run_dir="]))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from megatron_grpo.weights.families import shape_of_config, shape_of_folder
+from megatron_grpo.weights.families import _MEDIA, shape_of_config, shape_of_folder
 from tests.support.tiny_models import BUILDERS
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -77,6 +79,46 @@ def test_scaled_frequencies_are_those_of_the_transformers_model() -> None:
 def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shape_of_config(BASE | change)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+        ("mllama", "MllamaForConditionalGeneration"),
+        ("llava", "LlavaForConditionalGeneration"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration"),
+        ("qwen2_5_omni", "Qwen2_5OmniModel"),
+        ("phi4_multimodal", "Phi4MultimodalForCausalLM"),
+    ],
+)
+def test_models_that_read_images_or_sound_are_said_to_be_planned(
+    tmp_path: Path, model_type: str, architecture: str
+) -> None:
+    """The folders are as transformers writes them."""
+    config = AutoConfig.for_model(model_type)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    text = f"architecture {architecture} is not supported: it reads images or sound, and such models are planned; supp"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        shape_of_folder(tmp_path)
+
+
+def test_no_model_of_text_alone_is_said_to_read_images() -> None:
+    for model_type in (
+        "gpt2",
+        "gpt_oss",
+        "glm4_moe",
+        "phi3",
+        "mistral",
+        "olmo2",
+        "mamba",
+        "gemma3_text",
+        "deepseek_v2",
+    ):
+        assert not _MEDIA & AutoConfig.for_model(model_type).to_dict().keys(), model_type
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

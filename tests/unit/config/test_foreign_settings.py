@@ -1,0 +1,126 @@
+"""Every setting of the pages of TRL, NeMo RL and NeMo Customizer is a key here, or is told its counterpart."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+import transformers
+import yaml
+from trl import GRPOConfig, GRPOTrainer
+from trl.scripts.vllm_serve import ScriptArguments
+
+from megatron_grpo.config.keys import known_key
+from megatron_grpo.config.suggestions import NOTHING_ALIKE, counterpart, unknown_key
+from megatron_grpo.preflight.script import argument_problems
+from tests.support.config_problems import problems_of
+
+FILE = Path(__file__).parents[2] / "data" / "foreign_settings.yaml"
+PAGES = {page: names.split() for page, names in yaml.safe_load(FILE.read_text()).items()}
+INSTALLED = [field.name for field in dataclasses.fields(GRPOConfig)]
+SERVER = [field.name for field in dataclasses.fields(ScriptArguments)]
+
+
+def told(names: list[str], algorithm: str) -> dict[str, str]:
+    """What a command line with all of these is told of each, other than keys of the schema."""
+    foreign = [name for name in names if known_key(name) is None]
+    return problems_of(["+exp=quickstart", f"algorithm={algorithm}", *(f"{name}=1" for name in foreign)])
+
+
+@pytest.mark.parametrize("page", ["TRL", "NeMo RL", "GrpoParameters", "the installed TRL"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_every_setting_of_a_page_is_told_what_it_is(page: str, algorithm: str) -> None:
+    assert all(PAGES.values())
+    names = INSTALLED if page == "the installed TRL" else PAGES[page]
+    other = "ppo." if algorithm == "grpo" else "grpo."
+    names = [name for name in names if not name.startswith(other)]
+    problems = told(names, algorithm)
+    for name in names:
+        if known_key(name) is None:
+            text = problems.get(name) or problems[f"{name}=1"]
+            assert text != NOTHING_ALIKE, name
+            assert "is a section" not in text or name == "debug", name
+
+
+def test_only_settings_without_a_counterpart_are_left_out() -> None:
+    """A general argument of transformers may have none; a setting of the algorithm has a key or a reason."""
+    general = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    bare = {
+        name for name in INSTALLED if (counterpart(name, "grpo") or "").endswith("no counterpart here; leave it out")
+    }
+    assert bare - general == {
+        *("pad_to_multiple_of", "log_multimodal", "log_unique_prompts", "cache_implementation", "top_entropy_quantile"),
+        *("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "ds3_gather_for_generation"),
+        *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+        "use_transformers_paged",
+    }
+
+
+@pytest.mark.parametrize("name", ["model", "tensor_parallel_size", "gpu_memory_utilization", "dtype"])
+def test_options_of_trls_server_have_keys_of_engines(name: str) -> None:
+    assert name in SERVER
+    assert counterpart(name, "grpo") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("weight_decay", "TRL's weight_decay is policy.optimizer.weight_decay here"),
+        ("adam_beta1", "TRL's adam_beta1 is policy.optimizer.adam_beta1 here"),
+        ("adam_beta2", "TRL's adam_beta2 is policy.optimizer.adam_beta2 here"),
+        ("adam_epsilon", "TRL's adam_epsilon is policy.optimizer.adam_eps here"),
+        ("warmup_steps", "TRL's warmup_steps is policy.optimizer.warmup_steps here"),
+        ("warmup_ratio", "TRL's warmup_ratio is policy.optimizer.warmup_ratio here"),
+        ("lr_scheduler_type", "TRL's lr_scheduler_type is policy.optimizer.decay_style here"),
+        ("kl_penalty_coefficient", "the weight of the KL penalty is loss_fn.reference_policy_kl_penalty here"),
+        (
+            "environment",
+            "env=NAME chooses an option of conf/env, and env.NAME.type sets one; environment is a field of job=FILE",
+        ),
+        ("tpu_num_cores", "TRL's tpu_num_cores has no counterpart here; leave it out"),
+        ("num_processes", "leave it out, since the run starts its own processes, as many as cluster.num_nodes and pol"),
+        (
+            "policy.megatron_cfg",
+            "NeMo RL's policy.megatron_cfg is policy.megatron here: it takes Megatron-Core's own f",
+        ),
+        (
+            "policy.megatron_cfg.moe_permute_fusion",
+            "NeMo RL's policy.megatron_cfg.moe_permute_fusion is policy.megatron",
+        ),
+        (
+            "policy.megatron_cfg.optimizer.decoupled_lr",
+            "NeMo RL's policy.megatron_cfg.optimizer.decoupled_lr is policy.megatron_optimizer here",
+        ),
+        ("value.megatron_cfg.optimizer.lr", "NeMo RL's value.megatron_cfg.optimizer.lr is value.optimizer.lr (with a"),
+        ("value.tokenizer.name", "NeMo RL's value.tokenizer.name is policy.model.path here"),
+        ("policy.dynamic_batching.x", "NeMo RL's policy.dynamic_batching.x has no counterpart here; leave it out"),
+    ],
+)
+def test_what_is_said_of_a_name(name: str, text: str) -> None:
+    assert unknown_key(name, "grpo").text.startswith(f"unknown key; {text}")
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "hub_model_id", "hub_private_repo", "push_to_hub_token"])
+def test_a_model_is_pushed_when_it_is_exported(name: str) -> None:
+    text = "python -m megatron_grpo.export checkpoint=... output=... push_to_hub=ORGANISATION/NAME sends the model"
+    assert unknown_key(name, "grpo").text.startswith(f"unknown key; {text}")
+
+
+def test_the_best_model_is_a_checkpoint_that_is_kept() -> None:
+    text = unknown_key("load_best_model_at_end", "grpo").text
+    assert "checkpointing.keep_top_k=1" in text
+    assert known_key("checkpointing.keep_top_k")
+    assert known_key("checkpointing.metric_name")
+
+
+def test_every_argument_of_trls_trainer_is_told_what_it_is() -> None:
+    own = {"config": [], "rewards": None, "environments": None, "tokenizer": None, "callbacks": None}
+    names = {*inspect.signature(GRPOTrainer.__init__).parameters, *PAGES["TRL's GRPOTrainer"]} - {"self"}
+    for name in names - {"train_dataset", "callbacks"}:
+        (problem,) = argument_problems(own, {name: None})
+        assert problem.subject == name
+        assert "there is" not in problem.text
+        assert "did you mean" not in problem.text, name
