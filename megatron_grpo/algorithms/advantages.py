@@ -111,7 +111,8 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
         [sequences], bool: whether the advantages of all sampled tokens are finite.
     """
     arguments: tuple[Any, ...] = (config, scores.rewards, batch.response_tokens)
-    entries = ("sampled", *(("prev_logprobs", "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()))
+    compared = (_policy_entry(config), "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()
+    entries = ("sampled", *compared)
     finite: NDArray[np.bool_]
     if config.value_model is not None:
         arguments, entries = (*arguments, batch.in_loss), (*entries, "values")
@@ -139,7 +140,8 @@ def token_advantages(
 
     Args:
         lengths: [sequences], int64: tokens of each.
-        arrays: sampled (bool), [sum(lengths)]; with use_kl_in_reward prev_logprobs and reference_logprobs (float32).
+        arrays: sampled (bool), [sum(lengths)]; with use_kl_in_reward reference_logprobs and the policy's
+            (`_policy_entry`), float32.
         config: estimator, penalty and clipping.
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.
@@ -163,6 +165,11 @@ def token_advantages(
     return {"advantages": entry}, finite_sequences(entry, lengths)
 
 
+def _policy_entry(config: Config) -> str:
+    """The policy's log-probabilities that are compared with the reference's: those over the whole vocabulary."""
+    return "whole_logprobs" if config.generation.filters_in_training else "prev_logprobs"
+
+
 def kl_penalty_of_sampled(config: Config, arrays: Arrays) -> Tensor | None:
     """KL penalty of each sampled token under the policy that the step begins with: [sampled tokens], float32.
 
@@ -172,7 +179,7 @@ def kl_penalty_of_sampled(config: Config, arrays: Arrays) -> Tensor | None:
     if not loss.use_kl_in_reward:
         return None
     penalty = loss.kl_in_reward * kl_estimate(
-        torch.from_numpy(arrays["prev_logprobs"]),
+        torch.from_numpy(arrays[_policy_entry(config)]),
         torch.from_numpy(arrays["reference_logprobs"]),
         loss.reference_policy_kl_type,
         input_clamp=loss.kl_input_clamp_value,
@@ -229,8 +236,8 @@ def ppo_token_advantages(
 
     Args:
         lengths: [sequences], int64: tokens of each.
-        arrays: sampled (bool) and values (float32), [sum(lengths)]; with use_kl_in_reward prev_logprobs and
-            reference_logprobs (float32).
+        arrays: sampled (bool) and values (float32), [sum(lengths)]; with use_kl_in_reward reference_logprobs and the
+            policy's (`_policy_entry`), float32.
         config: estimator, penalty and clipping.
         rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
         response_tokens: [sequences], int64: sampled tokens of each.

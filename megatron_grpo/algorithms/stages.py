@@ -79,6 +79,10 @@ def add_logprobs(
         with timer.phase("logprobs"):
             finite = policy.add_logprobs(batch)
         guard.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
+    if everywhere and config.generation.filters_in_training:  # prev_logprobs lack tokens that the filter removes
+        with timer.phase("logprobs"):
+            finite = policy.add_whole_logprobs(batch)
+        guard.require_finite("whole_logprobs", finite, batch)
     if config.uses_reference:
         with timer.phase("logprobs"):
             finite = policy.add_reference_logprobs(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -21,6 +22,11 @@ from megatron_grpo.config.section import (
 )
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+FILTERS = ("top_p", "top_k", "min_p")
+"""Keys of generation that remove unlikely tokens from the distribution."""
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
+"""Keys of generation that make some tokens less likely."""
 
 Placement = Literal["separate", "colocated"]
 """Whether engines have devices of their own."""
@@ -168,15 +174,15 @@ class GenerationConfig(Section):
     0.01."""
 
     top_p: Fraction = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 means no filter. Training looks at the
-    whole distribution, so that with a filter `token_mult_prob_error` is above 1."""
+    """Sample from the smallest set of tokens with at least this probability; 1 means no filter. Training renormalises
+    its log-probabilities over the tokens that the filter keeps (docs/generation.md)."""
 
     top_k: Positive | None = None
-    """Sample from this many likeliest tokens; null means no filter."""
+    """Sample from this many likeliest tokens; null means no filter. Training does as with top_p."""
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens with at least this share of the likeliest one's probability; 0 means no filter. Training
-    looks at the whole distribution, so that with a filter `token_mult_prob_error` is above 1."""
+    does as with top_p."""
 
     repetition_penalty: PositiveFloat = 1.0
     """Logits of tokens that the prompt or the response has already are divided by this if they are positive, and
@@ -218,6 +224,21 @@ class GenerationConfig(Section):
     def colocated(self) -> bool:
         """Whether engines share the devices of the models in training."""
         return self.placement == "colocated"
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of some keys whose values are not the defaults."""
+        defaults = GenerationConfig()
+        return [name for name in names if getattr(self, name) != getattr(defaults, name)]
+
+    @property
+    def filters_in_training(self) -> bool:
+        """Whether training renormalises over the tokens that top_p, top_k and min_p keep.
+
+        Not beside penalties or a required form: they change the logits before the filter, and training does not know
+        them. Nor at temperature 0, where vLLM ignores filters.
+        """
+        hides = self.changed(PENALTIES) or self.structured != StructuredConfig()
+        return bool(self.changed(FILTERS)) and not hides and self.temperature > 0
 
     @property
     def sequences_per_engine(self) -> int:

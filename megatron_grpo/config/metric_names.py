@@ -29,6 +29,8 @@ def _needed(config: Config) -> Iterator[tuple[object, str, str]]:
     needs = "it needs async_grpo.enabled and async_grpo.oversampling_factor"
     yield oversamples, "oversampling_left_over oversampling_resumed", needs
     yield config.uses_reference, "kl_penalty", "it needs loss_fn.reference_policy_kl_penalty above 0"
+    needs = "it needs a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
+    yield config.generation.filters_in_training, "outside_filter_fraction", needs
     yield _forgives(config), "reward_errors", "it needs env.NAME.on_reward_error=none"
 
 

@@ -22,7 +22,7 @@ from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import Restore, RolloutPool, not_replaced
 from megatron_grpo.sampler.worker_group import WorkerGroup
 from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
-from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.messages import RankSettings, training_filter
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
 from megatron_grpo.weights.refit.canary import Canary
@@ -108,6 +108,7 @@ def policy_settings(config: Config, folder: Path) -> RankSettings:
         folder=str(folder),
         reference=config.reference if config.uses_reference else None,
         temperature=config.generation.temperature,
+        token_filter=training_filter(config.generation),
         decay_steps=config.decay_steps,
         seed=config.loop.seed,
         shares_cores=_shares_cores(config),

@@ -37,6 +37,10 @@ class TokenFields:
     """[...], float32: log-probability under the policy at the start of the step, in the training framework."""
     reference_logprobs: Tensor | None = None
     """[...], float32: log-probability under the reference policy, in the training framework."""
+    whole_logprobs: Tensor | None = None
+    """[...], float32: log-probability under the policy, in training with gradient, over the whole vocabulary. None: no
+    filter removes tokens. With a filter the other log-probabilities of the policy are over the tokens that it keeps,
+    and -inf for a token that it removes."""
     advantages: Tensor | None = None
     """[...], float32: advantage of the token; 0 where nothing was sampled."""
     positive: Tensor | None = None
@@ -71,6 +75,7 @@ STORED_DTYPES: dict[str, type[np.generic]] = {
     "generation_logprobs": np.float32,
     "prev_logprobs": np.float32,
     "reference_logprobs": np.float32,
+    "whole_logprobs": np.float32,
     "advantages": np.float32,
     "values": np.float32,
     "returns": np.float32,

@@ -102,7 +102,8 @@ def inconsistent_sequences(
 
     Args:
         loss_mask: [sum(lengths)], float32: 1 where the loss is taken, else 0.
-        prev: [sum(lengths)], float32: log-probabilities as the training framework computes them.
+        prev: [sum(lengths)], float32: log-probabilities as the training framework computes them; tokens with -inf,
+            which a filter of sampling removes there, are left out.
         generation: [sum(lengths)], float32: log-probabilities under which the engine drew the tokens.
         lengths: tokens of each sequence.
         threshold: largest mean error of a response that stays in the loss.
@@ -110,9 +111,10 @@ def inconsistent_sequences(
     Returns:
         [sequences], bool: whether above the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
     """
-    errors = torch.where(loss_mask > 0, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
+    judged = (loss_mask > 0) & ~prev.isneginf()
+    errors = torch.where(judged, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
     sums = torch.stack([piece.sum() for piece in errors.split(lengths)])
-    tokens = torch.stack([piece.sum() for piece in loss_mask.split(lengths)])
+    tokens = torch.stack([piece.sum() for piece in judged.float().split(lengths)])
     means = sums / tokens.clamp(min=1)
     # Written as "not within" because a NaN mean has to be masked as well.
     beyond = ~(means <= threshold) & (tokens > 0)

@@ -47,6 +47,12 @@ class ClippedPGLossFn:
       gradient is then that of the divergence between whole responses.
     - average: see `loss.loss_share`.
 
+    When sampling filters tokens (tokens.whole_logprobs is there), curr, prev and the entropy are of the distribution
+    over the kept tokens, and the KL compares the whole distributions of policy and reference. A sampled token that the
+    filter removes in training (-inf in curr or prev) has probability 0 there, and so an importance weight of 0: all
+    terms but the entropy leave it out. It still counts in what they are divided by, and as a log ratio of 0 in sums and
+    means over its response.
+
     Entries outside loss_mask may hold anything, infinities and NaN included: they are replaced before any arithmetic.
     """
 
@@ -77,11 +83,12 @@ class ClippedPGLossFn:
         self._check(tokens)
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = given(tokens.loss_mask) > 0
-        curr = masked(curr_logprobs, mask)
-        generation = masked(given(tokens.generation_logprobs), mask)
-        advantages = masked(given(tokens.advantages), mask)
+        kept = mask if tokens.whole_logprobs is None else _kept(mask, curr_logprobs, tokens.prev_logprobs)
+        curr = masked(curr_logprobs, kept)
+        generation = masked(given(tokens.generation_logprobs), kept)
+        advantages = masked(given(tokens.advantages), kept)
         # Detached, the policy stands for its own past: a ratio of value 1 with the gradient of the log-probability.
-        prev = curr.detach() if tokens.prev_logprobs is None else masked(tokens.prev_logprobs, mask)
+        prev = curr.detach() if tokens.prev_logprobs is None else masked(tokens.prev_logprobs, kept)
         old = curr.detach() if config.force_on_policy_ratio else prev
 
         policy = surrogate(curr, old, advantages, mask, config, segments)
@@ -91,7 +98,8 @@ class ClippedPGLossFn:
             loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
-            kl = self._kl(curr, old, masked(tokens.reference_logprobs, mask))
+            policy_logprobs = curr if tokens.whole_logprobs is None else masked(tokens.whole_logprobs, kept)
+            kl = self._kl(policy_logprobs, masked(tokens.reference_logprobs, kept), curr - old)
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 if config.kl_score_function_gradient:
@@ -103,6 +111,8 @@ class ClippedPGLossFn:
         extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
         total, metrics = total + extra, metrics | of_extra
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
+        if tokens.whole_logprobs is not None:
+            metrics["outside_filter_fraction"] = token_mean(~kept, mask, counts)
         metrics["loss"] = total
         return total, metrics
 
@@ -124,18 +134,21 @@ class ClippedPGLossFn:
             metrics["positive_share"] = token_mean(positive, mask, counts)
         return total, metrics
 
-    def _kl(self, curr: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-        """KL penalty of each token without its coefficient; it and the arguments are [sequences, length], float32."""
+    def _kl(self, logprobs: Tensor, reference: Tensor, log_ratio: Tensor) -> Tensor:
+        """KL penalty of each token without its coefficient; it and the arguments are [sequences, length], float32.
+
+        `log_ratio` compares the current policy with the old one.
+        """
         config = self.config
         kl = kl_estimate(
-            curr,
+            logprobs,
             reference,
             config.reference_policy_kl_type,
             input_clamp=config.kl_input_clamp_value,
             output_clamp=config.kl_output_clamp_value,
         )
         # The ratio is not detached: through it the estimate's expectation has the gradient of KL(policy || reference).
-        return kl * bounded_exp(curr - old) if config.use_on_policy_kl_approximation else kl
+        return kl * bounded_exp(log_ratio) if config.use_on_policy_kl_approximation else kl
 
     def _check(self, tokens: TokenFields) -> None:
         config = self.config
@@ -149,6 +162,12 @@ class ClippedPGLossFn:
                 raise ValueError(f"loss_fn.{key} needs {entry} of every token, and there is none")
 
 
+def _kept(mask: Tensor, curr_logprobs: Tensor, prev_logprobs: Tensor | None) -> Tensor:
+    """The tokens in the mask that the filter keeps under the current and the previous policy; bool, in its shape."""
+    kept = mask & ~curr_logprobs.isneginf()
+    return kept if prev_logprobs is None else kept & ~prev_logprobs.isneginf()
+
+
 def _consistency_metrics(
     curr: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, counts: GlobalCounts
 ) -> dict[str, Tensor]:
@@ -157,7 +176,8 @@ def _consistency_metrics(
     token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
     -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. `divergences` has the others.
-    Log-probabilities are [sequences, length], float32, without gradient and 0 outside the mask, which is bool.
+    Log-probabilities are [sequences, length], float32, without gradient and 0 outside the mask, which is bool, and at
+    tokens that a filter removes, which so count as agreement.
     """
     error, weight = bounded_exp((prev - generation).abs()), bounded_exp(prev - generation)
     return {

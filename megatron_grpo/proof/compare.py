@@ -162,7 +162,9 @@ def compare(
         *_of_hidden_states(record, first.hidden, second.hidden, limits["hidden states"]),
     ]
     if first.logprobs is not None and second.logprobs is not None:
-        apart = (first.logprobs - second.logprobs).abs()
+        # A filter of sampling may remove a token at its edge on one side only, by rounding.
+        removed = first.logprobs.isneginf() | second.logprobs.isneginf()
+        apart = (first.logprobs - second.logprobs).abs().masked_fill(removed, 0.0)
         limit = limits["log-probabilities"]
         found.append(_at_token(record, "log-probabilities", None, apart, limit))
     if first.result is not None and second.result is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.generation_schema import FILTERS, PENALTIES
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.proof.diagnosis import (
@@ -117,28 +118,44 @@ class Examination:
         before = self._evidence.rollouts
         ties = self._oracle(self._evidence.version).first_ties(self._evidence.tokens)
         after = [one.up_to(tie) for one, tie in zip(before, ties, strict=True)]
-        lost = sum(len(one.kept) for one in before) - sum(len(one.kept) for one in after)
+        self._keep(after, "two experts of an earlier token have equal scores")
+
+    def _keep(self, after: list[Rollout], reason: str) -> None:
+        """Score fewer tokens of the rollouts, and say why, unless none would be left."""
+        lost = sum(len(one.kept) for one in self._evidence.rollouts) - sum(len(one.kept) for one in after)
         if lost and any(len(one.kept) for one in after):
             self._evidence = replace(self._evidence, rollouts=[one for one in after if len(one.kept)])
-            self._found.remarks.append(
-                f"{lost} tokens were left out: two experts of an earlier token have equal scores"
-            )
+            self._found.remarks.append(f"{lost} tokens were left out: {reason}")
+
+    def _trainer_logprobs(self) -> tuple[int, Tensor]:
+        """Version of the trainer's weights, and its log-probabilities, recorded or computed again, [tokens], float32.
+
+        Tokens that a filter removes in training are left out of the evidence.
+        """
+        evidence, version = self._evidence, self._evidence.step - 1
+        recorded = evidence.column("prev_logprobs")
+        if recorded is None or version not in self._weights.versions:
+            version, folder = evidence.version, self._weights.folder(evidence.version)
+            recorded, _ = trainer_again(self._config, folder, evidence.tokens, hidden=False)
+            self._found.remarks.append("the trainer's log-probabilities were computed again, on one rank")
+        removed = recorded.isneginf()
+        if not removed.any() or removed.all() or not self._config.generation.filters_in_training:
+            return version, recorded
+        pieces = removed.split([len(one.kept) for one in evidence.rollouts])
+        after = [one.without(piece) for one, piece in zip(evidence.rollouts, pieces, strict=True)]
+        self._keep(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
+        return version, recorded[~removed]
 
     def run(self) -> Diagnosis:
         """Examine the record, the prompts, the engine and the trainer."""
+        version, recorded = self._trainer_logprobs()
         found, evidence = self._found, self._evidence
         stop_strings = bool(self._config.generation.stop_strings)
         found.findings += record_findings(evidence, self._stops, stop_strings=stop_strings)
         found.findings += self._template_findings()
         engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))
         found.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
-        recorded = evidence.column("prev_logprobs")
-        version = evidence.step - 1
-        if recorded is None or version not in self._weights.versions:
-            version, folder = evidence.version, self._weights.folder(evidence.version)
-            recorded, _ = trainer_again(self._config, folder, evidence.tokens, hidden=False)
-            found.remarks.append("the trainer's log-probabilities were computed again, on one rank")
-        trainer = self._side("trainer", version, recorded, Law(temperature=engine.law.temperature))
+        trainer = self._side("trainer", version, recorded, training_law(self._config))
         found.findings += self._judged(trainer, self._config.policy.precision, version)
         found.gap = Distance.between(engine.recorded, trainer.recorded)
         found.error = float(residual(engine.recorded, trainer.recorded).exp().mean())
@@ -353,13 +370,24 @@ UNKNOWN = {
 """Where to look for what no suspect explains, by side."""
 LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative difference of hidden states that rounding explains, by precision."""
-LAW = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+LAW = (*FILTERS, *(name for name in PENALTIES if name != "bad_words"))
+"""Keys of generation that change the distribution, beside the temperature."""
 
 
 def engine_law(config: Config) -> Law:
-    """The distribution that engines draw from."""
-    given = {name: getattr(config.generation, name) for name in ("temperature", *LAW)}
-    return Law(**{**given, "top_k": given["top_k"] or 0})
+    """The distribution that engines draw from; vLLM ignores filters at temperature 0."""
+    names = LAW if config.generation.temperature > 0 else set(LAW).difference(FILTERS)
+    return _law(config, ("temperature", *names))
+
+
+def training_law(config: Config) -> Law:
+    """The distribution that the policy's log-probabilities are of in training."""
+    return _law(config, ("temperature", *(FILTERS if config.generation.filters_in_training else ())))
+
+
+def _law(config: Config, names: Sequence[str]) -> Law:
+    values = {name: getattr(config.generation, name) for name in names}
+    return Law(**values | {"top_k": values.get("top_k") or 0})
 
 
 def _prompt(row: dict[str, object]) -> list[int]:

@@ -103,7 +103,7 @@ def tracked_run(
         with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
             with mode.phase("build"):
                 settings = RankSettings(
-                    config=_without_engine(config.policy),
+                    config=_without_engine(config),
                     shape=shape,
                     folder="",
                     reference=replace(config.reference, offload=False) if config.uses_reference else None,
@@ -127,11 +127,14 @@ def tracked_run(
     return DryReport(mode.peak, mode.peaks, mode.held, mode.holders, mode.moments, mode.log.found, mode.log.passes)
 
 
-def _without_engine(policy: PolicyConfig) -> PolicyConfig:
-    """The configuration without FP8, which only the shape-only layers imitate, and with the whole optimizer on the
-    device, where the share that belongs on the host is left out of the count."""
+def _without_engine(config: Config) -> PolicyConfig:
+    """The policy's configuration without FP8, which only the shape-only layers imitate, and with the whole optimizer on
+    the device, where the share that belongs on the host is left out of the count. Log-probabilities with a filter hold
+    a chunk's logits, as those of the chunked kernel do."""
+    policy = config.policy
     fp8 = replace(policy.fp8, format="off") if policy.fp8.on_device else policy.fp8
-    return replace(policy, fp8=fp8, optimizer=replace(policy.optimizer, cpu_offload=0.0))
+    kernel = "chunked" if config.generation.filters_in_training else policy.logprob_kernel
+    return replace(policy, fp8=fp8, logprob_kernel=kernel, optimizer=replace(policy.optimizer, cpu_offload=0.0))
 
 
 def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:

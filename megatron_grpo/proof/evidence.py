@@ -38,7 +38,11 @@ class Rollout:
 
     def up_to(self, position: int) -> Rollout:
         """The rollout with its chosen tokens up to a position, this one included."""
-        kept, whole = self.tokens.places <= position, self.tokens
+        return self.without(self.tokens.places > position)
+
+    def without(self, left_out: Tensor) -> Rollout:
+        """The rollout without some of its chosen tokens: [chosen tokens], bool."""
+        kept, whole = ~left_out, self.tokens
         return Rollout(self.row, Tokens(whole.ids, whole.places[kept], whole.begins[kept]), self.kept[kept])
 
     def behind(self, prompt: Sequence[int]) -> Tokens:

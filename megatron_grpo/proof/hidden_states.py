@@ -31,7 +31,7 @@ from torch.distributed import HashStore
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given, token_places
 from megatron_grpo.data.packing import OF_TOKENS, planner
-from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.messages import RankSettings, training_filter
 from megatron_grpo.trainer.model.packed_sequences import held_source
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, PolicyRank
@@ -158,6 +158,7 @@ def trainer_again(
             folder=str(folder),
             decay_steps=1,
             temperature=config.generation.temperature,
+            token_filter=training_filter(config.generation),
         )
         (microbatches,) = planner(policy, OF_TOKENS).microbatches([np.array(lengths)])
         rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))

@@ -134,7 +134,10 @@ class RankActor:
             values = getattr(self.model, method)(tokens, microbatches)
         if values is None:
             return None
-        of_sequences = values.isfinite().logical_or(tokens.fields.sampled.logical_not()).split(tokens.lengths)
+        usable = values.isfinite().logical_or(tokens.fields.sampled.logical_not())
+        if method == "logprobs" and self.model.settings.token_filter is not None:
+            usable |= values.isneginf()  # the filter of sampling removes the token, and the loss leaves it out
+        of_sequences = usable.split(tokens.lengths)
         ends = np.cumsum([int(batch.lengths[shard].sum()) for shard in batch.shards])
         return ForwardShare(
             shards=[ray.put(part) for part in np.split(values.numpy(), ends[:-1])],

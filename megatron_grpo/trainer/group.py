@@ -337,6 +337,11 @@ class MegatronPolicy(RankGroup):
         batch.fields["prev_logprobs"], finite = self._forward(batch, "logprobs", "log-probabilities")
         return finite
 
+    def add_whole_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add whole_logprobs to the batch: as prev_logprobs, over the whole vocabulary whatever the filter."""
+        batch.fields["whole_logprobs"], finite = self._forward(batch, "whole_logprobs", "log-probabilities")
+        return finite
+
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Add reference_logprobs to the batch: log-probabilities of every token under the frozen reference policy."""
         batch.fields["reference_logprobs"], finite = self._forward(

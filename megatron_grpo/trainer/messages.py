@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+from megatron_grpo.config.schema import GenerationConfig, PolicyConfig, ReferenceConfig
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo_kernels.token_filter import TokenFilter
 
 if TYPE_CHECKING:
     from megatron_grpo.data.step_batch import StepBatch
@@ -30,9 +31,18 @@ class RankSettings:
     """Settings of the policy's frozen reference; None: there is none."""
     temperature: float = 1.0
     """Sampling temperature, at which the policy's log-probabilities are taken."""
+    token_filter: TokenFilter | None = None
+    """Tokens over which the policy's log-probabilities are taken, but not the reference's; None: all."""
     seed: int = 0
     shares_cores: bool = False
     """Whether engines run at the same time as the ranks, which on a CPU means on the same cores."""
+
+
+def training_filter(generation: GenerationConfig) -> TokenFilter | None:
+    """The filter of sampling that the policy's ranks repeat; None: there is none, or they cannot."""
+    if not generation.filters_in_training:
+        return None
+    return TokenFilter(generation.top_k, generation.top_p, generation.min_p)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.trainer.step_record import StepRecorder
 from megatron_grpo.weights.hf_weights import load_hf_weights
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
 from megatron_grpo_kernels.head import HeadKernel
 from megatron_grpo_kernels.logprob import linear_logprobs
 
@@ -270,6 +271,16 @@ def _on_host(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:
     return [{name: next(numbers) for name in one} for one in metrics]
 
 
+class _HeadPart(TypedDict):
+    """Arguments that both functions for log-probabilities take."""
+
+    start: int
+    columns: int
+    group: dist.ProcessGroup | None
+    scale: float
+    chunk_tokens: int | None
+
+
 class PolicyRank(ModelRank):
     """A rank's shard of the policy, of its optimizer and of the frozen reference policy, if there is one.
 
@@ -282,18 +293,40 @@ class PolicyRank(ModelRank):
         return self.config.logprob_kernel
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token under the current weights, as `_forward_tokens` returns it."""
+        """Log-probability of every token under the current weights, as `_forward_tokens` returns it.
+
+        With a filter (`RankSettings.token_filter`) over the tokens that it keeps; -inf for a token that it removes.
+        """
         return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
+    def whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """As `logprobs`, over the whole vocabulary whatever the filter."""
+        with self.without_filter():
+            return self.logprobs(batch, microbatches)
+
+    @contextmanager
+    def without_filter(self) -> Iterator[None]:
+        """Compute the body over the whole vocabulary."""
+        settings = self.settings
+        self.settings = replace(settings, token_filter=None)
+        try:
+            yield
+        finally:
+            self.settings = settings
+
     def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token under the frozen reference policy, as `_forward_tokens` returns it."""
+        """Log-probability of every token under the frozen reference policy, as `_forward_tokens` returns it.
+
+        Over the whole vocabulary, also with a filter, which could remove a token that the policy keeps.
+        """
         reference = self.settings.reference
         assert reference is not None, "the reference policy was not loaded"
-        if self.reference is None:
-            with adapters_off(self.chunks):
-                return self._forward_tokens(self.whole_chunks(), batch, microbatches)
-        with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
-            return self._forward_tokens(self.reference, batch, microbatches)
+        with self.without_filter():
+            if self.reference is None:
+                with adapters_off(self.chunks):
+                    return self._forward_tokens(self.whole_chunks(), batch, microbatches)
+            with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
+                return self._forward_tokens(self.reference, batch, microbatches)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
@@ -306,22 +339,26 @@ class PolicyRank(ModelRank):
         self.reference_moved = True
 
     def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """[rows, hidden] to log-probabilities, [rows], float32; adds the entropy to the fields."""
+        """[rows, hidden] to log-probabilities, [rows], float32; adds the entropy to the fields.
+
+        With a filter also the log-probabilities over the whole vocabulary.
+        """
         group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
         columns = len(model.head_weight)
         start = group.rank() * columns
-        logprobs, entropy = linear_logprobs(
-            copy_to_tensor_model_parallel_region(hidden),
-            model.head_weight,
-            given(tokens.token_ids),
-            start=start,
-            columns=max(0, min(columns, self.shape.vocab - start)),
-            group=group if group.size() > 1 else None,
-            scale=1.0 / temperature if temperature > 0 else 1.0,  # greedy sampling is compared at temperature 1
-            kernel=self.head_kernel,
-            chunk_tokens=self.config.logprob_chunk_size,
-        )
-        return logprobs, replace(tokens, entropy=entropy)
+        operands = copy_to_tensor_model_parallel_region(hidden), model.head_weight, given(tokens.token_ids)
+        part: _HeadPart = {
+            "start": start,
+            "columns": max(0, min(columns, self.shape.vocab - start)),
+            "group": group if group.size() > 1 else None,
+            "scale": 1.0 / temperature if temperature > 0 else 1.0,  # greedy sampling is compared at temperature 1
+            "chunk_tokens": self.config.logprob_chunk_size,
+        }
+        if self.settings.token_filter is None:
+            logprobs, entropy = linear_logprobs(*operands, **part, kernel=self.head_kernel)
+            return logprobs, replace(tokens, entropy=entropy)
+        filtered = filtered_logprobs(*operands, self.settings.token_filter, **part)
+        return filtered.logprobs, replace(tokens, entropy=filtered.entropy, whole_logprobs=filtered.whole)
 
 
 def _reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.checks.rules import Rule
 from megatron_grpo.config.errors import shown
-from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, StructuredConfig
+from megatron_grpo.config.generation_schema import (
+    FILTERS,
+    PENALTIES,
+    EngineConfig,
+    GenerationConfig,
+    StructuredConfig,
+)
 from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token, url_problem
 from megatron_grpo.config.schema import Config
-
-_FILTERS = ("top_p", "top_k", "min_p")
-"""Keys of generation that remove unlikely tokens from the distribution."""
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
-"""Keys of generation that make some tokens less likely."""
 
 
 def request_rules(generation: GenerationConfig) -> Iterator[Rule]:
@@ -38,39 +39,54 @@ def request_rules(generation: GenerationConfig) -> Iterator[Rule]:
 
 
 def filter_cautions(config: Config) -> Iterator[Rule]:
-    """Penalties together with an option that drops tokens whose probabilities differ between engine and trainer."""
-    drops = _drops(config)
+    """Penalties together with a filter, or with an option that drops tokens for a difference of probabilities."""
+    drops, generation = _drops(config), config.generation
+    hidden = _hides_filter(generation)
+    text = (
+        f"is a filter that training does not repeat, because {hidden} changes the logits before it: training looks at "
+        "the whole distribution, and token_mult_prob_error is above 1"
+    )
+    for subject in _settings(generation, FILTERS).values():
+        yield hidden, subject, text
     text = (
         "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
         f"{drops} leaves tokens out for that difference, too"
     )
-    for subject in _changed(config.generation, _PENALTIES).values():
+    for subject in _settings(generation, PENALTIES).values():
         yield drops, subject, text
 
 
 def filter_rules(config: Config) -> Iterator[Rule]:
-    """Filters or structured output together with an option that compares the probabilities of engine and trainer."""
-    drops = _drops(config)
+    """Structured output, or filters that training cannot repeat, with an option that compares engine and trainer."""
+    drops, generation = _drops(config), config.generation
     text = (
         "leaves out tokens that sampling and training give other probabilities, and the form gives many tokens "
         "a probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
     )
-    yield drops and config.generation.structured != StructuredConfig(), drops or "", text
+    yield drops and generation.structured != StructuredConfig(), drops or "", text
     corrects = config.loss_fn.use_importance_sampling_correction
     compares = "loss_fn.use_importance_sampling_correction=True" if corrects else drops
-    for name, subject in _changed(config.generation, _FILTERS).items():
+    hidden = _hides_filter(generation)
+    for name, subject in _settings(generation, FILTERS).items():
         text = (
-            "removes tokens that training's distribution includes: sampled tokens are likelier there than in training, "
-            f"and {compares} would take that for a difference between the two frameworks; use "
-            f"{shown(getattr(GenerationConfig(), name))}, or leave that option out"
+            f"is a filter that training does not repeat beside {hidden}, which changes the logits before it, and "
+            f"{compares} would take that for a difference between the two frameworks; use "
+            f"{shown(getattr(GenerationConfig(), name))}, or leave one of the others out"
         )
-        yield compares, subject, text
+        yield compares and hidden, subject, text
 
 
-def _changed(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
+def _hides_filter(generation: GenerationConfig) -> str:
+    """The key that keeps training from repeating a filter (`GenerationConfig.filters_in_training`), or nothing."""
+    penalties = generation.changed(PENALTIES)
+    if generation.temperature == 0 or not (penalties or generation.structured != StructuredConfig()):
+        return ""
+    return f"generation.{penalties[0]}" if penalties else "generation.structured"
+
+
+def _settings(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
     """KEY=VALUE of each setting that differs from its default, by its name."""
-    values, defaults = vars(generation), vars(GenerationConfig())
-    return {name: f"generation.{name}={shown(values[name])}" for name in names if values[name] != defaults[name]}
+    return {name: f"generation.{name}={shown(getattr(generation, name))}" for name in generation.changed(names)}
 
 
 def _drops(config: Config) -> str | None:

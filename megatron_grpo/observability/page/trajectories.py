@@ -17,6 +17,8 @@ from megatron_grpo.data.trajectory import suspicions
 from megatron_grpo.weights.source import local_folder
 
 TOKENIZER_FILE = "tokenizer.json"
+LEAST_GAP = -40.0
+"""Limit of log ratios, as in the metrics of a step."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
 """Character that SentencePiece tokenizers write for a space."""
@@ -194,7 +196,9 @@ def _in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str,
         advantages = _rounded(row["advantages"])
         full["advantages"] = advantages[:1] if len(set(advantages)) == 1 else advantages
     if row["prev_logprobs"] is not None:
-        full["gaps"] = [float(f"{gap:.3g}") for gap in (row["prev_logprobs"] - row["logprobs"]).tolist()]
+        # -inf where a filter of sampling removes the token in training: JSON has no such number.
+        gaps = np.maximum(row["prev_logprobs"] - row["logprobs"], LEAST_GAP)
+        full["gaps"] = [float(f"{gap:.3g}") for gap in gaps.tolist()]
     return full
 
 

@@ -103,7 +103,8 @@ def policy_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float
         fields.routed_experts = torch.full((len(token_ids), form.columns), UNKNOWN, dtype=torch.int16)
     batch = TokenBatch([len(token_ids)], fields)
     settings = rank.settings
-    rank.settings = replace(settings, temperature=1.0)  # vLLM computes those of a prompt without a temperature
+    # vLLM computes those of a prompt without a temperature and without filters.
+    rank.settings = replace(settings, temperature=1.0, token_filter=None)
     try:
         found = rank.logprobs(batch, [[0]])
     finally:

@@ -1,0 +1,150 @@
+"""Log-probabilities under a distribution that top-k, top-p or min-p has cut off, chunk by chunk in torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, Head
+from megatron_grpo_kernels.kept_tokens import Vocabulary, keep_, kept_bounds
+from megatron_grpo_kernels.logprob import _logits, _targets
+from megatron_grpo_kernels.token_filter import TokenFilter
+
+
+class FilteredLogprobs(NamedTuple):
+    """What `filtered_logprobs` computes, each [tokens], float32, with gradient."""
+
+    logprobs: Tensor
+    """Log-probability of the target under softmax over the kept tokens; -inf where the filter removes the target."""
+    entropy: Tensor
+    """Entropy of that distribution, in nats."""
+    whole: Tensor
+    """Log-probability of the target under softmax over the whole vocabulary."""
+
+
+def filtered_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_filter: TokenFilter,
+    *,
+    start: int = 0,
+    columns: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    scale: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> FilteredLogprobs:
+    """Log-probability of a target under softmax(scale * weight @ hidden) over the tokens that a filter keeps.
+
+    The kept tokens are constants: the gradient is that of a softmax over a fixed set, and 0 for a removed target. Each
+    chunk's logits are computed again in the backward pass.
+
+    Args:
+        hidden: [tokens, hidden], any float type, equal on all ranks of the group.
+        weight: [rows of this rank, hidden], in the dtype of the hidden states, with as many rows on every rank.
+        targets: [tokens], int64, equal on all ranks of the group.
+        token_filter: which tokens are kept, from the scaled logits.
+        start: vocabulary entry of this rank's first row.
+        columns: number of rows that are real entries; the rows after them are padding, which is ignored; None: all.
+        group: ranks that together hold the vocabulary; None: this rank holds all of it.
+        scale: factor of the logits, one over the temperature.
+        chunk_tokens: tokens whose logits are held at once; None: the number with 2**26 logits.
+
+    Returns:
+        Three numbers for each token. Gradients flow to the hidden states and the weight; that of the hidden states is
+        this rank's part, which adds up over the group.
+    """
+    real = weight.shape[0] if columns is None else columns
+    vocabulary = Vocabulary(start, weight.shape[0], group)
+    result: tuple[Tensor, Tensor, Tensor] = _FilteredLogprobs.apply(
+        hidden, weight, targets, token_filter, vocabulary, real, scale, chunk_tokens
+    )
+    return FilteredLogprobs(*result)
+
+
+class _FilteredLogprobs(torch.autograd.Function):
+    """Log-probabilities and entropies over kept tokens, with gradients (`filtered_logprobs`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        token_filter: TokenFilter,
+        vocabulary: Vocabulary,
+        columns: int,
+        scale: float,
+        chunk_tokens: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, hidden] and [rows, hidden], any float type, with targets [tokens], int64, to [tokens], float32."""
+        tokens, start = len(targets), vocabulary.start
+        head = Head(hidden, weight, columns, targets - start, scale)
+        here, index = _targets(head)
+        # Over kept tokens: sums of e = exp(z - top) and of e (z - top); over all: of e; and the target's logit.
+        sums = torch.zeros(4, tokens, dtype=torch.float32, device=hidden.device)
+        top, cut, share = torch.empty(3, tokens, dtype=torch.float32, device=hidden.device)
+        chunks = _chunks(tokens, vocabulary.rows, chunk_tokens)
+        for rows in chunks:
+            z = _logits(hidden[rows], head.real, scale)
+            top[rows], cut[rows], share[rows] = kept_bounds(z, token_filter, vocabulary)
+            if columns:
+                sums[3, rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
+            below = z - top[rows, None]
+            weights = below.exp()
+            sums[2, rows] = weights.sum(dim=1)
+            keep_(weights, z, cut[rows], share[rows])
+            sums[0, rows] = weights.sum(dim=1)
+            sums[1, rows] = torch.linalg.vecdot(weights, below)
+        vocabulary.reduced(sums)
+        log_sum, of_target = sums[0].log(), sums[3]
+        logsumexp, logsumexp_of_all, entropy = top + log_sum, top + sums[2].log(), log_sum - sums[1] / sums[0]
+        # A NaN among the logits makes the sum NaN, which must not pass for a token that the filter removes.
+        outside = (of_target < cut) & ~logsumexp.isnan()
+        ctx.save_for_backward(hidden, weight, targets, cut, share, logsumexp, logsumexp_of_all, entropy, outside)
+        ctx.of_head = start, columns, scale, chunks
+        ctx.set_materialize_grads(False)
+        return (of_target - logsumexp).masked_fill(outside, -torch.inf), entropy, of_target - logsumexp_of_all
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the three results, [tokens], float32, to those of hidden states and weight.
+
+        Over the kept tokens d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H), and 0 elsewhere; over
+        the whole vocabulary d log q / dz_j = 1[target] - q_j; dz / dhidden = scale * weight.
+        """
+        hidden, weight, targets, cut, share, logsumexp, logsumexp_of_all, entropy, outside = ctx.saved_tensors
+        start, columns, scale, chunks = ctx.of_head
+        head = Head(hidden, weight, columns, targets - start, scale)
+        here, index = _targets(head)
+        of_logprobs, of_entropy, of_whole = (torch.zeros_like(cut) if one is None else one for one in grad_outputs)
+        of_logprobs = of_logprobs.masked_fill(outside, 0.0)
+        of_target = of_logprobs + of_whole
+        grad_hidden, grad_weight = torch.zeros_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in chunks if columns else ():
+            z = _logits(hidden[rows], head.real, scale)
+            logp = z - logsumexp[rows, None]
+            factor = -of_logprobs[rows, None]
+            if grad_outputs[1] is not None:
+                factor = factor - of_entropy[rows, None] * (logp + entropy[rows, None])
+            grad = keep_(logp.exp_().mul_(factor), z, cut[rows], share[rows])
+            if grad_outputs[2] is not None:
+                grad -= z.sub_(logsumexp_of_all[rows, None]).exp_().mul_(of_whole[rows, None])
+            grad.scatter_add_(1, index[rows], torch.where(here[rows, None], of_target[rows, None], 0.0))
+            rounded = grad.mul_(scale).to(weight.dtype)
+            grad_hidden[rows] = rounded @ head.real
+            if grad_weight is not None:
+                grad_weight[:columns].addmm_(rounded.t().float(), hidden[rows].float())
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, None, None, None, None, None, None
+
+
+def _chunks(tokens: int, rows: int, chunk_tokens: int | None) -> list[slice]:
+    """Slices of the tokens, equal on all ranks, which go through the same collectives."""
+    size = chunk_tokens or max(1, CHUNK_NUMBERS // rows)
+    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]

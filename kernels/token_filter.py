@@ -1,0 +1,17 @@
+"""The filter of sampling, which removes unlikely tokens; without torch, for messages between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFilter:
+    """Which tokens sampling keeps, by vLLM's options of these names."""
+
+    top_k: int | None = None
+    """Keep this many likeliest tokens, and all that are as likely as the last of them; None: all."""
+    top_p: float = 1.0
+    """Then keep the likeliest tokens until their probability reaches this; 1: all."""
+    min_p: float = 0.0
+    """Before both, remove tokens below this share of the likeliest one's probability; 0: none."""
