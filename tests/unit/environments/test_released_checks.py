@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.conversation_checks import examine_conversations
 from tests.support.released.layout import Layout
-from tests.support.released.table import ADD, BY_NAME, LAYOUTS
+from tests.support.released.table import LAYOUTS
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
