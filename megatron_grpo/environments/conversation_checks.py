@@ -51,7 +51,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
             continue
         try:
             prompt = renderer.render_first_turn([_QUESTION])
-        except Exception:  # noqa: BLE001, S112 - a template may require other messages than the sample; rows show errors
+        except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
         section = _section(config, task)
         remarks += _unread_settings(section, renderer, spec, prompt)
@@ -95,14 +95,14 @@ def _refusal(renderer: PromptRenderer, role: str, messages: Sequence[ChatMessage
             return f"the chat template refuses {several} of the role {role}, its answers: {error}; {advice}"
         shown = renderer.tokenizer.decode(ids)
         if any(str(message["content"]) not in shown for message in answers):
-            text = f"the chat template leaves out messages of the role {role}, its answers, which the model would not see"
+            text = (
+                f"the chat template leaves out messages of the role {role}, its answers, which the model would not see"
+            )
             return f"{text}; {advice}"
     return None
 
 
-def _unread_settings(
-    section: str, renderer: PromptRenderer, spec: TaskDataSpec, prompt: str
-) -> Iterator[Problem]:
+def _unread_settings(section: str, renderer: PromptRenderer, spec: TaskDataSpec, prompt: str) -> Iterator[Problem]:
     """Remarks on settings of prompts that the chat template does not read, and on prompts that change by the day."""
 
     def rendered_without(**changes: Any) -> str:
@@ -120,7 +120,9 @@ def _unread_settings(
             yield Problem(f"{section}.chat_template_kwargs.{name}={value}", text)
     if "strftime_now" in source and any(time.strftime(form) in prompt for form in _DATE_FORMS):
         key = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
-        text = "the chat template writes today's date into every prompt, so a run that goes on tomorrow has other prompts"
+        text = (
+            "the chat template writes today's date into every prompt, so a run that goes on tomorrow has other prompts"
+        )
         yield Problem(f"{section}.{key}", f"{text}; give a fixed one here")
 
 
@@ -143,4 +145,6 @@ def _changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Itera
         return
     if changes:
         text = f"once a conversation goes on, its chat template {' and '.join(changes)}; a rollout keeps all its tokens"
-        yield Problem(section, f"{text}, so a server that renders the whole conversation gives the model another prompt")
+        yield Problem(
+            section, f"{text}, so a server that renders the whole conversation gives the model another prompt"
+        )
