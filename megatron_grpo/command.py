@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.preflight.load import check_overrides, summary
-from megatron_grpo.preflight.model_files import has_tokenizer
+from megatron_grpo.preflight.tokenizer_files import has_tokenizer
 from megatron_grpo.weights.source import is_prepared, local_folder
 
 Task = Literal["train", "check", "show"]

@@ -38,6 +38,7 @@ from megatron_grpo.controller.user_objects import Callbacks
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.responses import sampling_settings
+from megatron_grpo.data.special_tokens import StopConditions
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
@@ -151,7 +152,7 @@ def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
         if config.debug.rollouts_from is None:
             return load_prompt_data(config, folder, startup.user_objects.tokenizer)
         recorded = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
-        return PromptData(loader=recorded, val_prompts=[], eos_token_id=None, notes=[])
+        return PromptData(loader=recorded, val_prompts=[], stops=StopConditions(), notes=[])
 
 
 def _wait_ready(
@@ -189,7 +190,7 @@ def _sampling_run(
     stack: ExitStack,
 ) -> SamplingRun:
     """The parts that all runs have, made of the started processes."""
-    state, settings = progress.state, sampling_settings(config.generation, data.eos_token_id)
+    state, settings = progress.state, sampling_settings(config.generation, data.stops)
     logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.resumed else None)
     stack.push(logger.__exit__)
     for note in data.notes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -14,13 +16,15 @@ from torch.utils.data import ConcatDataset
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, counted
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
 from megatron_grpo.data.processors import DatumSpec, task_of
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examined
+from megatron_grpo.data.special_tokens import StopConditions, stop_conditions, unstopped_turn
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
-from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.data.tokenizer import LoadedTokenizer, read_tokenizer
 
 BATCH_ROWS = 1000
 """Rows that are tokenised together, on all cores."""
@@ -78,7 +82,8 @@ class PromptData:
     loader: Batches
     """Batches of training prompts, resumable."""
     val_prompts: list[DatumSpec]
-    eos_token_id: int | None
+    stops: StopConditions
+    """What ends a response."""
     notes: list[str]
     """Remarks about the files for the user."""
 
@@ -88,7 +93,8 @@ class HeldOutPrompts:
     """The usable prompts of one set."""
 
     prompts: list[DatumSpec]
-    eos_token_id: int | None
+    stops: StopConditions
+    """What ends a response."""
     notes: list[str]
     """Remarks about the set for the user."""
 
@@ -105,8 +111,8 @@ def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) 
     Raises:
         ConfigError: the set or a row in it cannot be used, or no row is short enough.
     """
-    reader = _Reader(config, load_tokenizer(model))
-    return HeldOutPrompts(reader.held_out(key, one), reader.tokenizer.eos_token_id, reader.notes)
+    reader = _Reader(config, model)
+    return HeldOutPrompts(reader.held_out(key, one), reader.stops, reader.notes)
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
@@ -120,19 +126,42 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     Raises:
         ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
     """
-    reader = _Reader(config, load_tokenizer(model) if tokenizer is None else tokenizer)
+    reader = _Reader(config, model, tokenizer)
     loader = reader.stream() if config.data.streaming else reader.loader()
     val_prompts = list(chain.from_iterable(reader.validation()))
-    return PromptData(loader, val_prompts, reader.tokenizer.eos_token_id, reader.notes)
+    return PromptData(loader, val_prompts, reader.stops, reader.notes)
 
 
 class _Reader:
     """Reads the sets of a run with one tokenizer, and collects notes for the user."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.config, self.tokenizer = config, tokenizer
-        self.notes: list[str] = []
+    def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
+        loaded = read_tokenizer(model) if tokenizer is None else LoadedTokenizer(tokenizer)
+        self.config, self.tokenizer = config, loaded.tokenizer
+        self.stops = stop_conditions(config.generation, self.tokenizer, model)
+        self.notes: list[str] = [*loaded.remarks, *self._unstopped_turns()]
         self._environments = {name: env.type for name, env in config.env.items()}
+
+    def _unstopped_turns(self) -> Iterator[str]:
+        """Remarks on chat templates that end the model's message by a token that ends no response."""
+        data = self.config.data
+        specs = [task_spec(data, task) for task in dict.fromkeys([data.task_name, *self.config.env])]
+        templates = {
+            (spec.chat_template, json.dumps(dict(spec.chat_template_kwargs), sort_keys=True, default=str)): spec
+            for spec in specs
+            if spec.apply_chat_template and (spec.chat_template or getattr(self.tokenizer, "chat_template", None))
+        }
+        ends = set()
+        for spec in templates.values():
+            render = partial(
+                render_chat, self.tokenizer, chat_template=spec.chat_template, **dict(spec.chat_template_kwargs)
+            )
+            ends.add(unstopped_turn(self.tokenizer, self.stops, render))
+        for token, number in sorted(filter(None, ends)):
+            yield (
+                f"the chat template ends the model's messages with {token}, which ends no response of this run: they "
+                f"go on to generation.max_new_tokens; give generation.stop_token_ids=[{number}]"
+            )
 
     def loader(self) -> PromptLoader:
         """Batches of the training sets, mixed by their weights."""

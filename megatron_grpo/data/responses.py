@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.generation_schema import GenerationConfig, StructuredConfig
+from megatron_grpo.data.special_tokens import StopConditions
 from megatron_grpo.data.trajectory import Span, StopReason
 
 
@@ -33,17 +34,11 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
 
 
-def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) -> SamplingSettings:
-    """The sampling settings of a configuration.
-
-    Args:
-        generation: the section `generation` of the configuration.
-        eos_token_id: token that ends a response, as generation.stop_token_ids do; None: the tokenizer has none.
-    """
-    stops = {*generation.stop_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
-    given = {one.name: getattr(generation, one.name) for one in fields(SamplingSettings)}
-    lists = {"bad_words": tuple(generation.bad_words), "stop_strings": tuple(generation.stop_strings)}
-    return SamplingSettings(**{**given, **lists, "stop_token_ids": tuple(sorted(stops))})
+def sampling_settings(generation: GenerationConfig, stops: StopConditions) -> SamplingSettings:
+    """The sampling settings of a configuration; `stops`: what ends a response, from `stop_conditions`."""
+    settings = {one.name: getattr(generation, one.name) for one in fields(SamplingSettings)}
+    ends = {"stop_token_ids": stops.token_ids, "stop_strings": stops.strings}
+    return SamplingSettings(**{**settings, "bad_words": tuple(generation.bad_words), **ends})
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that pickles ten times slower

@@ -1,25 +1,211 @@
-"""Loads the tokenizer of a model, without code that comes with it."""
+"""Loads the tokenizer of a model as its tokenizer.json describes it, without code that comes with the model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.tokenizer_files import TOKENIZER_FILE, declared_tokens
+
+SAMPLE_TEXTS = (
+    "How many of the 2023 cats\n  are in the hat?",
+    "  two  three   blanks \n\n\t tab\r\nend  ",
+    "1234567890 3.14159 -42 1e5 50% $20 \u00bd x\u00b2",
+    "def f(x):\n    if x:\n\t\treturn {'a': [1, 2]}\n",
+    "It's we'll I'd DON'T they'RE; \"quotes\" \u2014 dash\u2026 (a, b) .  , !",
+    "caf\u00e9 cafe\u0301 \u00c5ngstr\u00f6m A\u030angstro\u0308m \ufb01 \uff21\uff22",
+    "\u6f22\u5b57\u304b\u306a\u4ea4\u3058\u308a\u3002\ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22 \U0001f44d\U0001f3fd",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea e\u200bx\u00a0y",
+    "<think>\nso </think> <answer>4</answer> \\boxed{\\frac{1}{2}}",
+)
+"""Texts on which tokenizers differ: blanks, line ends, digits, code, contractions, accents, scripts, emoji, tags."""
+
+ROUND_TRIP = "the answer is 42 or 7"
+"""A text that every tokenizer without unknown tokens gives back, whatever it normalizes."""
+
+MOST_ADDED = 240
+"""Most added tokens that are compared; some tokenizers have thousands that nothing uses."""
+_ADDED_TOGETHER = 12
+_DEFAULTS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTokenizer:
+    """A tokenizer, and remarks for the user on how it was loaded."""
+
+    tokenizer: Any
+    """From transformers."""
+    remarks: tuple[str, ...] = ()
 
 
 def load_tokenizer(model: Path | str) -> Any:
-    """Load the tokenizer of a model's folder with transformers.
+    """Load the tokenizer of a model's folder, without the remarks of `read_tokenizer`, whose errors it raises."""
+    return read_tokenizer(model).tokenizer
+
+
+def read_tokenizer(model: Path | str) -> LoadedTokenizer:
+    """Load the tokenizer of a model's folder, and compare it with the tokenizer.json there.
+
+    Transformers builds some tokenizers anew from the vocabulary, by the class that tokenizer_config.json or config.json
+    names, and leaves out the rest of tokenizer.json. Therefore texts are encoded and decoded by both. If they differ,
+    the plain fast tokenizer is loaded, which is the file itself.
+
+    What wins where the files of a folder disagree:
+
+    - tokenizer.json: how texts are cut and joined, and which tokens are added to a text. `add_bos_token` and
+      `add_eos_token` of tokenizer_config.json change only tokenizers without this file, as in transformers and vLLM;
+      `add_prefix_space` and `legacy` do not count either.
+    - tokenizer_config.json, special_tokens_map.json, added_tokens.json: which tokens are special and what they are for.
+      Tokens that the file lacks get the numbers after its last.
+    - Blanks before punctuation are never removed from decoded texts (`clean_up_tokenization_spaces`).
 
     Raises:
-        RunError: the folder has no tokenizer, or one that needs code of its own, which is never run.
+        RunError: the folder has no tokenizer, one that needs code of its own, which is never run, or one that
+            transformers cannot load as tokenizer.json describes it.
     """
-    from transformers import AutoTokenizer  # here: seconds to import, spent while other processes start
+    # Imported here: it takes seconds, which are spent while other processes start.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    file = Path(model) / TOKENIZER_FILE
+    tokenizer = _load(AutoTokenizer, model)
+    if not file.is_file():
+        _require_round_trip(tokenizer, model)
+        return LoadedTokenizer(tokenizer)
+    difference = _difference_from_file(tokenizer, file)
+    if difference is None:
+        return LoadedTokenizer(tokenizer)
+    plain = _load(PreTrainedTokenizerFast, model)
+    for name in _DEFAULTS:  # a class of transformers may know what tokenizer_config.json leaves out
+        token = getattr(tokenizer, name, None)
+        if getattr(plain, name) is None and token is not None and token in plain.get_vocab():
+            setattr(plain, name, token)
+    remaining = _difference_from_file(plain, file)
+    if remaining is not None:
+        raise RunError(
+            f"{model}: transformers loads another tokenizer than {TOKENIZER_FILE} describes ({remaining}); repair the "
+            "files, which have to agree on all tokens"
+        )
+    name = type(tokenizer).__name__
+    remark = f"{file} is followed: transformers' {name} would have been another tokenizer ({difference})"
+    return LoadedTokenizer(plain, (remark,))
+
+
+def first_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str | None:
+    """The first text that two tokenizers encode or decode differently, in words; None: they agree.
+
+    Args:
+        tokenizer: a tokenizer of transformers or vLLM.
+        reference: another one, or a `tokenizers.Tokenizer`, which is right.
+        texts: texts to encode, and whose tokens to decode.
+    """
+    for text in texts:
+        for special in (False, True):
+            ids, expected = (encode_text(coder, text, special=special) for coder in (tokenizer, reference))
+            if ids != expected:
+                return f"{_shown(text)} has the tokens {from_difference(ids, expected)}"
+            if expected is None:
+                continue
+            for skip in (False, True):
+                decoded, right = (coder.decode(expected, skip_special_tokens=skip) for coder in (tokenizer, reference))
+                if decoded != right:
+                    return f"the tokens of {_shown(text)} are the text {from_difference(decoded, right)}"
+    return None
+
+
+def sample_texts(added: Iterable[str]) -> list[str]:
+    """Texts on which tokenizers differ, the last of them with these added tokens in the middle of words and lines."""
+    tokens = sorted(set(added))
+    chosen = tokens[:: -(-len(tokens) // MOST_ADDED) or 1]
+    groups = [chosen[begin : begin + _ADDED_TOGETHER] for begin in range(0, len(chosen), _ADDED_TOGETHER)]
+    return [*SAMPLE_TEXTS, *("".join(f"a{token}b {token} c\n{token}\n" for token in group) for group in groups)]
+
+
+def _load(kind: Any, model: Path | str) -> Any:
     try:
-        # With None, transformers would ask at the terminal whether it may run the code.
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        # trust_remote_code: with None, transformers would ask at the terminal whether it may run the code.
+        # mistral_format: else tekken.json, where the folder has one, would replace tokenizer.json.
+        tokenizer = kind.from_pretrained(model, trust_remote_code=False, mistral_format=False)
+    except Exception as error:  # the tokenizers library raises bare exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         text = f"{model} has no tokenizer that transformers can load (code that comes with a model is not run)"
         raise RunError(f"{text}: {reason}") from error
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
+
+
+def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
+    """The first difference between a tokenizer and its tokenizer.json, in words; None: they agree.
+
+    Tokens that the other files of the folder declare are added to the reference first, since they are to differ.
+    """
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return f"{type(tokenizer).__name__} does not read it"
+    reference = Tokenizer.from_file(str(file))
+    reference.no_truncation()
+    reference.no_padding()
+    reference.encode_special_tokens = tokenizer.split_special_tokens
+    if tokenizer.init_kwargs.get("fix_mistral_regex"):  # the folder itself asks for another expression
+        reference.pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
+    _add_declared(reference, tokenizer, file.parent)
+    vocabulary = tokenizer.backend_tokenizer.get_vocab_size()
+    if vocabulary != reference.get_vocab_size():
+        return f"it has {vocabulary} tokens instead of {reference.get_vocab_size()}"
+    named = {name: getattr(tokenizer, name) for name in _DEFAULTS if getattr(tokenizer, name) is not None}
+    for name, token in named.items():
+        number, expected = getattr(tokenizer, f"{name}_id"), reference.token_to_id(token)
+        if number != expected:
+            return f"{name} {token} is token {number} instead of {expected}"
+    added = (token.content for token in reference.get_added_tokens_decoder().values())
+    return first_difference(tokenizer, reference, sample_texts(added))
+
+
+def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
+    """Add the tokens that the settings of a folder declare to the tokenizer of its file, special ones as special."""
+    declared, special = set(declared_tokens(folder)), set(tokenizer.all_special_tokens)
+    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.content in special and (token.content in declared or reference.token_to_id(token.content) is not None):
+            reference.add_special_tokens([token])
+        elif token.content in declared:
+            reference.add_tokens([token])
+
+
+def _require_round_trip(tokenizer: Any, model: Path | str) -> None:
+    """Raise RunError for a tokenizer without tokenizer.json whose tokens of a simple text do not give it back."""
+    ids = encode_text(tokenizer, ROUND_TRIP)
+    if ids is None or tokenizer.unk_token_id in ids:
+        return
+    text = tokenizer.decode(ids).strip()
+    if text.lower() != ROUND_TRIP:
+        raise RunError(
+            f"{model} has no {TOKENIZER_FILE}, and the tokenizer that transformers makes of its other files "
+            f"({type(tokenizer).__name__}) turns {ROUND_TRIP!r} into {text!r}; add the {TOKENIZER_FILE} of the model"
+        )
+
+
+def encode_text(coder: Any, text: str, *, special: bool = False) -> list[int] | None:
+    """Tokens of a text; None: the tokenizer refuses it, as some do with characters outside their vocabulary."""
+    try:
+        encoded = coder.encode(text, add_special_tokens=special)
+    except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
+        return None
+    return list(encoded.ids if hasattr(encoded, "ids") else encoded)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}\u2026")
+
+
+def from_difference(value: Any, expected: Any) -> str:
+    """Two lists or texts from shortly before their first difference, for messages."""
+    if value is None or expected is None:
+        return f"{'none' if value is None else value[:8]} instead of {'none' if expected is None else expected[:8]}"
+    same = min(len(value), len(expected))
+    same = next((n for n, (a, b) in enumerate(zip(value, expected, strict=False)) if a != b), same)
+    begin, length = max(same - 8, 0) if isinstance(value, str) else same, 24 if isinstance(value, str) else 6
+    return f"{value[begin : begin + length]!r} instead of {expected[begin : begin + length]!r}"

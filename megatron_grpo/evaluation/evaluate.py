@@ -88,7 +88,7 @@ def _answer(
 ) -> Answered:
     """Sample the responses to the prompts of a set, and write them to `file` batch by batch."""
     config, answered = request.config, Answered(held_out.prompts, [], [])
-    settings = replace(sampling_settings(config.generation, held_out.eos_token_id), temperature=request.temperature)
+    settings = replace(sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
     size = max(1, config.loop.val_batch_size // request.samples)
     prompts = iter(held_out.prompts)
     for groups in respond(

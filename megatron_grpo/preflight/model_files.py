@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import unreadable
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.tokenizer_files import tokenizer_problems
 from megatron_grpo.weights.families import as_value_model, shape_of_folder, weight_entries
 from megatron_grpo.weights.families.family import global_entries, wanted_experts
 from megatron_grpo.weights.shape import ModelShape
@@ -95,12 +95,6 @@ def _shapes_in(file: Path, missing: str) -> dict[str, tuple[int, ...]]:
 
 _NAMED = 3
 """Most tensors that a remark names."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder has files of a tokenizer; in the hub's cache it may not have them yet."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
@@ -118,7 +112,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
         if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
             yield from _incomplete(subject, Path(path), of_value=of_value)
             if not of_value:
-                yield from _tokenizer(subject, Path(path), config)
+                yield from tokenizer_problems(subject, Path(path), config, shape_of_folder(path).vocab)
 
 
 def _unusable(subject: str, path: str, *, of_value: bool) -> Iterator[Problem]:
@@ -149,30 +143,3 @@ def _incomplete(subject: str, folder: Path, *, of_value: bool) -> Iterator[Probl
     shape = shape_of_folder(folder, reward_models=of_value)
     for text in weight_problems(folder, as_value_model(shape) if of_value else shape):
         yield Problem(subject, text)
-
-
-def _tokenizer(subject: str, folder: Path, config: Config) -> Iterator[Problem]:
-    there = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
-    if not there:
-        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    for file in there:
-        reason = unreadable(file)
-        if reason is not None:
-            yield Problem(subject, f"{file}: {reason}")
-            return
-    settings = folder / "tokenizer_config.json"
-    if config.data.apply_chat_template and settings in there and not _has_chat_template(settings):
-        text = f"the tokenizer in {folder} has no chat template; use false for prompts as they are"
-        yield Problem("data.apply_chat_template=True", text)
-
-
-def _has_chat_template(settings: Path) -> bool:
-    """Whether there is a chat template, in tokenizer_config.json or beside it; an unreadable file may have one."""
-    beside = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    if any((settings.parent / name).exists() for name in beside):
-        return True
-    try:
-        content = json.loads(settings.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return True
-    return not isinstance(content, dict) or bool(content.get("chat_template"))

@@ -50,6 +50,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     config = settings.config
     arguments: dict[str, Any] = {
         "model": settings.model_path,
+        "tokenizer_mode": "hf",  # where engine_tokenizer.py puts the run's tokenizer
         "dtype": config.engine.dtype or settings.precision,
         "tensor_parallel_size": config.parallel.tensor,
         "pipeline_parallel_size": config.parallel.pipeline,

@@ -24,6 +24,7 @@ from megatron_grpo.platform.device import current_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
 from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
 from megatron_grpo.sampler.canary import ARGUMENTS, CanaryPrompt
+from megatron_grpo.sampler.engine_tokenizer import engine_tokenizer, require_same_tokenizer
 from megatron_grpo.sampler.pauses import Pauses
 from megatron_grpo.sampler.plugin import ENGINE_MARKER
 from megatron_grpo.sampler.requests import (
@@ -77,6 +78,8 @@ class VllmEngine:
         begin_process_log(self._name)
         self._settings = settings
         self._llm: AsyncLLM | None = None
+        self._tokenizer: Any = None
+        """The run's tokenizer, from transformers; set by `start`."""
         self._unusable: str | None = None
         self._asleep = False
         self._statistics = EngineStatistics()
@@ -104,6 +107,8 @@ class VllmEngine:
             AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
         self._statistics.attach(self._llm)
+        self._tokenizer = engine_tokenizer(self._settings.model_path)
+        require_same_tokenizer(self._llm.get_tokenizer(), self._tokenizer)
         await self._llm.update_weight_version("0")  # the weights of the model folder
         if current_platform().name == "cpu":
             from megatron_grpo.cpu.engine import forget_sockets
@@ -155,7 +160,7 @@ class VllmEngine:
                     self._pauses.left(len(done))
                     finals = {index: task.result() for index, task in done.items()}
                     self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
-                    yield pickled(await responses(self._llm, finals, self._settings.routed))
+                    yield pickled(await responses(self._llm, finals, self._settings.routed, self._tokenizer))
             finally:
                 for task in waiting:
                     task.cancel()

@@ -15,6 +15,7 @@ import psutil
 from megatron_grpo.cluster.guardian import free, shared_files
 from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
 from megatron_grpo.platform.hooks import check_hooks
+from megatron_grpo.sampler.engine_tokenizer import replace_tokenizer_in_vllm
 
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
 """Environment variable by which our engine actor gives its name to its processes; other uses of vLLM lack it."""
@@ -31,8 +32,8 @@ _registered = False
 def register() -> None:
     """Prepare a process of our engines and servers; does nothing in other processes of vLLM; idempotent.
 
-    In an engine's process, parts of vLLM are replaced (CPU) or checked (CUDA), the log is opened, and a thread ends the
-    process when its parent is gone.
+    All of them load the run's tokenizer. In an engine's process, further parts of vLLM are replaced (CPU) or checked
+    (CUDA), the log is opened, and a thread ends the process when its parent is gone.
     """
     global _registered
     if _registered or not {ENGINE_MARKER, SERVER_MARKER} & os.environ.keys():
@@ -40,6 +41,7 @@ def register() -> None:
     _registered = True
     # vLLM warns at every refit about layers without weights of their own, such as a tied head.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
+    replace_tokenizer_in_vllm()
     if ENGINE_MARKER not in os.environ:  # a server's processes are otherwise unchanged vLLM
         return
     from vllm.platforms import current_platform

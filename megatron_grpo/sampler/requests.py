@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.data.special_tokens import response_text
 from megatron_grpo.data.trajectory import Span
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, l
         "stop_token_ids": list(settings.stop_token_ids),
         "logprobs": 0,
         "detokenize": bool(settings.stop_strings),
+        "skip_special_tokens": False,  # stop strings may contain special tokens
     }
     structured = settings.structured
     choice = None if structured.choice is None else list(structured.choice)
@@ -159,28 +161,28 @@ async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: R
 
 
 async def responses(
-    llm: AsyncLLM, finals: Mapping[int, RequestOutput], form: RoutedForm | None
+    llm: AsyncLLM, finals: Mapping[int, RequestOutput], form: RoutedForm | None, tokenizer: Any
 ) -> list[tuple[int, GenerationOutput | str]]:
-    """Make the responses of finished requests; their texts have no special tokens.
+    """Make the responses of finished requests.
 
     Args:
         llm: the engine.
         finals: the last output of each request, by the request's number in its call.
         form: form of the recorded experts; None: none are recorded.
+        tokenizer: the model's tokenizer, from transformers, for the texts.
 
     Returns:
         Numbers of the requests, each with its response or the reason why there is none.
     """
     outputs = list(finals.values())
-    token_ids = [final.outputs[0].token_ids for final in outputs]
-    texts = llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
     routed: Sequence[NDArray[Any] | None] = [None] * len(outputs)
     if form is not None:
         routed = await while_alive(llm, chosen_experts(llm, outputs, form))
-    return list(zip(finals, map(_response, outputs, texts, routed), strict=True))
+    made = [_response(final, tokenizer, experts) for final, experts in zip(outputs, routed, strict=True)]
+    return list(zip(finals, made, strict=True))
 
 
-def _response(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> GenerationOutput | str:
+def _response(final: RequestOutput, tokenizer: Any, routed: NDArray[Any] | None) -> GenerationOutput | str:
     """Make a response with its experts `routed`, [tokens, experts recorded per token]; or the reason of its failure."""
     completion = final.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
@@ -192,7 +194,7 @@ def _response(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> G
     return GenerationOutput(
         token_ids=np.array(completion.token_ids, dtype=np.int32),
         logprobs=np.array(logprobs, dtype=np.float32),
-        text=text,
+        text=response_text(tokenizer, completion.token_ids, completion.finish_reason),
         stop_reason=completion.finish_reason,
         spans=[Span(span.start, span.end, int(span.version)) for span in spans],
         routed=routed,

@@ -21,7 +21,8 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.data.special_tokens import added_tokens, response_text
+from megatron_grpo.data.tokenizer import encode_text, from_difference, load_tokenizer, sample_texts
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.canary import ARGUMENTS, CanaryPrompt
@@ -203,7 +204,7 @@ class ServerEngine:
         return GenerationOutput(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
-            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
+            text=response_text(self._tokenizer, token_ids, choice["finish_reason"]),
             stop_reason=choice["finish_reason"],
             spans=[Span(one["start"], one["end"], int(one["version"].removeprefix(self._prefix))) for one in versions],
         )
@@ -293,11 +294,30 @@ class ServerEngine:
                 raise RuntimeError(
                     f"{url} runs with {name} {worker[name]}; give generation.parallel.{name}={worker[name]}"
                 )
+        await self._require_same_tokenizer()
         if worker["longest"] < self._settings.max_total_sequence_length:
             raise RuntimeError(
                 f"{url} takes sequences of {worker['longest']} tokens; start it with --max-model-len="
                 f"{self._settings.max_total_sequence_length} (policy.max_total_sequence_length)"
             )
+
+    async def _require_same_tokenizer(self) -> None:
+        """Raise RuntimeError if the server's tokenizer, which matches stop strings, is not the run's."""
+        for text in sample_texts(added_tokens(self._tokenizer)):
+            ids = encode_text(self._tokenizer, text)
+            if ids is None:  # it has no tokens for this text
+                continue
+            served: Any = (await self._post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+            expected: Any = ids
+            if served == ids:
+                served = (await self._post("/detokenize", {"tokens": ids}))["prompt"]
+                expected = self._tokenizer.decode(ids)
+            if served != expected:
+                raise RuntimeError(
+                    f"{self._url} has another tokenizer than policy.model.path={self._settings.model_path}: {text!r} "
+                    f"gives {from_difference(served, expected)}; start it with the same folder, without --tokenizer "
+                    "and --tokenizer-mode"
+                )
 
     async def _post(self, path: str, body: Any = None, **query: str) -> Any:
         """Send a POST; returns and raises like `_ask`."""

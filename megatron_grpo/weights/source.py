@@ -14,6 +14,7 @@ import yaml
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.data.tokenizer_files import numbered_tokens
 from megatron_grpo.weights.families import shape_of_config, shape_of_folder
 from megatron_grpo.weights.shape import ModelShape
 
@@ -138,9 +139,6 @@ def made_before_the_run(config: Config, path: str) -> bool:
     return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
 
 
-TOKENIZER_FILE = "tokenizer.json"
-
-
 def vocabulary_digest(folder: Path) -> str | None:
     """Digest (BLAKE2b, 16 bytes, hexadecimal) of all tokens with their ids, added tokens included.
 
@@ -150,12 +148,7 @@ def vocabulary_digest(folder: Path) -> str | None:
     Returns:
         The digest; None where the folder has no tokenizer.json, or one that cannot be read.
     """
-    try:
-        content = json.loads((folder / TOKENIZER_FILE).read_bytes())
-        tokens = content["model"]["vocab"]
-        numbered = tokens.items() if isinstance(tokens, dict) else ((one[0], id_) for id_, one in enumerate(tokens))
-        added = {one["content"]: one["id"] for one in content.get("added_tokens", [])}
-        vocabulary = sorted((dict(numbered) | added).items())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    tokens = numbered_tokens(folder)
+    if tokens is None:
         return None
-    return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(sorted(tokens.items())).encode(), digest_size=16).hexdigest()

@@ -38,6 +38,7 @@ class MadeUpServer:
     def __init__(self, model: Path) -> None:
         shape = json.loads(json.dumps(asdict(shape_of_folder(model))))
         self.worker: dict[str, Any] = {"shape": shape, "tensor": 1, "pipeline": 1, "expert": 1, "longest": 64}
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.served = "default"
         self.calls: list[str] = []
         self.hidden: set[str] = set()
@@ -56,6 +57,8 @@ class MadeUpServer:
         self.calls.append(body.get("method", path) if path == "/collective_rpc" else path)
         if path == "/inference/v1/generate":
             return self._generate(body)
+        if path in ("/tokenize", "/detokenize"):
+            return web.json_response(self._tokenized(body))
         if path == "/update_weight_version":
             self.served = body["new_version"]
         answers: dict[str, Any] = {
@@ -64,6 +67,12 @@ class MadeUpServer:
             "/reset_prefix_cache": {"success": self.cache_is_free},
         }
         return web.json_response(answers.get(path, {}))
+
+    def _tokenized(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "tokens" in body:
+            return {"prompt": self.tokenizer.decode(body["tokens"])}
+        encoded = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        return {"tokens": encoded.ids}
 
     def _generate(self, body: dict[str, Any]) -> web.Response:
         if "prompt_logprobs" in body["sampling_params"]:

@@ -1,0 +1,60 @@
+"""Reads the files of a tokenizer in a model's folder as they are, without a tokenizer library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where the file is missing or holds something else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def numbered_tokens(folder: Path) -> dict[str, int] | None:
+    """Numbers of all tokens of a folder's tokenizer.json; None: there is no such file, or it cannot be read."""
+    content = read_settings(folder / TOKENIZER_FILE)
+    try:
+        tokens = content["model"]["vocab"]
+        numbered = tokens.items() if isinstance(tokens, dict) else ((one[0], id_) for id_, one in enumerate(tokens))
+        added = {one["content"]: one["id"] for one in content.get("added_tokens", [])}
+        return {str(token): int(number) for token, number in (dict(numbered) | added).items()}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def declared_end_tokens(model: Path) -> tuple[int, ...]:
+    """Tokens that end a response by a model's generation_config.json, or without that file by its config.json."""
+    file = model / "generation_config.json"
+    end = read_settings(file if file.is_file() else model / "config.json").get("eos_token_id")
+    numbers = end if isinstance(end, list) else [end]
+    return tuple(number for number in numbers if type(number) is int)
+
+
+def declared_tokens(folder: Path) -> Iterator[str]:
+    """Tokens that the files beside tokenizer.json name."""
+    settings = read_settings(folder / "tokenizer_config.json")
+    for content in (settings, read_settings(folder / "special_tokens_map.json")):
+        for key, value in content.items():
+            if key.endswith("_token"):
+                yield from _contents([value])
+            elif key in ("additional_special_tokens", "extra_special_tokens"):
+                yield from _contents(value.values() if isinstance(value, dict) else value)
+    numbered = settings.get("added_tokens_decoder")
+    yield from _contents(numbered.values() if isinstance(numbered, dict) else ())
+    yield from read_settings(folder / "added_tokens.json")
+
+
+def _contents(tokens: Any) -> Iterator[str]:
+    for token in tokens if isinstance(tokens, Iterable) else ():
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            yield content

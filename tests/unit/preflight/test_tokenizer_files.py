@@ -1,0 +1,86 @@
+"""Tokenizer files that do not fit the model or the prompts, told before a start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models
+
+from megatron_grpo.preflight.load import load_config
+from tests.support.config_problems import SMALL, problems_of
+
+VOCAB = SMALL["vocab_size"]
+
+
+@pytest.fixture
+def plain(given: list[str]) -> list[str]:
+    return [*given, "data.apply_chat_template=false"]
+
+
+def write_tokenizer(model: Path, words: int, added: tuple[str, ...], **settings: Any) -> None:
+    """A tokenizer of this many words, followed by added tokens, as a file of the tokenizers library."""
+    core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(words)}, unk_token="w0"))
+    core.add_special_tokens([AddedToken(token, special=True) for token in added])
+    core.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("form", ["text", "object", "map"])
+def test_an_end_token_beyond_the_vocabulary_is_named(plain: list[str], model: Path, form: str) -> None:
+    token: Any = "<|im_end|>" if form == "text" else {"content": "<|im_end|>", "lstrip": False}
+    write_tokenizer(model, VOCAB, ("<|im_end|>",), **({} if form == "map" else {"eos_token": token}))
+    if form == "map":
+        (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": token}))
+    text = problems_of(plain)[f"policy.model.path={model}"]
+    assert f"the tokenizer's eos_token <|im_end|> is token {VOCAB}, and the model's tokens are numbered" in text
+    write_tokenizer(model, VOCAB - 1, ("<|im_end|>",), eos_token=token)
+    load_config(plain)
+
+
+def test_an_end_token_that_the_file_lacks_would_come_after_its_last(plain: list[str], model: Path) -> None:
+    write_tokenizer(model, VOCAB, (), eos_token="<|im_end|>")
+    assert f"eos_token <|im_end|> is token {VOCAB}" in problems_of(plain)[f"policy.model.path={model}"]
+    write_tokenizer(model, VOCAB - 1, (), eos_token="<|im_end|>")
+    load_config(plain)
+
+
+@pytest.mark.parametrize("end", [VOCAB, [3, VOCAB + 7], -1])
+def test_end_tokens_of_the_generation_config_beyond_the_vocabulary(plain: list[str], model: Path, end: Any) -> None:
+    write_tokenizer(model, VOCAB, (), eos_token="w1")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    text = problems_of(plain)[f"policy.model.path={model}"]
+    assert text.startswith("eos_token_id of generation_config.json has ")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, VOCAB - 1]}))
+    load_config(plain)
+
+
+def test_tokens_of_the_chat_template_beyond_the_vocabulary(given: list[str], model: Path) -> None:
+    template = "{{ '<|im_start|>' + messages[0].content }}"
+    write_tokenizer(model, VOCAB, ("<|im_start|>", "[PAD]"), eos_token="w1", pad_token="[PAD]", chat_template=template)
+    text = problems_of(given)[f"policy.model.path={model}"]
+    assert f"the chat template writes <|im_start|>, which is token {VOCAB}, and" in text
+    # A padding token beyond the vocabulary, as fine-tuned Llama models have, is in no prompt.
+    write_tokenizer(model, VOCAB, ("[PAD]",), eos_token="w1", pad_token="[PAD]", chat_template=template)
+    load_config(given)
+    (model / "chat_template.jinja").write_text("{{ '[PAD]' }}")
+    assert "the chat template writes [PAD]" in problems_of(given)[f"policy.model.path={model}"]
+
+
+def test_a_chat_template_of_the_configuration_stands_in_for_the_tokenizers(
+    given: list[str], model: Path, tmp_path: Path
+) -> None:
+    write_tokenizer(model, 8, (), eos_token="w1")
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}")
+    text = problems_of(given)["data.apply_chat_template=True"]
+    assert "has no chat template" in text and "data.chat_template" in text
+    load_config([*given, f"data.chat_template={file}"])
+    load_config([*given, f"data.tasks.math.chat_template={file}"])
+    load_config([*given, "data.tasks.math.apply_chat_template=false"])
+    plain = [*given, "data.apply_chat_template=false"]
+    load_config(plain)
+    subject = "data.tasks.math.apply_chat_template=True"
+    assert "has no chat template" in problems_of([*plain, "data.tasks.math.apply_chat_template=true"])[subject]
