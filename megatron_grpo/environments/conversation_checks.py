@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, EnvironmentConfig
-from megatron_grpo.config.errors import Problem, RunError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
+from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
-from megatron_grpo.data.specs import task_spec
+from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec
+from megatron_grpo.data.tokenizer import from_difference
 from megatron_grpo.environments.registry import environment_class
 from megatron_grpo.environments.tools import ToolEnvironment
 
@@ -25,8 +29,44 @@ _RESULTS = [
     {"role": "tool", "name": "sample_tool", "tool_call_id": f"call0000{number}", "content": f"sampleresult{number}"}
     for number in (1, 2)
 ]
+_ROWS_DECODED = 8
+"""First rows whose prompts are compared with the text of their tokens."""
 _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%B %d, %Y")
 """Forms in which released templates write today's date."""
+
+
+def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
+    """The prompts of a run, whose conversations pass the checks of this module; arguments as `load_prompt_data`.
+
+    Raises:
+        ConfigError: a file, a row, or the chat template cannot be used.
+    """
+    data = load_prompt_data(config, model, tokenizer)
+    problems, remarks = examine_conversations(config, data.tokenizer)
+    if problems:
+        raise ConfigError(problems)
+    remarks += _changed_prompts(config, data)
+    return replace(data, notes=[*data.notes, *(f"{remark.subject} {remark.text}" for remark in remarks)])
+
+
+def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
+    """The remark that the tokens of a row's prompt are other text than the prompt, blanks aside."""
+    if not isinstance(data.loader, PromptLoader):
+        return
+    for row in range(_ROWS_DECODED):
+        try:
+            (prompt,) = data.loader.prompts([row])
+        except (ValueError, IndexError):  # the row is to be left out, or there are no more
+            continue
+        if rendering_of(processor_of(processor_name(config.data, prompt["task_name"]))) is None:
+            continue
+        text = "".join(message["content"] for message in prompt["message_log"])
+        ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
+        decoded, expected = ("".join(one.split()) for one in (data.tokenizer.decode(ids), text))
+        if decoded != expected:
+            difference = from_difference(decoded, expected)
+            yield Problem(f"data: row {row}", f"is other text for the model, whose tokenizer changes it: {difference}")
+            return
 
 
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
