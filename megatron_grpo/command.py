@@ -90,11 +90,11 @@ def _check_start(config: Config) -> Path | None:
     start_from = checkpoint_to_start_from(checkpointer, config)
     folder = local_folder(config.policy.model.path)
     if config.generates and not is_prepared(config) and folder is not None and has_tokenizer(folder):
-        from megatron_grpo.data.load_prompts import (
-            load_prompt_data,
+        from megatron_grpo.environments.conversation_checks import (
+            load_examined_prompts,
         )  # imported here, because torch takes long to import
 
-        for note in load_prompt_data(config, folder).notes:
+        for note in load_examined_prompts(config, folder).notes:
             print(note, flush=True)
     return start_from
 

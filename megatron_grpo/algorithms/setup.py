@@ -35,11 +35,12 @@ from megatron_grpo.controller.startup import (
     start_rollouts,
 )
 from megatron_grpo.controller.user_objects import Callbacks
-from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
+from megatron_grpo.data.load_prompts import PromptData
 from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.responses import sampling_settings
 from megatron_grpo.data.special_tokens import StopConditions
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.environments.conversation_checks import load_examined_prompts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
@@ -150,7 +151,7 @@ def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
     """The prompts of the run, or a recording that replaces them."""
     with startup.part("prompts"):
         if config.debug.rollouts_from is None:
-            return load_prompt_data(config, folder, startup.user_objects.tokenizer)
+            return load_examined_prompts(config, folder, startup.user_objects.tokenizer)
         recorded = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
         return PromptData(loader=recorded, val_prompts=[], stops=StopConditions(), notes=[])
 

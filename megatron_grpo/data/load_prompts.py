@@ -86,6 +86,8 @@ class PromptData:
     """What ends a response."""
     notes: list[str]
     """Remarks about the files for the user."""
+    tokenizer: Any = None
+    """Tokenizer of the prompts, from transformers; None: a recording replaces the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     reader = _Reader(config, model, tokenizer)
     loader = reader.stream() if config.data.streaming else reader.loader()
     val_prompts = list(chain.from_iterable(reader.validation()))
-    return PromptData(loader, val_prompts, reader.stops, reader.notes)
+    return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
 class _Reader:

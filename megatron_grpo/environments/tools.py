@@ -18,12 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.section import Positive
 from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.math_answers import Verifier
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
+from megatron_grpo.environments.tool_calls import find_unread_call
 
 _LONGEST = 400
 """Largest number of characters of an expression."""
@@ -170,6 +173,8 @@ def parser_names() -> frozenset[str]:
     return frozenset()
 
 
+_PARSER_ADVICE = "give the parser of the model, by its name in vllm serve --tool-call-parser"
+
 _LONGEST_RESULT = 4000
 """Most characters of a tool's result that are shown to the model."""
 
@@ -217,9 +222,16 @@ class ToolEnvironment(Environment):
 
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
         self._tools = {name: self._tool(name) for name in self.tools or ["calculator"]}
-        self._parser = ToolParserManager.get_tool_parser(self.parser)(self.settings.load_tokenizer())
+        tokenizer = self.settings.load_tokenizer()
+        try:
+            self._parser = ToolParserManager.get_tool_parser(self.parser)(tokenizer)
+        except Exception as error:  # parsers raise anything about the vocabulary of another model
+            text = f"options.parser={self.parser} does not fit the model's tokenizer: {error}; {_PARSER_ADVICE}"
+            raise RunError(text) from error
         self._request = ChatCompletionRequest(messages=[], model="")
         self._compare = Verifier().verify if self.compare == "math" else _same_texts
+        if self.settings.prompts.apply_chat_template:
+            self._require_readable_calls(PromptRenderer(tokenizer, self.settings.prompts))
 
     @classmethod
     def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
@@ -237,6 +249,20 @@ class ToolEnvironment(Environment):
             elif not Path(documents).is_file():
                 problems.append((f"documents={documents}", "no such file"))
         return problems
+
+    def _require_readable_calls(self, renderer: PromptRenderer) -> None:
+        """Raise RunError if the parser does not find a call as the chat template writes it."""
+
+        def parse(response: str) -> list[str]:
+            calls = self._parser.extract_tool_calls(response, self._request).tool_calls
+            return [call.function.name for call in calls]
+
+        unread = find_unread_call(renderer, next(iter(self._tools)), parse)
+        if unread is not None:
+            raise RunError(
+                f"options.parser={self.parser} finds no tool call in what the model's chat template writes for one, "
+                f"{unread}; {_PARSER_ADVICE}"
+            )
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> ToolState:
         return ToolState()

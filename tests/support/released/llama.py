@@ -9,11 +9,12 @@ from tests.support.released.layout import Layout, token_entry
 from tests.support.released.templates import LLAMA2, stored
 from tests.support.released.vocabulary import LLAMA3_SPLIT, QWEN2_SPLIT, added, byte_fallback, byte_level
 
+# Heads have 32 elements, the least of vLLM's attention on CPUs.
 _SIZES = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "hidden_act": "silu",
-    "hidden_size": 32,
+    "hidden_size": 128,
     "initializer_range": 0.02,
     "intermediate_size": 48,
     "num_attention_heads": 4,
@@ -95,7 +96,7 @@ def _llama3(name: str, template: str, factor: float, **config: Any) -> Layout:
 
 LLAMA3_1 = _llama3("llama_3_1", "llama3_1", 8.0, transformers_version="4.42.3")
 LLAMA3_2 = _llama3(
-    "llama_3_2", "llama3_2", 32.0, head_dim=8, tie_word_embeddings=True, transformers_version="4.45.0.dev0"
+    "llama_3_2", "llama3_2", 32.0, head_dim=32, tie_word_embeddings=True, transformers_version="4.45.0.dev0"
 )
 """Its system message has today's date."""
 
@@ -146,7 +147,6 @@ R1_LLAMA = Layout(
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": _BEGIN,
         "eos_token_id": _END,
-        "hidden_size": 128,
         "max_position_embeddings": 131072,
         "mlp_bias": False,
         "model_type": "llama",
@@ -160,8 +160,7 @@ R1_LLAMA = Layout(
     shows_tools=False,
     calls=0,
 )
-"""A class for sentencepiece beside a byte-level tokenizer.json; each prompt opens <think>. Heads have 32 elements, the
-least of vLLM's attention on CPUs."""
+"""A class for sentencepiece beside a byte-level tokenizer.json; each prompt opens <think>."""
 
 _DISTILL_QWEN = (
     added(_END),

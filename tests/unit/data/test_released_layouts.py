@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.special_tokens import response_text, stop_conditions, unstopped_turn
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.data.trajectory import Span
+from megatron_grpo.data.trajectory import Span, StopReason
 from megatron_grpo.sampler.conversation import Conversation
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, LAYOUTS, SYSTEM, TRICKY, USER, calls, results
@@ -148,3 +150,26 @@ class Script:
             stop_reason="stop",
             spans=[Span(0, len(tokens), 1)],
         )
+
+
+def test_ends_of_responses(layout: Layout, tokenizer: Any, folders: Path) -> None:
+    """The ends of generation_config.json count, and an end of turn that is none of them is named."""
+    stops = stop_conditions(GenerationConfig(), tokenizer, folders / layout.name)
+    assert set(stops.token_ids) == layout.ends | {tokenizer.eos_token_id}
+    render = partial(renderer_of(tokenizer).render, add_generation_prompt=False)
+    end = layout.id(layout.end)
+    assert unstopped_turn(tokenizer, stops, render) == (None if end in layout.ends else (layout.end, end))
+
+
+@pytest.mark.parametrize("stop_reason", ["stop", "length"])
+def test_texts_for_rewards(layout: Layout, tokenizer: Any, stop_reason: StopReason) -> None:
+    """Rewards read what was sampled, with the marks of thoughts, channels and calls, without the end of the turn."""
+    written = f"<think>\nCount.\n</think>\n\n{ANSWER}{layout.call_text}"
+    end = layout.id(layout.tool_end or layout.end)
+    text = response_text(tokenizer, [*layout.ids(written), end], stop_reason)
+    sampled = layout.ids(written) if stop_reason == "stop" else [*layout.ids(written), end]
+    assert text == layout.truth.decode(sampled, skip_special_tokens=False)
+    if layout.call_text:
+        assert layout.call_text.rpartition("\n")[2] in text
+    if stop_reason == "stop":
+        assert text == written

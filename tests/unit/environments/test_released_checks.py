@@ -1,0 +1,166 @@
+"""`--check` says of each released layout what its walk shows: refused tools, settings without effect, changed turns."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.command import main
+from megatron_grpo.config.compose import compose_typed
+from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.environments.conversation_checks import examine_conversations, load_examined_prompts
+from megatron_grpo.environments.interface import Environment
+from tests.support.released.layout import Layout
+from tests.support.released.table import ADD, BY_NAME, LAYOUTS
+from tests.support.released.weights import write_model
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+QUESTION = {"role": "user", "content": "How many?"}
+Examine = Callable[..., tuple[str, str]]
+
+
+class Talking(Environment):
+    """Answers the model as a user."""
+
+    multi_turn = True
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        return [EnvironmentReturn(reward=0.0) for _ in requests]
+
+
+@cache
+def base() -> Config:
+    config = compose_typed(["policy.model.path=model", "data.train_path=rows.jsonl", "data.task_name=math"]).config
+    assert isinstance(config, Config)
+    return config
+
+
+def configuration(kind: str, **data: Any) -> Config:
+    """A configuration with one environment of this kind."""
+    settings = replace(base().data, **data)
+    return replace(base(), data=settings, env={"math": EnvironmentConfig(type=kind)})
+
+
+@pytest.fixture
+def examine(tmp_path: Path) -> Examine:
+    """Function that examines a layout; returns problems and remarks, a line each."""
+
+    def examine(layout: Layout, kind: str = "tools", **data: Any) -> tuple[str, str]:
+        found = examine_conversations(configuration(kind, **data), load_tokenizer(layout.write(tmp_path / layout.name)))
+        problems, remarks = ("\n".join(f"{one.subject} {one.text}" for one in part) for part in found)
+        return problems, remarks
+
+    return examine
+
+
+@every_layout
+def test_tools_whose_results_the_template_cannot_show_are_refused(examine: Examine, layout: Layout) -> None:
+    problems, _ = examine(layout)
+    expected = {
+        "refused": "env.math.type=tools the chat template refuses messages of the role tool",
+        "left out": "env.math.type=tools the chat template leaves out messages of the role tool",
+    }
+    assert problems.startswith(expected.get(layout.tool_role, "")) if layout.tool_role in expected else not problems
+
+
+@every_layout
+def test_answers_of_a_user_suit_every_template(examine: Examine, layout: Layout) -> None:
+    problems, _ = examine(layout, kind=f"{__name__}:Talking")
+    assert not problems
+
+
+@every_layout
+def test_settings_that_the_template_does_not_read_are_named(examine: Examine, layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps([ADD]))
+    variables = {**layout.kwargs, "thinking_budget": 5}
+    settings = {"tools": str(tmp_path / "tools.json"), "system_prompt": "Be brief.", "chat_template_kwargs": variables}
+    _, remarks = examine(layout, **settings)
+    assert ("data.tools changes no prompt" in remarks) == (not layout.shows_tools)
+    assert "data.chat_template_kwargs.thinking_budget=5 changes no prompt" in remarks
+    assert not any(name in remarks for name in layout.kwargs if name != "date_string")
+    assert "system_prompt" not in remarks
+
+
+@every_layout
+def test_a_date_in_prompts_is_named(examine: Examine, layout: Layout) -> None:
+    _, remarks = examine(layout)
+    prompt = layout.render([QUESTION])
+    is_dated = any(time.strftime(form) in prompt for form in ("%Y-%m-%d", "%d %b %Y"))
+    assert ("today's date" in remarks) == is_dated
+    assert is_dated == (layout.name in ("llama_3_2", "mistral_small", "gpt_oss"))
+    if layout.name == "llama_3_2":
+        assert "data.chat_template_kwargs.date_string" in remarks
+        assert "today's date" not in examine(layout, chat_template_kwargs={"date_string": "1 May 2026"})[1]
+
+
+@every_layout
+@pytest.mark.parametrize("kind", [f"{__name__}:Talking", "math"])
+def test_turns_that_change_later_are_named_where_there_are_several(examine: Examine, layout: Layout, kind: str) -> None:
+    _, remarks = examine(layout, kind=kind)
+    conversation = [QUESTION, {"role": "assistant", "content": "<think>\nCount.\n</think>\n\n12."}, QUESTION]
+    whole = layout.render(conversation)
+    changes = {
+        "renders the first prompt otherwise": not whole.startswith(layout.render([QUESTION])),
+        "leaves out what the model thought": "Count." not in whole,
+    }
+    for text, is_changed in changes.items():
+        assert (text in remarks) == (is_changed and kind != "math")
+
+
+OWN = "{% for m in messages if m.role == 'user' %}<u>{{ m.content }}{% endfor %}<a>"
+"""A template that reads the messages of the user alone."""
+
+
+def test_a_template_that_leaves_out_other_roles(examine: Examine, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(OWN)
+    settings = {"chat_template": str(tmp_path / "own.jinja"), "system_prompt": "Be brief."}
+    problems, remarks = examine(BY_NAME["qwen3"], **settings)
+    assert "data.system_prompt is not in the prompts" in remarks
+    assert "env.math.type=tools the chat template leaves out messages of the role tool" in problems
+
+
+def test_a_tokenizer_that_changes_a_row_is_named(tmp_path: Path) -> None:
+    words = ["<unk>", "how", "many", "cats", "dogs", "?"]
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    for question, remark in (("how many cats ?", ""), ("how many zebras ?", "data: row 3 is other text")):
+        texts = [question if row == 3 else "how many dogs ?" for row in range(40)]
+        rows.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
+        config = configuration("math", train_path=str(rows), apply_chat_template=False)
+        notes = load_examined_prompts(config, tmp_path / "model").notes
+        changed = [note for note in notes if "other text" in note]
+        assert len(changed) == bool(remark)
+        assert not changed or remark in changed[0]
+
+
+def test_the_command_says_it_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": "1"}) + "\n" for row in range(40)))
+    arguments = [
+        f"policy.model.path={write_model(BY_NAME['llama_3_2'], tmp_path / 'model')}",
+        f"data.train_path={rows}",
+        f"run_dir={tmp_path / 'run'}",
+        "env.math.type=math",
+        "data.task_name=math",
+        "cluster.gpus_per_node=0",
+        "data.max_input_seq_length=200",
+        "policy.max_total_sequence_length=256",
+        "grpo.num_prompts_per_step=8",
+        "generation.max_new_tokens=8",
+    ]
+    assert main([*arguments, "--check"]) == 0, capsys.readouterr().err
+    assert "data.chat_template_kwargs.date_string the chat template writes today's date" in capsys.readouterr().out
