@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE, UNUSUALLY_SHORT
 from megatron_grpo.data.trajectory import LEFT_OUT, SUSPECT
@@ -20,7 +21,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 logger = logging.getLogger(__name__)
 
 
-def reported_figures(figures: Mapping[object, object]) -> dict[str, float]:
+def reported_figures(figures: Mapping[str, Any]) -> dict[str, float]:
     """Figures of one response under the names that the run gives them, as Python floats.
 
     Args:
@@ -35,7 +36,7 @@ def reported_figures(figures: Mapping[object, object]) -> dict[str, float]:
             _warn_once(f"more than {MOST_FIGURES} figures of one response: figure {name!r} and others are left out")
             break
         try:
-            renamed[figure_name(str(name))] = float(value)  # type: ignore[arg-type]
+            renamed[figure_name(str(name))] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(f"figure {name!r} is {type(value).__name__}, and not a number") from None
     return renamed
