@@ -164,6 +164,7 @@ class AllTaskProcessedDataset:
         max_seq_length: int,
         *,
         skip_refused: bool = False,
+        vocab: int | None = None,
     ) -> None:
         """
         Args:
@@ -173,6 +174,7 @@ class AllTaskProcessedDataset:
             task_data_processors: specification and processor by task name.
             max_seq_length: prompts of more tokens are flagged with loss_multiplier 0.
             skip_refused: whether a row that its processor refuses is flagged with loss_multiplier 0, too.
+            vocab: number of the model's tokens; None: it is not known.
         """
         self.dataset = dataset
         self.tokenizer = tokenizer
@@ -180,6 +182,7 @@ class AllTaskProcessedDataset:
         self.task_data_processors = task_data_processors
         self.max_seq_length = max_seq_length
         self.skip_refused = skip_refused
+        self.vocab = vocab
         self.refused: dict[int, str] = {}
         """Reasons of refused rows, by row number."""
 
@@ -231,12 +234,22 @@ class AllTaskProcessedDataset:
                 raise
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise ValueError(f"{name} raised {reason}") from error
-        if ours:
-            return given
-        try:
-            return in_our_form(given, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from error
+        if not ours:
+            try:
+                given = in_our_form(given, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from error
+        for message in given["message_log"]:
+            self._require_in_vocabulary(message["token_ids"], idx)
+        return given
+
+    def _require_in_vocabulary(self, token_ids: list[int], idx: int) -> None:
+        """Raise ValueError for a token that the model has no embedding for, over which an engine would fail."""
+        number = max(token_ids, default=0)
+        if self.vocab is not None and number >= self.vocab:
+            token = self.tokenizer.decode([number])
+            text = f"the prompt has the token {token!r} with number {number}, and the model has {self.vocab} tokens"
+            raise ValueError(f"row {idx}: {text} (vocab_size in config.json)")
 
 
 def _name_of(process: DataProcessor) -> str:

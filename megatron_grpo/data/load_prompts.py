@@ -25,6 +25,7 @@ from megatron_grpo.data.rows import examined
 from megatron_grpo.data.special_tokens import StopConditions, stop_conditions, unstopped_turn
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
 from megatron_grpo.data.tokenizer import LoadedTokenizer, read_tokenizer
+from megatron_grpo.data.tokenizer_files import declared_vocabulary
 
 BATCH_ROWS = 1000
 """Rows that are tokenised together, on all cores."""
@@ -69,7 +70,8 @@ def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
         spec, _ = dataset.task_data_processors[task]
         found = PromptRenderer(dataset.tokenizer, spec).encode_prompts(texts)
         too_long = sum(len(one) > dataset.max_seq_length for one in found)
-        if not all(found) or (too_long and spec.long_prompts == "error"):
+        beyond = dataset.vocab is not None and max(map(max, filter(None, found)), default=0) >= dataset.vocab
+        if not all(found) or beyond or (too_long and spec.long_prompts == "error"):
             return None
         left_out += too_long if spec.long_prompts == "filter" else 0
     return left_out
@@ -140,6 +142,7 @@ class _Reader:
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
         loaded = read_tokenizer(model) if tokenizer is None else LoadedTokenizer(tokenizer)
         self.config, self.tokenizer = config, loaded.tokenizer
+        self._vocab = declared_vocabulary(model)
         self.stops = stop_conditions(config.generation, self.tokenizer, model)
         self.notes: list[str] = [*loaded.remarks, *self._unstopped_turns()]
         self._environments = {name: env.type for name, env in config.env.items()}
@@ -266,7 +269,13 @@ class _Reader:
         }
         default = task_spec(data, one.task_name or data.task_name)
         return AllTaskProcessedDataset(
-            rows, self.tokenizer, default, processors, data.max_input_seq_length, skip_refused=skip_refused
+            rows,
+            self.tokenizer,
+            default,
+            processors,
+            data.max_input_seq_length,
+            skip_refused=skip_refused,
+            vocab=self._vocab,
         )
 
 

@@ -31,6 +31,12 @@ def numbered_tokens(folder: Path) -> dict[str, int] | None:
         return None
 
 
+def declared_vocabulary(model: Path) -> int | None:
+    """Number of a model's tokens by its config.json; None: it is not there."""
+    number = read_settings(model / "config.json").get("vocab_size")
+    return number if type(number) is int else None
+
+
 def declared_end_tokens(model: Path) -> tuple[int, ...]:
     """Tokens that end a response by a model's generation_config.json, or without that file by its config.json."""
     file = model / "generation_config.json"

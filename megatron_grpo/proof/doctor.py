@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +13,9 @@ from torch import Tensor
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import FILTERS, PENALTIES
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.special_tokens import StopConditions, stop_conditions
 from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.data.tokenizer_files import declared_end_tokens
 from megatron_grpo.proof.diagnosis import (
     Distance,
     Finding,
@@ -150,7 +151,7 @@ class Examination:
         """Examine the record, the prompts, the engine and the trainer."""
         version, recorded = self._trainer_logprobs()
         found, evidence = self._found, self._evidence
-        stop_strings = bool(self._config.generation.stop_strings)
+        stop_strings = bool(self._ends.strings)
         found.findings += record_findings(evidence, self._stops, stop_strings=stop_strings)
         found.findings += self._template_findings()
         engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))
@@ -168,18 +169,20 @@ class Examination:
         return found
 
     @cached_property
+    def _ends(self) -> StopConditions:
+        """What ends a response of the run."""
+        generation = self._config.generation
+        try:
+            return stop_conditions(generation, load_tokenizer(self._model), self._model)
+        except RunError as error:
+            self._found.remarks.append(f"stop tokens are those of the model's configuration: {error}")
+            ids = (*generation.stop_token_ids, *declared_end_tokens(self._model))
+            return StopConditions(ids, tuple(generation.stop_strings))
+
+    @property
     def _stops(self) -> frozenset[int]:
         """Tokens that end a response."""
-        stops: set[int | None] = set(self._config.generation.stop_token_ids)
-        for name in ("generation_config.json", "config.json"):
-            file = self._model / name
-            given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-            stops |= set(given if isinstance(given, list) else [given])
-        try:
-            stops.add(load_tokenizer(self._model).eos_token_id)
-        except RunError as error:
-            self._found.remarks.append(f"stop tokens are those of config.json: {error}")
-        return frozenset(one for one in stops if one is not None)
+        return frozenset(self._ends.token_ids)
 
     def _oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
         """The model of a version in transformers; that of the examined version and the latest other one are kept."""

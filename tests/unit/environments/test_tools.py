@@ -18,12 +18,15 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.data.special_tokens import response_text
+from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.tools import Retriever, calculate, parser_names
 from megatron_grpo.prepare.models import _tokenizer
 from megatron_grpo.weights.source import CONVERSATION_VOCABULARY
+from tests.support.foreign_tokenizers import byte_level, save_folder
 
 EXPRESSIONS = st.recursive(
     st.integers(0, 99).map(str),
@@ -201,6 +204,33 @@ def test_the_names_of_parsers_are_those_that_vllm_registers() -> None:
     from vllm.tool_parsers import ToolParserManager
 
     assert parser_names() == frozenset(ToolParserManager.list_registered())
+
+
+@pytest.mark.parametrize(
+    ("parser", "marks", "said"),
+    [
+        (
+            "hermes",
+            ("<tool_call>", "</tool_call>"),
+            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}}\n</tool_call>',
+        ),
+        (
+            "mistral",
+            ("[TOOL_CALLS]", "[TOOL_RESULTS]"),
+            '[TOOL_CALLS][{"name": "calculator", "arguments": {"expression": "12+34"}}]',
+        ),
+        ("llama3_json", ("<|python_tag|>",), '<|python_tag|>{"name": "calculator", "parameters": {"e": "12+34"}}'),
+    ],
+)
+def test_calls_between_special_tokens_are_executed(parser: str, marks: Any, said: str, tmp_path: Path) -> None:
+    core = byte_level(["<|endoftext|>", "<|im_end|>", *marks])
+    folder = save_folder(tmp_path, core, "qwen3", "Qwen2Tokenizer", eos_token="<|im_end|>")
+    tokenizer = load_tokenizer(folder)
+    response = response_text(tokenizer, tokenizer(f"{said}<|im_end|>")["input_ids"], "stop")
+    config = EnvironmentConfig(type="tools", options={"parser": parser})
+    environment = create_environment(config, EnvironmentSettings(tokenizer=str(folder)))
+    turn = environment.step(environment.reset("12+34", {}), response)
+    assert (turn.done, turn.text) == (False, "46")
 
 
 @pytest.mark.parametrize(

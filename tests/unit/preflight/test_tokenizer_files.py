@@ -76,7 +76,8 @@ def test_a_chat_template_of_the_configuration_stands_in_for_the_tokenizers(
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }}")
     text = problems_of(given)["data.apply_chat_template=True"]
-    assert "has no chat template" in text and "data.chat_template" in text
+    assert "has no chat template" in text
+    assert "data.chat_template" in text
     load_config([*given, f"data.chat_template={file}"])
     load_config([*given, f"data.tasks.math.chat_template={file}"])
     load_config([*given, "data.tasks.math.apply_chat_template=false"])

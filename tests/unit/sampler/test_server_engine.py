@@ -297,3 +297,28 @@ def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[
             await engine.start()
 
     use(what, started=False, timeout_s=1.0)
+
+
+def test_a_server_with_another_tokenizer_is_refused(use: Any) -> None:
+    words = {letter: n for n, letter in enumerate("bacdef")}
+    other = Tokenizer(models.WordLevel(words, unk_token="b"))
+
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        with pytest.raises(RuntimeError, match="has another tokenizer than policy.model.path=.*without --tokenizer"):
+            await engine.start()
+
+    use(what, started=False, tokenizer=other)
+
+
+def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        engine._tokenizer.add_special_tokens({"eos_token": "f"})
+        await publish(engine, 0)
+        ended, cut = {"finish_reason": "stop"}, {"finish_reason": "length"}
+        logprobs = {"content": [{"token_id": token, "logprob": -0.5} for token in (5, 2, 5)]}
+        name = [{"version": f"{engine._prefix}0", "start": 0, "end": 3}]
+        choice = {"token_ids": [5, 2, 5], "logprobs": logprobs, "weight_versions": name}
+        texts = [engine._read({"choices": [choice | end]}) for end in (ended, cut)]
+        assert [output.text for output in texts if isinstance(output, GenerationOutput)] == ["f c", "f c f"]
+
+    use(what)
