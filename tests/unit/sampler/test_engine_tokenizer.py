@@ -48,7 +48,7 @@ def test_another_tokenizer_in_vllm_ends_the_start(tmp_path: Path) -> None:
     folder = deepseek_r1_distill(tmp_path / "model")
     ours = load_tokenizer(folder)
     require_same_tokenizer(load_tokenizer(folder), ours)
-    with pytest.raises(RunError, match="has another tokenizer .LlamaTokenizer. for this model than the run"):
+    with pytest.raises(RunError, match=r"has another tokenizer .LlamaTokenizer. for this model than the run"):
         require_same_tokenizer(AutoTokenizer.from_pretrained(folder), ours)
 
 

@@ -304,7 +304,7 @@ def test_a_server_with_another_tokenizer_is_refused(use: Any) -> None:
     other = Tokenizer(models.WordLevel(words, unk_token="b"))
 
     async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
-        with pytest.raises(RuntimeError, match="has another tokenizer than policy.model.path=.*without --tokenizer"):
+        with pytest.raises(RuntimeError, match=r"has another tokenizer than policy\.model\.path=.*without --tokenizer"):
             await engine.start()
 
     use(what, started=False, tokenizer=other)
