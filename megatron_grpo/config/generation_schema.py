@@ -200,10 +200,10 @@ class GenerationConfig(Section):
     structured: StructuredConfig = field(default_factory=StructuredConfig)
 
     stop_token_ids: list[NonNegative] = field(default_factory=list)
-    """Tokens that end a response, in addition to the tokenizer's end-of-text token."""
+    """Tokens that end a response, beside the end tokens of the tokenizer and of the model's generation_config.json."""
 
     stop_strings: list[NonEmptyText] = field(default_factory=list)
-    """Texts that end a response."""
+    """Texts that end a response; a text that is one token of the tokenizer ends it as a token, special ones too."""
 
     generation_batch_size: Positive | None = None
     """Most responses that are decoded together, over all engines; the others wait. null: engine.max_num_seqs in each

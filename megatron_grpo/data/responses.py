@@ -62,6 +62,7 @@ class GenerationOutput:
     logprobs: NDArray[np.float32]
     """[response tokens], float32: log-probabilities under the distribution that each token was drawn from."""
     text: str
+    """The text of `special_tokens.response_text`."""
     stop_reason: StopReason
     spans: list[Span]
     """Spans of tokens, each sampled by one committed weight version; positions count from the first response token."""
