@@ -22,10 +22,16 @@ from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visit
 from megatron_grpo.data.processors import DatumSpec, task_of
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examined
-from megatron_grpo.data.special_tokens import StopConditions, stop_conditions, unstopped_turn
+from megatron_grpo.data.special_tokens import StopConditions, added_tokens, stop_conditions, unstopped_turn
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
-from megatron_grpo.data.tokenizer import LoadedTokenizer, read_tokenizer
-from megatron_grpo.data.tokenizer_files import declared_vocabulary
+from megatron_grpo.data.tokenizer import (
+    LoadedTokenizer,
+    first_difference,
+    load_tokenizer,
+    read_tokenizer,
+    sample_texts,
+)
+from megatron_grpo.data.tokenizer_files import TOKENIZER_FILE, declared_vocabulary
 
 BATCH_ROWS = 1000
 """Rows that are tokenised together, on all cores."""
@@ -136,11 +142,26 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     return PromptData(loader, val_prompts, reader.stops, reader.notes, reader.tokenizer)
 
 
+def _script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
+    """The tokenizer of a script, which may differ from the model's in templates and roles, but not in tokens.
+
+    Raises:
+        ConfigError: it reads a text otherwise than the model's, whose tokens the engines and environments use.
+    """
+    if (model / TOKENIZER_FILE).is_file():
+        own = load_tokenizer(model)
+        difference = first_difference(tokenizer, own, sample_texts(added_tokens(own)))
+        if difference is not None:
+            text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
+            raise ConfigError([Problem("tokenizer", text)])
+    return LoadedTokenizer(tokenizer)
+
+
 class _Reader:
     """Reads the sets of a run with one tokenizer, and collects notes for the user."""
 
     def __init__(self, config: Config, model: Path, tokenizer: Any = None) -> None:
-        loaded = read_tokenizer(model) if tokenizer is None else LoadedTokenizer(tokenizer)
+        loaded = read_tokenizer(model) if tokenizer is None else _script_tokenizer(tokenizer, model)
         self.config, self.tokenizer = config, loaded.tokenizer
         self._vocab = declared_vocabulary(model)
         self.stops = stop_conditions(config.generation, self.tokenizer, model)

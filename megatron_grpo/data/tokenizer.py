@@ -112,7 +112,7 @@ def first_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> st
             if expected is None:
                 continue
             for skip in (False, True):
-                decoded, right = (coder.decode(expected, skip_special_tokens=skip) for coder in (tokenizer, reference))
+                decoded, right = (_decode(coder, expected, skip=skip) for coder in (tokenizer, reference))
                 if decoded != right:
                     return f"the tokens of {_shown(text)} are the text {from_difference(decoded, right)}"
     return None
@@ -195,6 +195,12 @@ def encode_text(coder: Any, text: str, *, special: bool = False) -> list[int] | 
     except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
         return None
     return list(encoded.ids if hasattr(encoded, "ids") else encoded)
+
+
+def _decode(coder: Any, ids: list[int], *, skip: bool) -> str:
+    options = {"clean_up_tokenization_spaces": False} if hasattr(coder, "clean_up_tokenization_spaces") else {}
+    text: str = coder.decode(ids, skip_special_tokens=skip, **options)
+    return text
 
 
 def _shown(text: str) -> str:

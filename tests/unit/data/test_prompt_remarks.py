@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.data.load_prompts import load_prompt_data
@@ -71,3 +72,14 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(given: list[str],
         load_prompt_data(compose_config(plain), model)
     skipped = load_prompt_data(compose_config([*plain, "data.bad_rows=skip"]), model)
     assert text in skipped.notes[0]
+
+
+def test_a_scripts_tokenizer_that_reads_texts_otherwise_is_refused(given: list[str], model: Path) -> None:
+    with_vocabulary(deepseek_r1_distill(model), 300)
+    config = compose_config(given)
+    rebuilt = AutoTokenizer.from_pretrained(model)  # as scripts load it
+    with pytest.raises(ConfigError, match=r"tokenizer +is another tokenizer than that of .*leave it out"):
+        load_prompt_data(config, model, rebuilt)
+    same = load_tokenizer(model)
+    same.chat_template = "{{ messages[0]['content'] }}"
+    assert load_prompt_data(config, model, same).loader

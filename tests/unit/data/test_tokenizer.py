@@ -179,6 +179,8 @@ def test_blanks_before_punctuation_are_kept(tmp_path: Path) -> None:
     loaded = read_tokenizer(folder)
     assert loaded.remarks == ()
     assert loaded.tokenizer.decode([1, 5, 3, 4, 2]) == "yes , do n't ."
+    # Its tokens are the same where transformers alone would remove blanks.
+    assert first_difference(AutoTokenizer.from_pretrained(folder), core, ["yes , do n't ."]) is None
 
 
 def test_a_tokenizer_that_cannot_be_loaded_as_described_is_refused(
