@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from torch.utils.data import ConcatDataset
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, counted
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
 from megatron_grpo.data.processors import DatumSpec, task_of
@@ -170,19 +168,13 @@ class _Reader:
 
     def _unstopped_turns(self) -> Iterator[str]:
         """Remarks on chat templates that end the model's message by a token that ends no response."""
-        data = self.config.data
-        specs = [task_spec(data, task) for task in dict.fromkeys([data.task_name, *self.config.env])]
-        templates = {
-            (spec.chat_template, json.dumps(dict(spec.chat_template_kwargs), sort_keys=True, default=str)): spec
-            for spec in specs
-            if spec.apply_chat_template and (spec.chat_template or getattr(self.tokenizer, "chat_template", None))
-        }
-        ends = set()
-        for spec in templates.values():
-            render = partial(
-                render_chat, self.tokenizer, chat_template=spec.chat_template, **dict(spec.chat_template_kwargs)
-            )
-            ends.add(unstopped_turn(self.tokenizer, self.stops, render))
+        data, ends = self.config.data, set()
+        for task in dict.fromkeys([data.task_name, *self.config.env]):
+            spec = task_spec(data, task)
+            renderer = PromptRenderer(self.tokenizer, spec)
+            if spec.apply_chat_template and renderer.has_template:
+                render = partial(renderer.render, add_generation_prompt=False)
+                ends.add(unstopped_turn(self.tokenizer, self.stops, render))
         for token, number in sorted(filter(None, ends)):
             yield (
                 f"the chat template ends the model's messages with {token}, which ends no response of this run: they "
