@@ -20,6 +20,7 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
 from megatron_grpo.config.typed import converted
 from megatron_grpo.preflight.layout import split_rules
+from megatron_grpo.preflight.model_files import weight_problems
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.shape import ModelShape
 
@@ -120,6 +121,8 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = shape_of_folder(model)
+    for text in weight_problems(model, shape):
+        raise ValueError(f"model={request.model}: {text}")
     layouts = _layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)

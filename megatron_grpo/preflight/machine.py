@@ -143,7 +143,9 @@ def _launcher() -> Iterator[Problem]:
     """The problem of a process that torchrun or accelerate started as one of several."""
     rank, count = os.environ.get("LOCAL_RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is not None and "RANK" in os.environ and count != "1":
-        text = "torchrun and accelerate launch start a whole run in each process; start it once, with python, since the "
+        text = (
+            "torchrun and accelerate launch start a whole run in each process; start it once, with python, since the "
+        )
         yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", f"{text}run starts its own processes")
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import unreadable
@@ -22,26 +20,40 @@ from megatron_grpo.weights.source import (
     local_folder,
     made_before_the_run,
 )
+from megatron_grpo.weights.stored import FLOATS, HEAD, StoredTensor, stored_tensors
 
-_INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_NAMED = 3
+"""Most tensors that a message names."""
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     """Problems of the weights in a folder for a model of these sizes; only the first problem of each kind."""
     try:
-        shapes = _tensor_shapes(folder)
+        tensors = stored_tensors(folder)
     except ValueError as error:
         yield str(error)
         return
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     wanted = {name: expected for name, expected, required in _tensors_of(shape) if required}
     missing = [name for name in wanted if name not in shapes]
     if missing:
         more = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
         yield f"the folder has no tensor {missing[0]}{more}"
+    packed = next((name for name in wanted if name in tensors and tensors[name].dtype not in FLOATS), None)
+    if packed is not None:
+        text = "quantized weights cannot be trained; convert the model to bfloat16 first, as docs/layouts.md shows"
+        yield f"{packed} is stored as {tensors[packed].dtype}: {text}"
+        return
     for name, expected in wanted.items():
         if name in shapes and shapes[name] != expected:
             yield f"{name} has shape {list(shapes[name])}, but config.json implies {list(expected)}"
             return
+    unread = _unread(tensors, shape)
+    if unread:
+        yield (
+            f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be "
+            f"lost: {', '.join(unread[:_NAMED])}; correct architectures in config.json, or remove them from the files"
+        )
 
 
 def _tensors_of(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -52,49 +64,33 @@ def _tensors_of(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]
                 yield tensor.name.format(layer=layer, expert=expert), tensor.shape(shape), not entry.zero_if_absent
 
 
+def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor is of DeepSeek's layers behind the last, which predict further tokens for speculation."""
+    layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
+    return shape.family == "deepseek_v3" and layer is not None and int(layer[1]) >= shape.layers
+
+
+def _unread(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> list[str]:
+    """Names of tensors that the model of these sizes does not read, and that do not follow from others."""
+    derived = ["rotary_emb.inv_freq", "rotary.inv_freq"]
+    if shape.tied_embeddings or shape.value_head is not None:  # equal to the embedding, or replaced by the value head
+        derived.append(HEAD)
+    unknown = tensors.keys() - {name for name, _, _ in _tensors_of(shape)}
+    return sorted(
+        name for name in unknown if not name.endswith(tuple(derived)) and not _is_extra_prediction(name, shape)
+    )
+
+
 def unused_tensors(config: Config) -> Iterator[Problem]:
-    """The remark that the policy's folder, which has no problems, holds tensors that the model does not have."""
+    """The remark that the policy's folder, which has no problems, holds layers that are not trained."""
     path = config.policy.model.path
     if is_hub_name(path) or made_before_the_run(config, path):
         return
-    folder, shape = Path(path), shape_of_folder(path)
-    derived = ("inv_freq", *(["lm_head.weight"] if shape.tied_embeddings else []))
-    unknown = _tensor_shapes(folder).keys() - {name for name, _, _ in _tensors_of(shape)}
-    unused = sorted(name for name in unknown if not name.endswith(derived))
-    if unused:
-        text = f"holds {len(unused)} tensor(s) that a model of its config.json does not have, which are not loaded"
-        yield Problem(f"policy.model.path={path}", f"{text}: {', '.join(unused[:_NAMED])}")
-
-
-def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in the folder; ValueError names a file that is missing, truncated or not safetensors."""
-    index = folder / _INDEX_FILE
-    if not index.is_file():
-        return _shapes_in(folder / _SINGLE_FILE, f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
-    try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except OSError as error:
-        raise ValueError(f"{index} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise ValueError(f'{index} is not a safetensors index (JSON with a "weight_map")') from None
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in files:
-        shapes |= _shapes_in(folder / str(name), f"{folder / str(name)} does not exist, but {_INDEX_FILE} names it")
-    return shapes
-
-
-def _shapes_in(file: Path, missing: str) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ValueError(missing) from None
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
-
-
-_NAMED = 3
-"""Most tensors that a remark names."""
+    shape = shape_of_folder(path)
+    extra = [name for name in stored_tensors(Path(path)) if _is_extra_prediction(name, shape)]
+    if extra:
+        text = f"holds {len(extra)} tensor(s) of layers that predict further tokens (num_nextn_predict_layers), which"
+        yield Problem(f"policy.model.path={path}", f"{text} are neither trained nor exported: {sorted(extra)[0]}, …")
 
 
 def model_problems(config: Config) -> Iterator[Problem]:

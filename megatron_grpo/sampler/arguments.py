@@ -13,6 +13,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.weights.families import is_untied_by_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,12 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
         if getattr(config.engine, name) is not None:
             arguments[name] = getattr(config.engine, name)
-    return arguments | {name: _made(name, value) for name, value in config.engine_args.items()}
+    passed = {name: _made(name, value) for name, value in config.engine_args.items()}
+    if is_untied_by_weights(settings.model_path):
+        # vLLM would compare head and embedding after it has rounded both, and may tie them again.
+        overrides = passed.get("hf_overrides") or {}
+        passed["hf_overrides"] = {"tie_word_embeddings": False, **overrides}
+    return arguments | passed
 
 
 def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:

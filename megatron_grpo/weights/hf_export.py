@@ -16,9 +16,10 @@ from torch.distributed import HashStore
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.weights.adapter_check import check_adapters
+from megatron_grpo.weights.families import is_untied_by_weights
 from megatron_grpo.weights.hf_folder import new_folder, write_hf_folder
 from megatron_grpo.weights.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.shape import ModelShape, read_config_json
 
 
 def export_checkpoint(
@@ -72,17 +73,34 @@ def export_checkpoint(
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
-            settings: dict[str, Any] = {}
+            settings = changed_settings(source, shape)
             found = iter_hf_tensors(chunks, shape)
             tensors: Iterable[tuple[str, Tensor]] = ((name, tensor) for name, tensor in found if tensor is not None)
             if quantization is not None:
-                settings = {"quantization_config": quantization_entry(quantization)}
+                settings["quantization_config"] = quantization_entry(quantization)
                 tensors = quantized_tensors(tensors, quantization)
             write_hf_folder(tensors, source, output, settings=settings)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
     finally:
         destroy_parallel()
+
+
+def changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
+    """Entries of config.json that the exported weights contradict, with the values that fit them.
+
+    Args:
+        source: folder of the model that the run started from.
+        shape: sizes of the model.
+    """
+    settings: dict[str, Any] = {}
+    if is_untied_by_weights(source):
+        settings["tie_word_embeddings"] = False
+    # The layers that predict further tokens are not trained, and not exported.
+    raw = read_config_json(source / "config.json")
+    if shape.family == "deepseek_v3":
+        settings |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if raw.get(key)}
+    return settings
 
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_grpo.weights.families.family import WeightSlice
+from megatron_grpo.weights.stored import INDEX_FILE, SINGLE_FILE
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-"""Configuration and tokenizer files that travel with the weights."""
+_SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Configuration, tokenizer and template files that travel with the weights."""
+_LEFT_BEHIND = ("trainer_state.json", "adapter_config.json", "hf_quant_config.json")
+"""Files that describe other weights, or how they came about."""
 
 
 class HFFolderReader:
@@ -178,13 +179,36 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
     return dtype or torch.float32
 
 
+def _side_files(source: Path) -> Iterator[Path]:
+    """Files of a model's folder that travel with the weights, those in folders of nothing else included.
+
+    A folder of templates or of a tokenizer is one; one that has weights or a model's config.json of its own, such as a
+    checkpoint of a trainer, is not.
+    """
+    for entry in sorted(source.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file() and _is_side_file(entry):
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink():
+            inside = [file for file in sorted(entry.rglob("*")) if not file.is_dir()]
+            if all(file.is_file() and _is_side_file(file) and file.name != "config.json" for file in inside):
+                yield from inside
+
+
+def _is_side_file(file: Path) -> bool:
+    named = file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
+    return named and file.name not in _LEFT_BEHIND
+
+
 def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
-    for file in source.iterdir():
-        if file.is_file() and file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json"):
-            shutil.copy2(file, folder / file.name)
+    for file in _side_files(source):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)  # contents alone: the source may be read-only
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    changed = config | {key: str(dtype).removeprefix("torch.")} | dict(settings)
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings)
     if changed != config:
         config_file.write_text(json.dumps(changed, indent=2) + "\n")

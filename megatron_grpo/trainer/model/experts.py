@@ -99,6 +99,10 @@ class ExpertRouter(TopKRouter):
             expert_bias=self.expert_bias,
             router_replay=replay,
         )
+        if config.single_expert_has_weight_one:
+            # Divided by itself, as transformers does it, so that the router stays in the graph with a gradient of 0.
+            scale = config.moe_router_topk_scaling_factor or 1.0
+            probs = probs / (probs.sum(dim=1, keepdim=True) + 1e-20) * scale
         # With recomputed activations only the second pass, which has a gradient, is counted.
         if self.training and torch.is_grad_enabled() and self.membership is not None:
             self._count(chosen, self.membership, replay)

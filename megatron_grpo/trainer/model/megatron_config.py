@@ -30,6 +30,8 @@ class DecoderSettings(TransformerConfig):
     """Megatron-Core's settings, which it hands to every module, and the platform that the modules are made for."""
 
     platform: Platform = field(default_factory=current_platform)
+    single_expert_has_weight_one: bool = False
+    """Whether the weight of a token's only expert is 1, before scaling, rather than its score."""
 
 
 def transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
@@ -221,7 +223,9 @@ def _expert_settings(shape: ModelShape, *, engine: bool) -> dict[str, Any]:
         "moe_router_topk": experts.top_k,
         "moe_router_score_function": experts.score,
         # Softmax over the chosen logits alone is softmax over all of them, scaled so that the chosen add up to one.
-        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalised,
+        # Megatron-Core refuses that for a single expert, and leaves the weight of a single sigmoid as it is.
+        "moe_router_pre_softmax": experts.score == "softmax" and (not experts.normalised or experts.top_k == 1),
+        "single_expert_has_weight_one": experts.normalised and experts.top_k == 1,
         "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,
         "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
         "moe_router_group_topk": experts.top_groups if experts.groups > 1 else None,

@@ -11,7 +11,9 @@ from typing import Any
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families import deepseek_v3, experts, gemma3, llama
 from megatron_grpo.weights.families.family import HFTensor, WeightEntry, global_entries
+from megatron_grpo.weights.families.options import refuse_folder
 from megatron_grpo.weights.shape import ModelShape, read_config_json, section
+from megatron_grpo.weights.stored import has_head_of_its_own
 
 _EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 _INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
@@ -99,18 +101,37 @@ def _causal_pairs(length: int) -> int:
 
 
 def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:
-    """Sizes of the model in a folder, from its config.json; reward models are refused unless they are asked for.
+    """Sizes of the model in a folder, from its config.json and, for a tied head, its weights.
+
+    Reward models are refused unless they are asked for.
 
     Raises:
         ValueError: the file is missing or no JSON object, a size is missing or invalid, or an architecture or option
             has no support; names the file and says which.
     """
-    file = Path(path) / "config.json"
+    folder = Path(path)
+    refuse_folder(folder)
+    file = folder / "config.json"
     raw = read_config_json(file)
     try:
-        return shape_of_config(raw, reward_models=reward_models)
+        shape = shape_of_config(raw, reward_models=reward_models)
+        if shape.family == "qwen2":
+            llama.refuse_other_heads(shape)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
+    if shape.tied_embeddings and shape.value_head is None and has_head_of_its_own(folder):
+        return replace(shape, tied_embeddings=False)
+    return shape
+
+
+def is_untied_by_weights(path: str | Path) -> bool:
+    """Whether config.json ties the head to the embedding, and the folder stores another head; False: no such folder."""
+    try:
+        raw = read_config_json(Path(path) / "config.json")
+        return shape_of_config(raw).tied_embeddings and not shape_of_folder(path).tied_embeddings
+    except ValueError:
+        return False
 
 
 def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import shown
@@ -65,6 +66,31 @@ def refuse_quantized(settings: Any, key: str = "quantization_config") -> None:
     kind = f" ({method})" if isinstance(method, str) else ""
     text = f"{key}{kind}: quantized weights cannot be trained"
     raise ValueError(f"{text}; convert the model to bfloat16 first, as docs/layouts.md shows")
+
+
+ADAPTER_FILE = "adapter_config.json"
+_MODELOPT_FILE = "hf_quant_config.json"
+
+
+def refuse_folder(folder: Path) -> None:
+    """Raise a ValueError for a folder of adapters, or of weights that a file beside config.json calls quantized."""
+    if (folder / ADAPTER_FILE).is_file():
+        base = _read(folder / ADAPTER_FILE).get("base_model_name_or_path")
+        of_base = f" for {base}" if isinstance(base, str) else ""
+        text = f"{folder} holds adapters{of_base} ({ADAPTER_FILE}); merge them into the model first, with peft's"
+        raise ValueError(f"{text} merge_and_unload, and give the folder of the merged model")
+    settings = _read(folder / _MODELOPT_FILE).get("quantization")
+    if isinstance(settings, dict) and settings:
+        refuse_quantized(settings, f"{folder / _MODELOPT_FILE}: quantization")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:

@@ -189,9 +189,11 @@ class WeightTransport(ABC):
             raise RefitError(str(error)) from None
         if found:
             return "; ".join(found)
+        folder = self._policy.settings.folder
         return (
             "all weights are the policy's as the kernels hold them, so the computation differs: compare config.json, "
-            "attention and positions, and set generation.engine.enforce_eager=true"
+            f"attention and positions (python -m megatron_grpo.verify model={folder} compares the policy's side with "
+            "transformers), and set generation.engine.enforce_eager=true"
         )
 
     def restore(self, lost: Mapping[int, str]) -> None:

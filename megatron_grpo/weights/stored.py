@@ -1,0 +1,138 @@
+"""Tensors in a model's folder by their files' headers: names, shapes and dtypes, read without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes that weights are trained from; the others are of quantized weights and their scales."""
+_CHUNK = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """Name in safetensors, such as BF16 or F8_E4M3."""
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in the folder, by name.
+
+    Raises:
+        ValueError: a file is missing, truncated or not safetensors, or transformers, vLLM and this project would read
+            different files; names the file.
+    """
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    if not index.is_file():
+        tensors = _tensors_in(single, f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        others = sorted(file.name for file in folder.glob("*.safetensors") if file != single)
+        if others:
+            text = f"{others[0]} lies beside {SINGLE_FILE}, and vLLM would read it too; keep one of them in {folder}"
+            raise ValueError(f"{text}, or write an index of both")
+        return tensors
+    located = _read_index(index)
+    files = sorted(set(located.values()))
+    if single.is_file() and files != [SINGLE_FILE]:
+        text = (
+            f"{folder} has both {SINGLE_FILE}, which transformers reads, and {INDEX_FILE}, by which vLLM reads others"
+        )
+        raise ValueError(f"{text}; remove one of them")
+    tensors = {}
+    for name in files:
+        tensors |= _tensors_in(folder / name, f"{folder / name} does not exist, but {INDEX_FILE} names it")
+    for name, tensor in tensors.items():
+        if located.get(name) != tensor.file.name:
+            where = f"in {located[name]}" if name in located else "in no file"
+            raise ValueError(f"{tensor.file} holds {name}, which is {where} by {INDEX_FILE}; write the index anew")
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Name of each tensor's file, by name of the tensor."""
+    try:
+        located = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(file, str) for file in located.values()):
+            return dict(located)
+    except OSError as error:
+        raise ValueError(f"{index} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        pass
+    raise ValueError(f'{index} is not a safetensors index (JSON with a "weight_map")')
+
+
+def _tensors_in(file: Path, missing: str) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # safe_open is no dict
+            return {
+                name: StoredTensor(file, tuple(tensor.get_shape()), str(tensor.get_dtype()))
+                for name, tensor in slices.items()
+            }
+    except FileNotFoundError:
+        raise ValueError(missing) from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
+
+
+def has_head_of_its_own(folder: Path) -> bool:
+    """Whether the folder stores an output head that differs from the embedding.
+
+    transformers 5 and vLLM then use the stored head, whatever tie_word_embeddings says. A folder without weights, or
+    whose weights cannot be read, has none: other checks report it.
+    """
+    try:
+        tensors = stored_tensors(folder)
+    except ValueError:
+        return False
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if head is None or embedding is None:
+        return False
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        return True
+    of_head = head.file, HEAD, _version(head.file)
+    return not _are_equal(of_head, (embedding.file, EMBEDDING, _version(embedding.file)))
+
+
+def _version(file: Path) -> tuple[int, int]:
+    """What changes when a file is written anew."""
+    state = os.stat(file)
+    return state.st_mtime_ns, state.st_size
+
+
+@lru_cache(maxsize=64)
+def _are_equal(one: tuple[Path, str, tuple[int, int]], other: tuple[Path, str, tuple[int, int]]) -> bool:
+    """Whether two tensors of one shape and dtype have equal bytes; each is a file, a name and the file's version."""
+    begins, length = [], 0
+    for file, name, _ in (one, other):
+        begin, end = _bytes_of(file, name)
+        begins.append(begin)
+        length = end - begin
+    with one[0].open("rb") as first, other[0].open("rb") as second:
+        first.seek(begins[0])
+        second.seek(begins[1])
+        while length > 0:
+            size = min(_CHUNK, length)
+            if first.read(size) != second.read(size):
+                return False
+            length -= size
+    return True
+
+
+def _bytes_of(file: Path, name: str) -> tuple[int, int]:
+    """Range of a tensor's bytes in its file, whose header safetensors has read."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        begin, end = json.loads(opened.read(size))[name]["data_offsets"]
+    return 8 + size + begin, 8 + size + end
