@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit import reshard
 from megatron_grpo.weights.refit.canary import Canary, canary_tokens
@@ -74,6 +76,7 @@ def healthy(pair: tuple[MegatronPolicy, VllmGeneration]) -> Iterator[None]:
     yield
     _plant(pair[1], "none")
     ray.get(pair[0].submit(_merge_adapters, True))
+    ray.get(pair[0].submit(_merge_wrongly, None))
 
 
 def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> ReshardTransport:
@@ -143,6 +146,25 @@ def test_adapters_that_are_not_merged(period: int | None, pair: tuple[MegatronPo
     assert str(failure).count("differs from the policy's by") == 2 * len(named), "on two workers, and nothing else"
 
 
+@pytest.mark.parametrize("fault", ["left out", "twice", "without scale", "stale", "in the first layer alone"])
+def test_adapters_that_are_merged_wrongly_are_named_before_anything_is_served(
+    fault: str, pair: tuple[MegatronPolicy, VllmGeneration]
+) -> None:
+    """Both sides' fingerprints are then those of the wrong weights, and need not be taken."""
+    transport = _transport(pair, weight_check_period=None, canary=False)
+    assert isinstance(publish(transport, Placement(), 40, StepTimer()), TransferReport)
+    ray.get(pair[0].submit(_merge_wrongly, fault))
+    failure = publish(transport, Placement(), 41, StepTimer())
+    assert isinstance(failure, RefitError)
+    named = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkvo"}
+    if fault == "in the first layer alone":
+        named = {name for name in named if "layers.1." in name}
+    assert str(failure).startswith("version 41 is not served: policy rank ")
+    assert set(re.findall(r"model\.[a-z0-9_.]+", str(failure))) == named
+    with pytest.raises(RuntimeError, match="version 41 was not committed"):
+        _answer(pair[1])
+
+
 def _answer(generation: VllmGeneration) -> None:
     generate(generation, [request([2, 3, 4], seed=0, max_new_tokens=2)], SamplingSettings(max_new_tokens=2))
 
@@ -174,3 +196,20 @@ def _merge_adapters(_: Any, merged: bool) -> None:
     original = getattr(reshard, "merging_entries", reshard.bound_entries)
     bare = lambda *args: [replace(bound, adapted=None) for bound in original(*args)]  # noqa: E731
     vars(reshard).update(merging_entries=original, bound_entries=original if merged else bare)
+
+
+def _merge_wrongly(rank: Any, fault: str | None) -> None:
+    """Let layers with adapters publish another weight than they compute with; None: the right one again."""
+    layers = [module for chunk in rank.chunks for module in chunk.modules() if isinstance(module, AdaptedLinear)]
+    for layer in layers:
+        vars(layer).pop("merged_weight", None)
+    number = {id(layer): chunk.decoder.layers[0].layer_number for chunk in rank.chunks for layer in layers}
+    factors = {"left out": 0.0, "twice": 2.0, "without scale": 1 / layers[0].scale, "stale": 0.99}
+    for layer in layers if fault else []:
+        first = fault == "in the first layer alone" and number[id(layer)] == 1
+        vars(layer)["merged_weight"] = partial(_scaled_merge, layer, 1.0 if first else factors.get(fault, 0.0))
+
+
+def _scaled_merge(layer: Any, factor: float) -> torch.Tensor:
+    added: torch.Tensor = factor * layer.scale * (layer.lora_b.float() @ layer.lora_a.float())
+    return (layer.weight.float() + added).to(layer.weight.dtype)
