@@ -20,7 +20,7 @@ from megatron_grpo.data.code_tests import code_tests, prepare
 from megatron_grpo.data.processors import TaskDataSpec, task_of
 from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
-from megatron_grpo.data.specs import ROW_FORMS, processor_name, task_spec
+from megatron_grpo.data.specs import ROW_FORMS, countdown_game, processor_name, task_spec
 
 _SHOWN = 5
 """Bad rows of one set that are reported one by one."""
@@ -48,6 +48,8 @@ class SetReport:
     """Place of the first row with doubtful tests, and the reason."""
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Names of the columns of each task's rows, after the conversion by data.processor."""
+    common_columns: dict[str, set[str]] = field(default_factory=dict)
+    """Of these, the columns that all rows of the task have."""
     bad: int = 0
     """Rows that cannot be used."""
     problems: list[Problem] = field(default_factory=list)
@@ -143,6 +145,7 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
         columns = report.columns.setdefault(check.task(formed), set())
         if not columns >= formed.keys():
             columns.update(map(str, formed))
+        report.common_columns.setdefault(check.task(formed), {*columns}).intersection_update(formed)
         doubts = check.doubts(formed)
         if doubts:
             report.doubt = report.doubt or f"{source.place(number)}, whose tests {doubts[0]}"
@@ -269,6 +272,11 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
                 text = f"has a message (number {number}) whose content is {_kind(turn['content'])}; it must be text"
                 return f"column {spec.prompt_key!r} {text}"
         return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
+    if kind == "countdown":
+        try:
+            countdown_game(row)
+        except ValueError as error:
+            return str(error)
     if spec.answer_key is None:
         return None
     unusable = unusable_answer(kind, row[spec.answer_key])

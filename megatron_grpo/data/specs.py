@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,24 @@ def countdown(row: dict[str, Any]) -> dict[str, Any]:
         "<answer> (1 + 2) / 3 </answer>."
     )
     return {**row, "prompt": prompt, "answer": str(target)}
+
+
+def countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Numbers and target of a game: the columns `numbers`, or else `nums` as in the public set, and `target`.
+
+    Raises:
+        ValueError: a column is missing, or does not hold whole numbers of at least 0.
+    """
+    column = next((name for name in ("numbers", "nums") if row.get(name) is not None), None)
+    if column is None or row.get("target") is None:
+        missing = "'numbers' or 'nums'" if column is None else "'target'"
+        raise ValueError(f"has no column {missing}, which a countdown game needs; it has {', '.join(map(str, row))}")
+    numbers, target = row[column], row["target"]
+    if not isinstance(numbers, list | tuple) or not numbers or not all(_is_whole(one) and one >= 0 for one in numbers):
+        raise ValueError(f"column {column!r} is not a list of whole numbers of at least 0, as a countdown game needs")
+    if not _is_whole(target):
+        raise ValueError("column 'target' is not a whole number, as a countdown game needs")
+    return list(numbers), target
 
 
 ROW_FORMS: dict[str, RowForm] = {

@@ -8,7 +8,7 @@ from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, En
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import examined
-from megatron_grpo.data.specs import PREPARED_PROMPTS, processor_problems, task_spec
+from megatron_grpo.data.specs import PREPARED_PROMPTS, ROW_FORMS, processor_name, processor_problems, task_spec
 from megatron_grpo.environments.interface import import_folders, make_importable
 from megatron_grpo.environments.registry import environment_class, fitted_options
 from megatron_grpo.environments.reward_functions import (
@@ -42,7 +42,8 @@ def check_scoring(
     problems = list(processor_problems(config.data))
     problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
     if not problems:  # reward functions may need the modules that these checks import
-        problems = [problem for name in config.env for problem in _reward_problems(config, name, sets, rewards or {})]
+        problems = [problem for name in config.env for problem in _column_problems(config, name, sets)]
+        problems += [problem for name in config.env for problem in _reward_problems(config, name, sets, rewards or {})]
     if problems:
         raise ConfigError(problems)
 
@@ -63,6 +64,31 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
     if kind.multi_turn and config.loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
+
+
+def _column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:
+    """Columns that the environment's class needs and some rows lack, as far as rows are read before the run."""
+    kind = config.env[task].type
+    needed = () if kind == REWARD_FUNCTIONS else environment_class(kind).needs_columns
+    is_own = processor_name(config.data, task) not in {None, *ROW_FORMS}  # it may add columns
+    if not needed or is_own or (config.data.streaming and sets is None):
+        return
+    for one in _sets(config, sets):
+        if made_before_the_run(config, one.path):
+            continue
+        columns = examined(one, config.data, _types(config)).common_columns.get(task)
+        missing = [] if columns is None else [name for name in needed if name not in columns]
+        if missing:
+            text = f"needs the column {', '.join(missing)}, which rows of {one.path} lack; all have"
+            yield Problem(f"env.{task}.type={kind}", f"{text} {', '.join(sorted(columns or ())) or 'none'}")
+
+
+def _sets(config: Config, sets: Sequence[DatasetConfig] | None) -> Sequence[DatasetConfig]:
+    return [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets
+
+
+def _types(config: Config) -> dict[str, str]:
+    return {name: environment.type for name, environment in config.env.items()}
 
 
 def _reward_problems(
@@ -98,15 +124,14 @@ def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) ->
     """
     if config.data.streaming and sets is None:
         return None
-    environments = {name: env.type for name, env in config.env.items()}
     found: set[str] = set()
-    for one in [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets:
+    for one in _sets(config, sets):
         if made_before_the_run(config, one.path):
             assert config.prepare.name is not None
             made = PREPARED_PROMPTS[config.prepare.name]
             found |= set(made.columns) if task in made.tasks else set()
             continue
-        looked = examined(one, config.data, environments)
+        looked = examined(one, config.data, _types(config))
         if looked.source is None:
             return None
         found |= looked.columns.get(task, set())

@@ -34,6 +34,8 @@ class Environment(ABC):
     """Whether `reset` and `step` are called."""
     agent: bool = False
     """Whether `act` runs the turns; needs generation.endpoint.enabled."""
+    needs_columns: tuple[str, ...] = ()
+    """Columns that every row of the environment's task must have; checked before a run starts."""
     reads_token_ids: bool = False
     """Whether `score` needs the token ids of responses, which are sent to the process only then."""
 

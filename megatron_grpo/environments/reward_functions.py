@@ -11,8 +11,9 @@ import signal
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -119,18 +120,24 @@ class RewardCall:
             return self._timed_out(timeout_s) if late else self._failure(error)
 
     def _taken(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Select the arguments that the function takes; a column that none of the rows has is a list of None."""
+        """Copy the arguments that the function takes; a column that none of the rows has is a list of None.
+
+        Each call has its own copies, so that a function may change them: neither other functions nor other samples,
+        which share the row of their prompt, see that.
+        """
         taken = {name: value for name, value in arguments.items() if self._accepts is None or name in self._accepts}
-        return {name: [None] * count for name in self._requires} | taken
+        copies = {name: _copied(value) if isinstance(value, list) else value for name, value in taken.items()}
+        return {name: [None] * count for name in self._requires} | copies
 
     def _rewards(self, given: Any, count: int) -> list[float | None]:
-        if not isinstance(given, Iterable):
+        is_list = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
+        if not is_list or isinstance(given, Mapping | Set | str | bytes):  # these have no order, or no numbers
             raise RewardError(f"{self._path} gave {type(given).__name__}, and no list of rewards")
         rewards = list(given)
         if len(rewards) != count:
             raise RewardError(f"{self._path} gave {len(rewards)} rewards for {count} completions")
         try:
-            return [None if reward is None else float(reward) for reward in rewards]
+            return [_reward(reward) for reward in rewards]
         except (TypeError, ValueError) as error:
             text = f"{self._path} gave something that is neither a number nor None: {error}"
             raise RewardError(text) from error
@@ -345,6 +352,22 @@ class RewardFunctionEnvironment(Environment):
             "log_metric": log_metric,
             "log_extra": log_extra,
         }
+
+
+def _reward(value: Any) -> float | None:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r} is a text")
+    return None if value is None else float(value)
+
+
+def _copied(values: list[Any]) -> list[Any]:
+    """Deep copies of the values, each by itself: two samples never share a value."""
+    return [value[:] if isinstance(value, list) and _are_whole(value) else deepcopy(value) for value in values]
+
+
+def _are_whole(values: list[Any]) -> bool:
+    """Whether all values are whole numbers, as token ids are, which deepcopy copies slowly."""
+    return {*map(type, values)} <= {int}
 
 
 async def _together(waiting: Iterable[Awaitable[Any]]) -> list[Any]:

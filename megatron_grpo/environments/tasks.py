@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.data.specs import countdown_game
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.math_answers import Verifier
 
@@ -61,6 +66,9 @@ class MathEnvironment(Environment):
         return [EnvironmentReturn(reward=float(one), correct=one) for one in right]
 
 
+_ANSWER = "<answer>"
+_LONGEST_EXPRESSION = 400
+"""Most characters of a solution."""
 _MOVE = re.compile(r"\s*([0-9]{1,9})\s*([-+*/])\s*([0-9]{1,9})\s*")
 
 
@@ -76,11 +84,12 @@ class Board:
 
 @dataclass(eq=False)
 class CountdownEnvironment(Environment):
-    """Reward 1 when the model makes the row's `target` from the row's `numbers`, else 0.
+    """Reward 1 when the model makes the row's `target` from the row's `numbers` (or `nums`), else 0.
 
     Every turn is one move, "a+b", "a-b", "a*b" or "a/b", with two of the remaining numbers. The result, a whole number
     of at least 0, replaces them, and the environment lists the remaining numbers. The game ends with an invalid move or
-    when one number is left.
+    when one number is left. A turn may also be a whole solution, as prompts of the public set ask for it: an expression
+    of all remaining numbers between <answer> and </answer>, the last ones in the turn.
     """
 
     multi_turn = True
@@ -90,10 +99,14 @@ class CountdownEnvironment(Environment):
     """Text between the numbers."""
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Board:
-        """Return the board of the row's columns `numbers` and `target`."""
-        return Board(tuple(int(one) for one in extra_env_info["numbers"]), int(extra_env_info["target"]))
+        """Return the board of the row's columns `numbers` (or `nums`) and `target`."""
+        numbers, target = countdown_game(extra_env_info)
+        return Board(tuple(numbers), target)
 
     def step(self, state: Board, response: str) -> Turn:
+        if _ANSWER in response:
+            expression = response.rpartition(_ANSWER)[2].partition("</answer>")[0]
+            return Turn(state=replace(state, won=is_solution(expression, state.numbers, state.target)))
         result = played(state.numbers, response)
         if result is None:
             return Turn(state=state)
@@ -106,6 +119,42 @@ class CountdownEnvironment(Environment):
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         return [EnvironmentReturn(reward=float(one.state.won), correct=one.state.won) for one in requests]
+
+
+_SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def is_solution(expression: str, numbers: Sequence[int], target: int) -> bool:
+    """Whether an expression of + - * / and parentheses has every number exactly once, and the value `target`.
+
+    "= TARGET" may follow. Fractions are exact.
+    """
+    if len(expression) > _LONGEST_EXPRESSION:
+        return False
+    left, equals, right = expression.translate(_SIGNS).partition("=")
+    if equals and right.strip() != str(target):
+        return False
+    if sorted(map(int, re.findall(r"[0-9]+", left))) != sorted(numbers):
+        return False
+    try:
+        return _value(ast.parse(left.strip(), mode="eval").body) == target
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return False
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Value of an expression; ValueError: it has something other than whole numbers and the four operations."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("not an expression of whole numbers")
 
 
 def played(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ast
-import heapq
 import importlib.util
 import json
 import logging
-import math
 import operator
-import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,6 +21,7 @@ from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.math_answers import Verifier
+from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from megatron_grpo.environments.tool_calls import find_unread_call
 
@@ -94,69 +91,6 @@ def _bounded(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > _LARGEST_BITS:
         raise ValueError("too large")
     return value
-
-
-_WORD = re.compile(r"\w+")
-_K1, _B = 1.5, 0.75
-
-
-class Retriever:
-    """Ranks documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15), with idf = ln(1 + (N - n + 0.5) / (n + 0.5)).
-
-    Args:
-        documents: texts of the documents.
-    """
-
-    def __init__(self, documents: Sequence[str]) -> None:
-        self._documents = list(documents)
-        self._lengths: list[int] = []
-        self._postings: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for number, document in enumerate(self._documents):
-            counts = Counter(_words(document))
-            self._lengths.append(counts.total())
-            for word, count in counts.items():
-                self._postings[word].append((number, count))
-        self._mean_length = sum(self._lengths) / max(len(self._lengths), 1)
-
-    @staticmethod
-    def from_file(path: str | Path) -> Retriever:
-        """Read documents: lines of a JSONL file (a text, or an object with "text"), or paragraphs of another file.
-
-        Raises:
-            ValueError: a line is neither a text nor such an object.
-        """
-        text = Path(path).read_text(encoding="utf-8")
-        if not str(path).endswith(".jsonl"):
-            return Retriever([part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()])
-        documents = []
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                row = json.loads(line)
-                document = row.get("text") if isinstance(row, dict) else row
-                if not isinstance(document, str):
-                    raise ValueError(f'{path}:{number} is neither a text nor an object with a text under "text"')
-                documents.append(document)
-        return Retriever(documents)
-
-    def search(self, query: str, count: int) -> list[str]:
-        """Up to `count` documents that share a word with a query, best first; among equals, the earlier first."""
-        best = heapq.nlargest(count, self.scores(query).items(), key=lambda one: (one[1], -one[0]))
-        return [self._documents[number] for number, _ in best]
-
-    def scores(self, query: str) -> dict[int, float]:
-        """Scores of the documents that share a word with a query, by number of the document."""
-        scores: defaultdict[int, float] = defaultdict(float)
-        for word in set(_words(query)):
-            postings = self._postings.get(word, [])
-            rarity = math.log(1 + (len(self._documents) - len(postings) + 0.5) / (len(postings) + 0.5))
-            for number, count in postings:
-                long = 1 - _B + _B * self._lengths[number] / self._mean_length
-                scores[number] += rarity * count * (_K1 + 1) / (count + _K1 * long)
-        return dict(scores)
-
-
-def _words(text: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(text)]
 
 
 def parser_names() -> frozenset[str]:
@@ -248,6 +182,11 @@ class ToolEnvironment(Environment):
                 problems.append(("documents", "is missing: the retriever searches a file; give one"))
             elif not Path(documents).is_file():
                 problems.append((f"documents={documents}", "no such file"))
+            else:
+                try:
+                    read_documents(documents)
+                except (OSError, ValueError) as error:
+                    problems.append((f"documents={documents}", str(error)))
         return problems
 
     def _require_readable_calls(self, renderer: PromptRenderer) -> None:

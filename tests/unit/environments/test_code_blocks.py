@@ -104,6 +104,7 @@ def test_fences_in_a_program(program: str) -> None:
         ("````markdown\n```python\nprint(1)\n```\n````", "print(1)\n"),
         ("```\n1\n```python\nprint(1)\n```", "print(1)\n"),
         ("It prints ```1```\n\n```\nprint(2)\n```", "print(2)\n"),
+        ("Not ```1``` but: ```python\nprint(2)\n```", "print(2)\n"),
         ("```python\nprint(1)\n```\nNow faster:\n```python\nprint(", "print("),
         ("```python\nprint(1)\n```\n```pycon\n>>> print(1)\n1\n```", "print(1)\n"),
     ],

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
@@ -136,6 +138,70 @@ def test_a_response_that_nothing_scores_has_no_reward() -> None:
     assert [score.parts for score in scores] == [{"math_reward": 1.0}, {}, {"math_reward": -1.0}, {}]
 
 
+def spoil(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
+    """Changes everything that it is given, as functions do that clean a text in place."""
+    for number in range(len(completions)):
+        completions[number][0]["content"] = completions[number][0]["content"].lower()
+        prompts[number].append({"role": "user", "content": "?"})
+        completion_ids[number].clear()
+        columns["truth"][number]["values"].pop()
+    for values in (prompts, completions, completion_ids, columns["tags"]):
+        values.clear()
+    return [0.0] * 2
+
+
+async def spoil_later(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return spoil(prompts, completions, **columns)
+
+
+@pytest.mark.parametrize("spoiler", [spoil, spoil_later])
+def test_a_function_may_change_its_arguments(spoiler: Any) -> None:
+    """The next function, and the next sample of the same row, find them as they were."""
+
+    def record(**arguments: Any) -> list[float]:
+        seen.append({name: value for name, value in arguments.items() if isinstance(value, list)})
+        return [0.0] * 2
+
+    async def record_later(**arguments: Any) -> list[float]:
+        await asyncio.sleep(0.01)
+        return record(**arguments)
+
+    row = {"truth": {"values": [1, 2]}, "tags": ["a"]}
+    prompt = [{"role": "user", "content": "q"}]
+    requests = [replace(request(prompt, "ABC", **row), response_ids=np.array([1, 2], np.int32)) for _ in range(2)]
+    seen: list[Any] = []
+    functions = {"spoiler": spoiler, "record": record, "later": record_later, "again": spoiler}
+    RewardFunctionEnvironment(functions, dict.fromkeys(functions, 1.0), None).score(requests)
+    whole = {
+        "prompts": [[{"role": "user", "content": "q"}]] * 2,
+        "completions": [[{"role": "assistant", "content": "ABC"}]] * 2,
+        "completion_ids": [[1, 2]] * 2,
+        "truth": [{"values": [1, 2]}] * 2,
+        "tags": [["a"]] * 2,
+    }
+    assert seen == [whole, whole]
+    assert (row["truth"], prompt) == ({"values": [1, 2]}, [{"role": "user", "content": "q"}])
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        np.array([1, 2.5]),
+        torch.tensor([1, 2.5]),
+        (1, 2.5),
+        iter([True, 2.5]),
+        {"a": 1, "b": 2.5}.values(),
+        deque([1, 2.5]),
+    ],
+)
+def test_lists_of_every_kind_are_rewards(rewards: Any) -> None:
+    scores = RewardFunctionEnvironment({"f": lambda completions, **_: rewards}, {"f": 1.0}, None).score(
+        [request("a", "b"), request("a", "c")]
+    )
+    assert [score.reward for score in scores] == [1.0, 2.5]
+
+
 def test_one_function_says_what_is_correct() -> None:
     requests = [
         request("2+2", "4", task="math"),
@@ -189,6 +255,26 @@ def words(completions: list[str], **_: Any) -> list[str]:
     return list(completions)
 
 
+def by_number(completions: list[str], **_: Any) -> dict[int, float]:
+    return dict.fromkeys(range(len(completions)), 5.0)
+
+
+def by_value(completions: list[str], **_: Any) -> set[float]:
+    return {float(number) for number, _ in enumerate(completions)}
+
+
+def as_text(completions: list[str], **_: Any) -> str:
+    return "1" * len(completions)
+
+
+def as_texts(completions: list[str], **_: Any) -> list[str]:
+    return ["1.5"] * len(completions)
+
+
+def as_scalar(completions: list[str], **_: Any) -> Any:
+    return np.array(1.0)
+
+
 @pytest.mark.parametrize(
     ("function", "text"),
     [
@@ -196,6 +282,11 @@ def words(completions: list[str], **_: Any) -> list[str]:
         (one_too_few, "gave 1 rewards for 2 completions"),
         (gives_nothing, "gave NoneType, and no list of rewards"),
         (words, "gave something that is neither a number nor None: .*'b'"),
+        (by_number, "gave dict, and no list of rewards"),
+        (by_value, "gave set, and no list of rewards"),
+        (as_text, "gave str, and no list of rewards"),
+        (as_texts, "gave something that is neither a number nor None: '1.5' is a text"),
+        (as_scalar, "gave ndarray, and no list of rewards"),
     ],
 )
 def test_what_a_function_does_wrong_is_told_with_its_name(function: Any, text: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.tools import Retriever, calculate, parser_names
+from megatron_grpo.environments.tools import calculate, parser_names
 from megatron_grpo.prepare.models import _tokenizer
 from megatron_grpo.weights.source import CONVERSATION_VOCABULARY
 from tests.support.foreign_tokenizers import byte_level, save_folder
@@ -65,47 +63,6 @@ def test_fractions_are_exact_until_they_are_written(expression: str, value: str)
 def test_what_is_no_arithmetic_is_told(expression: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         calculate(expression)
-
-
-def bm25(documents: list[str], query: str) -> list[float]:
-    """Score of each document, straight from the formula."""
-    split = [document.lower().split() for document in documents]
-    mean = sum(map(len, split)) / len(split)
-    scores = []
-    for words in split:
-        counts, score = Counter(words), 0.0
-        for word in set(query.lower().split()):
-            containing = sum(word in other for other in split)
-            idf = math.log(1 + (len(split) - containing + 0.5) / (containing + 0.5))
-            tf = counts[word]
-            score += idf * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * len(words) / mean))
-        scores.append(score)
-    return scores
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    documents=st.lists(
-        st.lists(st.sampled_from("abcde"), min_size=1, max_size=9).map(" ".join), min_size=1, max_size=9
-    ),
-    query=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4).map(" ".join),
-)
-def test_documents_are_ranked_by_bm25(documents: list[str], query: str) -> None:
-    retriever, expected = Retriever(documents), bm25(documents, query)
-    scores = retriever.scores(query)
-    assert [scores.get(number, 0.0) for number in range(len(documents))] == pytest.approx(expected)
-    order = sorted((number for number, score in enumerate(expected) if score > 0), key=lambda n: (-scores[n], n))
-    assert retriever.search(query, 3) == [documents[number] for number in order[:3]]
-
-
-def test_documents_come_from_files(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n"two words"\n')
-    assert Retriever.from_file(tmp_path / "a.jsonl").search("words", 5) == ["two words"]
-    (tmp_path / "a.txt").write_text("first part\nof one\n\n\nsecond part")
-    assert Retriever.from_file(tmp_path / "a.txt").search("first", 5) == ["first part\nof one"]
-    (tmp_path / "b.jsonl").write_text("3\n")
-    with pytest.raises(ValueError, match=r"b.jsonl:1 is neither"):
-        Retriever.from_file(tmp_path / "b.jsonl")
 
 
 @pytest.fixture(scope="module")

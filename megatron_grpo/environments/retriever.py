@@ -1,0 +1,125 @@
+"""Search in local documents by BM25, in languages with and without blanks between words."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+_K1, _B = 1.5, 0.75
+
+
+class Retriever:
+    """Ranks documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15), with idf = ln(1 + (N - n + 0.5) / (n + 0.5)).
+
+    Args:
+        documents: texts of the documents.
+    """
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self._documents = list(documents)
+        self._lengths: list[int] = []
+        self._postings: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for number, document in enumerate(self._documents):
+            counts = Counter(words(document))
+            self._lengths.append(counts.total())
+            for word, count in counts.items():
+                self._postings[word].append((number, count))
+        self._mean_length = sum(self._lengths) / max(len(self._lengths), 1)
+
+    @staticmethod
+    def from_file(path: str | Path) -> Retriever:
+        """Read documents from a file (`read_documents`)."""
+        return Retriever(read_documents(path))
+
+    def search(self, query: str, count: int) -> list[str]:
+        """Up to `count` documents that share a word with a query, best first; among equals, the earlier first."""
+        best = heapq.nlargest(count, self.scores(query).items(), key=lambda one: (one[1], -one[0]))
+        return [self._documents[number] for number, _ in best]
+
+    def scores(self, query: str) -> dict[int, float]:
+        """Scores of the documents that share a word with a query, by number of the document."""
+        scores: defaultdict[int, float] = defaultdict(float)
+        for word in set(words(query)):
+            postings = self._postings.get(word, [])
+            rarity = math.log(1 + (len(self._documents) - len(postings) + 0.5) / (len(postings) + 0.5))
+            for number, count in postings:
+                long = 1 - _B + _B * self._lengths[number] / self._mean_length
+                scores[number] += rarity * count * (_K1 + 1) / (count + _K1 * long)
+        return dict(scores)
+
+
+def read_documents(path: str | Path) -> list[str]:
+    """Read documents: lines of a JSONL file (a text, or an object with "text"), or paragraphs of another file.
+
+    Lines end with a line feed alone, because a text in JSON may have other separators of lines, such as U+2028, as they
+    are.
+
+    Raises:
+        ValueError: the file is not UTF-8, or a line is neither a text nor such an object; the message names the line.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+    if not str(path).endswith(".jsonl"):
+        return [part.strip() for part in re.split(r"\n\s*\n", text.replace("\r\n", "\n")) if part.strip()]
+    documents = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number} is not JSON: {error}") from None
+            document = row.get("text") if isinstance(row, dict) else row
+            if not isinstance(document, str):
+                raise ValueError(f'{path}:{number} is neither a text nor an object with a text under "text"')
+            documents.append(document)
+    return documents
+
+
+_PLAIN_WORD = re.compile(r"\w+")
+_IDEOGRAPHS = (
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Han and kana
+    "\U0001b000-\U0001b16f\U00020000-\U000323af"
+    "\u1100-\u11ff\ua960-\ua97f\uac00-\ud7ff"  # Hangul, whose words carry particles
+)
+_LETTERS = (  # scripts without blanks whose words are of several letters
+    "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u1950-\u19df\u1a20-\u1aaf\ua980-\ua9df\uaa60-\uaadf"
+)  # Thai and Lao, Tibetan, Burmese, Khmer, Tai
+
+
+@cache
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Patterns of a word, whose letters may carry combining marks, and of a run of one kind of script in it."""
+    marks = [chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M"]
+    word = re.compile(rf"[\w{''.join(marks)}]+")
+    runs = re.compile(rf"(?P<ideographs>[{_IDEOGRAPHS}]+)|(?P<letters>[{_LETTERS}]+)|[^{_IDEOGRAPHS}{_LETTERS}]+")
+    return word, runs
+
+
+def words(text: str) -> Iterator[str]:
+    """The terms of a text by which it is found, alike for documents and queries.
+
+    Texts are compared in Unicode's form NFKC without case. In scripts without blanks between words, the terms are
+    single characters (ideographs, kana, Hangul) and pairs of neighbours (these, Thai, Lao, Burmese, Khmer, Tibetan).
+    """
+    if text.isascii():
+        yield from _PLAIN_WORD.findall(text.lower())
+        return
+    word, runs = _patterns()
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    for run in (run for match in word.finditer(folded) for run in runs.finditer(match[0])):
+        term, kind = run[0], run.lastgroup
+        if kind is None:
+            yield term
+            continue
+        if kind == "ideographs" or len(term) == 1:
+            yield from term
+        yield from (term[start : start + 2] for start in range(len(term) - 1))
