@@ -129,7 +129,7 @@ class Retriever:
         if not str(path).endswith(".jsonl"):
             return Retriever([part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()])
         documents = []
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 row = json.loads(line)
                 document = row.get("text") if isinstance(row, dict) else row
