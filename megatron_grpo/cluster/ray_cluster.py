@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster.guardian import Remove, keep_sigterm_handler
-from megatron_grpo.cluster.machines import LOCAL_MARKER, malformed, too_few, unreachable
+from megatron_grpo.cluster.machines import LOCAL, LOCAL_MARKER, find_address, malformed, origin, too_few, unreachable
 from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
@@ -50,8 +50,12 @@ class RayCluster:
             remove_if_killed: tells the guardian of the folder of a Ray that is started here; None: there is none.
 
         Raises:
-            RunError: no cluster answers at the address, the cluster has too few GPUs, or Ray does not start here.
+            RunError: no cluster answers at the address, the cluster has too few GPUs, Ray does not start here, or this
+                process uses a Ray already.
         """
+        if ray.is_initialized():
+            raise RunError("this process has called ray.init already; call ray.shutdown() before the run is started")
+        find_address(self.config)
         address, quiet = self.config.ray_address, {"log_to_driver": False, "logging_level": logging.ERROR}
         with keep_sigterm_handler():
             if address is None:
@@ -62,7 +66,10 @@ class RayCluster:
                     remove_if_killed(self._temporary.name)
                 folder = os.path.join(self._temporary.name, "r")
                 try:
-                    ray.init(include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **quiet)
+                    # Without an address Ray would join one in the environment, which takes no such arguments.
+                    ray.init(
+                        address=LOCAL, include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **quiet
+                    )
                 except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
                     raise RunError(f"Ray does not start on this machine: {error}") from error
                 return
@@ -73,7 +80,7 @@ class RayCluster:
                 except (ConnectionError, ValueError, RuntimeError) as error:
                     reason = str(error)
             if reason is not None:
-                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}")
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}{origin(address)}")
             self._await_machines()
 
     def _await_machines(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import psutil
 
 from megatron_grpo.cluster.guardian import Remove, guarded, sigterm_interrupts
+from megatron_grpo.cluster.machines import find_address
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, RunError
@@ -113,6 +114,7 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
         RunError: Ray did not start, or the folder is in use; the message says which.
     """
     user_objects = user_objects or UserObjects()
+    find_address(config.cluster)
     began = psutil.Process().create_time() if began is None else began
     parts = {"command_line": time.time() - began}
     with ExitStack() as stack:
