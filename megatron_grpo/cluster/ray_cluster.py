@@ -78,7 +78,7 @@ class RayCluster:
                 try:
                     ray.init(address=address, runtime_env={"env_vars": log_environment()}, **quiet)
                 except (ConnectionError, ValueError, RuntimeError) as error:
-                    reason = str(error)
+                    reason = _join_failure(error)
             if reason is not None:
                 raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}{origin(address)}")
             self._await_machines()
@@ -213,6 +213,20 @@ class RayCluster:
             ray.shutdown()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _join_failure(error: BaseException) -> str:
+    """The reason why a cluster was not joined; Ray's own message does not say when the cluster wants a token."""
+    cause: BaseException | None = error
+    while cause is not None and ray.exceptions.AuthenticationError.__name__ not in f"{type(cause).__name__} {cause}":
+        cause = cause.__cause__ or cause.__context__  # a cause may hold the traceback of its own cause as text
+    if cause is None:
+        return str(error)
+    mode = os.environ.get("RAY_AUTH_MODE", "disabled")
+    return (
+        f"{error}: the cluster wants a token, and RAY_AUTH_MODE={mode}; set RAY_AUTH_MODE=token, and give its token in "
+        "RAY_AUTH_TOKEN or ~/.ray/auth_token"
+    )
 
 
 def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:

@@ -150,3 +150,21 @@ def test_a_ray_that_the_process_has_started_already_is_told(monkeypatch: pytest.
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     with pytest.raises(RunError, match=r"has called ray\.init already; call ray\.shutdown\(\)"):
         RayCluster(ClusterConfig(gpus_per_node=0)).start()
+
+
+def test_a_cluster_that_wants_a_token_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says only that it failed to connect; the cause has the traceback of its own cause as text."""
+
+    def init(**_: Any) -> None:
+        try:
+            text = (
+                "Last connection error: Traceback ...\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken"
+            )
+            raise RuntimeError(f"Failed to connect to GCS. {text}")
+        except RuntimeError as error:
+            raise ConnectionError("Failed to connect to Ray cluster") from error
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(RunError, match=r"wants a token, and RAY_AUTH_MODE=disabled; set RAY_AUTH_MODE=token"):
+        RayCluster(ClusterConfig(gpus_per_node=0, ray_address="auto")).start()
