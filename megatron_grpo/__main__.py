@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from megatron_grpo.config.errors import did_you_mean
 from megatron_grpo.config.help import COMMANDS, MISTAKE, answered, commands_text
+from megatron_grpo.config.output import tolerant_output
 
 
+@tolerant_output()
 def main(arguments: Sequence[str]) -> int:
     """Print the commands, or the version; a command is run by its own module."""
     if answered(arguments or ["--help"], commands_text()):

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.script_data import ScriptData
 from megatron_grpo.controller.user_objects import Callback, UserObjects
@@ -47,6 +48,7 @@ class FinishedRun:
         return read_lines(self.run_dir / "validation.jsonl")
 
 
+@tolerant_output(of_run=True)
 def train(
     config: Config | Overrides | None = None,
     *,

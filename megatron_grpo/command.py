@@ -14,6 +14,7 @@ from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import FAILED, MISTAKE, answered, help_text, interrupted
 from megatron_grpo.config.keys import known_key, known_section
+from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
@@ -26,6 +27,7 @@ from megatron_grpo.weights.source import is_prepared, local_folder
 Task = Literal["train", "check", "show"]
 
 
+@tolerant_output(of_run=True)
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     try:

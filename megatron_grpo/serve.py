@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import MISTAKE
+from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import TOKEN_VARIABLE, token
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.sampler.guard import NAMES_VARIABLE
@@ -48,6 +49,7 @@ makes a token and prints it. It listens on this machine alone unless --host says
 """
 
 
+@tolerant_output()
 def main(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by vLLM's server, or exit with the code of a mistake."""
     options, given = _parser().parse_known_args(arguments)

@@ -23,6 +23,31 @@ def visible_gpus() -> int:
     return min(devices, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
 
 
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""Ray's environment variable with the address of the cluster that a driver joins; `ray job submit` sets it."""
+LOCAL = "local"
+"""Its value for a Ray of the driver's own."""
+
+
+def environment_address() -> str | None:
+    """The address of a Ray cluster in the environment; None: there is none, or it asks for a Ray of the run's own."""
+    address = os.environ.get(ADDRESS_VARIABLE, "").strip()
+    return None if address in ("", LOCAL) else address
+
+
+def find_address(cluster: ClusterConfig) -> None:
+    """Set cluster.ray_address, if it is None, to the address in the environment, which Ray itself would join."""
+    if cluster.ray_address is None:
+        cluster.ray_address = environment_address()
+
+
+def origin(address: str) -> str:
+    """End of a message about an address, if it is that in the environment: how to do without it."""
+    if address != environment_address():
+        return ""
+    return f"; the address is {ADDRESS_VARIABLE} of the environment: unset it to start Ray on this machine"
+
+
 def find_gpus(cluster: ClusterConfig) -> None:
     """Set cluster.gpus_per_node, if it is None, to the number of this machine's GPUs.
 

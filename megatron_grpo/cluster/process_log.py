@@ -8,6 +8,7 @@ inherit.
 from __future__ import annotations
 
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -149,6 +150,8 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
     _current = log = _open(Path(os.environ[FOLDER_VARIABLE]), name, os.environ[LEVEL_VARIABLE])
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
+        if isinstance(stream, io.TextIOWrapper):  # what a reward function prints may be any text
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         os.dup2(log.stream.fileno(), descriptor)  # also for output of C code; Ray's own files are hard to find
     faulthandler.enable(file=log.stream)
     sys.excepthook = _log_uncaught

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster.guardian import Remove, keep_sigterm_handler
-from megatron_grpo.cluster.machines import LOCAL_MARKER, malformed, too_few, unreachable
+from megatron_grpo.cluster.machines import LOCAL, LOCAL_MARKER, find_address, malformed, origin, too_few, unreachable
 from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
@@ -50,8 +50,12 @@ class RayCluster:
             remove_if_killed: tells the guardian of the folder of a Ray that is started here; None: there is none.
 
         Raises:
-            RunError: no cluster answers at the address, the cluster has too few GPUs, or Ray does not start here.
+            RunError: no cluster answers at the address, the cluster has too few GPUs, Ray does not start here, or this
+                process uses a Ray already.
         """
+        if ray.is_initialized():
+            raise RunError("this process has called ray.init already; call ray.shutdown() before the run is started")
+        find_address(self.config)
         address, quiet = self.config.ray_address, {"log_to_driver": False, "logging_level": logging.ERROR}
         with keep_sigterm_handler():
             if address is None:
@@ -62,7 +66,10 @@ class RayCluster:
                     remove_if_killed(self._temporary.name)
                 folder = os.path.join(self._temporary.name, "r")
                 try:
-                    ray.init(include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **quiet)
+                    # Without an address Ray would join one in the environment, which takes no such arguments.
+                    ray.init(
+                        address=LOCAL, include_dashboard=False, object_store_memory=memory, _temp_dir=folder, **quiet
+                    )
                 except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
                     raise RunError(f"Ray does not start on this machine: {error}") from error
                 return
@@ -71,9 +78,9 @@ class RayCluster:
                 try:
                     ray.init(address=address, runtime_env={"env_vars": log_environment()}, **quiet)
                 except (ConnectionError, ValueError, RuntimeError) as error:
-                    reason = str(error)
+                    reason = _join_failure(error)
             if reason is not None:
-                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}")
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}{origin(address)}")
             self._await_machines()
 
     def _await_machines(self) -> None:
@@ -206,6 +213,20 @@ class RayCluster:
             ray.shutdown()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _join_failure(error: BaseException) -> str:
+    """The reason why a cluster was not joined; Ray's own message does not say when the cluster wants a token."""
+    cause: BaseException | None = error
+    while cause is not None and ray.exceptions.AuthenticationError.__name__ not in f"{type(cause).__name__} {cause}":
+        cause = cause.__cause__ or cause.__context__  # a cause may hold the traceback of its own cause as text
+    if cause is None:
+        return str(error)
+    mode = os.environ.get("RAY_AUTH_MODE", "disabled")
+    return (
+        f"{error}: the cluster wants a token, and RAY_AUTH_MODE={mode}; set RAY_AUTH_MODE=token, and give its token in "
+        "RAY_AUTH_TOKEN or ~/.ray/auth_token"
+    )
 
 
 def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:

@@ -10,6 +10,7 @@ from importlib import resources
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.keys import SectionKeys, groups, keys
 from megatron_grpo.config.loop_schema import LOOPS
+from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, config_groups
 
 COMMANDS = {
@@ -104,6 +105,17 @@ def run_command(
 
     An error becomes a line on standard error after `prefix`; the exit code is FAILED for `failures`, else MISTAKE.
     """
+    with tolerant_output():
+        return _exit_code(prefix, arguments, usage, body, failures)
+
+
+def _exit_code(
+    prefix: str,
+    arguments: Sequence[str],
+    usage: str,
+    body: Callable[[Sequence[str]], int],
+    failures: tuple[type[Exception], ...],
+) -> int:
     if answered(arguments, usage):
         return 0
     try:

@@ -24,7 +24,8 @@ class ClusterConfig(Section):
     """GPUs of each machine; 0: run on CPU; null: as many as the machine that starts the run has."""
 
     ray_address: str | None = None
-    """Address of a running Ray cluster; null starts one on this machine that ends with the run."""
+    """Address of a running Ray cluster, HOST:PORT or auto; null: that in the environment variable RAY_ADDRESS, and
+    without it a Ray is started on this machine that ends with the run."""
 
     startup_timeout_s: Seconds = 900.0
     """Deadline for the start of all processes."""

@@ -115,7 +115,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
         ValueError: the file cannot be read or is not a configuration; the text names it.
     """
     try:
-        values = yaml.safe_load(file.read_text())
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 import psutil
 
 from megatron_grpo.cluster.guardian import Remove, guarded, sigterm_interrupts
+from megatron_grpo.cluster.machines import find_address
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.controller.directory import CONFIG_FILE, changes_since_last_start, claimed_run_directory
@@ -112,9 +114,11 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
         RunError: Ray did not start, or the folder is in use; the message says which.
     """
     user_objects = user_objects or UserObjects()
+    find_address(config.cluster)
     began = psutil.Process().create_time() if began is None else began
     parts = {"command_line": time.time() - began}
     with ExitStack() as stack:
+        stack.enter_context(tolerant_output(of_run=True))
         stack.enter_context(sigterm_interrupts())
         if config.generates:
             check_scoring(config, rewards=user_objects.rewards)  # before processes are started
@@ -173,7 +177,8 @@ def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
             page = try_to_write_report(startup.run_dir)
             text = f"report in {page}" if page else "report.html could not be written; the log says why"
             logger.info("%s", text)
-            print(text, flush=True)
+            with tolerant_output(of_run=True):  # an error here would hide why the run ended
+                print(text, flush=True)
 
 
 def _write_failure(startup: Startup, end: RunEnd) -> None:

@@ -16,6 +16,7 @@ from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config, MoeConfig
 from megatron_grpo.controller.startup import start_engines, start_rollouts
 from megatron_grpo.data.load_prompts import HeldOutPrompts, held_out_prompts
@@ -57,7 +58,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
             print(note, flush=True)
         with (
             rollout_pool(config, model, request.output) as rollouts,
-            (request.output / SAMPLES_FILE).open("w") as file,
+            (request.output / SAMPLES_FILE).open("w", encoding="utf-8") as file,
         ):
             for name, held_out in prompts.items():
                 answered = _answer(request, name, held_out, rollouts, timer, file)
@@ -114,6 +115,7 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
         RunError: a process did not start.
     """
     with ExitStack() as stack:
+        stack.enter_context(tolerant_output(of_run=True))
         stack.enter_context(sigterm_interrupts())
         one_machine = config.cluster.ray_address is None
         stack.enter_context(driver_log(output, config.logger.level, one_machine=one_machine))

@@ -17,7 +17,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text under a temporary name, then rename: readers see the old file or the new one."""
-    written_whole(path, lambda temporary: temporary.write_text(text))
+    written_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def written_whole(path: Path, write: Callable[[Path], Any]) -> None:
@@ -93,4 +93,6 @@ def append_lines(path: Path, last_step: int) -> TextIO:
     """Open a file of JSON lines to append to, after dropping the lines whose "step" is after `last_step`."""
     if path.exists():
         write_text(path, "".join(json_line(row) for row in read_lines(path) if row["step"] <= last_step))
-    return path.open("a", buffering=1)  # line-buffered: the line of a step is written before the next step begins
+    return path.open(
+        "a", buffering=1, encoding="utf-8"
+    )  # line-buffered: the line of a step is written before the next step begins

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.figures import MOST_FIGURES, is_of_environment
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
@@ -86,7 +87,8 @@ class ProgressDisplay:
 
     def message(self, text: str) -> None:
         """Print a line, above the live one."""
-        self._console.print(Text(text), soft_wrap=True)
+        with tolerant_output(of_run=True):  # prompts and responses are shown, which may be any text
+            self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was; idempotent."""
@@ -231,7 +233,7 @@ class RunLogger:
         self._startup_parts_s = parts or {}
         self._started = time.monotonic()
         now = datetime.now().isoformat(timespec="seconds")
-        with (self.run_dir / STARTS_FILE).open("a") as file:
+        with (self.run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
             file.write(json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)}))
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
         if self._resume_step is not None:

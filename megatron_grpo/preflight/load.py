@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_grpo.cluster.machines import find_gpus
+from megatron_grpo.cluster.machines import find_address, find_gpus
 from megatron_grpo.config.checks import config_problems
 from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.checks.remarks import remarks
@@ -142,6 +142,7 @@ def _by_itself(composed: Composed) -> Composed:
 
 def _problems(config: Config) -> list[Problem]:
     """Problems of a configuration by itself and against its model."""
+    find_address(config.cluster)
     find_gpus(config.cluster)
     if config.loop.max_num_steps == -1:
         config.loop.max_num_steps = _OPEN

@@ -12,7 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.cluster.machines import find_gpus, malformed, unreachable, visible_gpus
+from megatron_grpo.cluster.machines import (
+    ADDRESS_VARIABLE,
+    environment_address,
+    find_address,
+    find_gpus,
+    malformed,
+    origin,
+    unreachable,
+    visible_gpus,
+)
 from megatron_grpo.config.checks import sampling_problems
 from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.checks.rules import Rule, as_problems, broken
@@ -133,6 +142,10 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     ]
     if not problems:
         remarks += unused_tensors(config)
+    address = environment_address()
+    if address is not None and config.cluster.ray_address == address:
+        text = f"is {ADDRESS_VARIABLE} of the environment: the run joins that cluster; unset it to start Ray here"
+        remarks.append(Problem(f"cluster.ray_address={address}", text))
     for name, version, tried in untried_versions():
         text = f"is not among the versions that megatron_grpo was tried with, {tried}"
         remarks.append(Problem(f"{name} {version}", text))
@@ -167,8 +180,9 @@ def _cluster(config: Config) -> Iterator[Rule]:
     reason = malformed(address)
     if reason is None and (silent := unreachable(address)) is not None:
         reason = f"no Ray cluster answers there: {silent}"
-    yield reason, "cluster.ray_address=", reason or ""
+    yield reason, "cluster.ray_address=", f"{reason}{origin(address)}"
     text = "this machine has no CUDA GPU, and those of the Ray cluster are not counted; give their number, or 0 for CPU"
+    text += origin(address)
     yield reason is None and config.cluster.gpus_per_node is None, "cluster.gpus_per_node=", text
 
 
@@ -248,6 +262,7 @@ def _is_installed(package: str) -> bool:
 
 def evaluation_problems(config: Config) -> list[Problem]:
     """Problems that exclude an evaluation: sampling with engines and scoring with environments."""
+    find_address(config.cluster)
     find_gpus(config.cluster)
     shape = known_shape(config)
     arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}

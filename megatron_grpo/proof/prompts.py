@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 
-TEMPLATES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text())
+TEMPLATES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
 """Chat templates of common families in Jinja, by name."""
 
 
@@ -69,7 +69,7 @@ def _settings(config: Config, folder: Path) -> Iterator[tuple[str, str, dict[str
         yield "no system prompt", "data.system_prompt", {"system_prompt": None, "system_prompt_file": None}
     for name, template in TEMPLATES.items():
         file = folder / f"{name}.jinja"
-        file.write_text(template)
+        file.write_text(template, encoding="utf-8")
         changes = {"apply_chat_template": True, "chat_template": str(file)}
         yield f"the chat template of {name}", "data.chat_template", changes
     if data.apply_chat_template:

@@ -132,7 +132,7 @@ class Sandbox:
             for name, text in files.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
+                path.write_text(text, encoding="utf-8")
             yield folder, {}
 
     def _spec(self, folder: str, **what: Any) -> dict[str, Any]:

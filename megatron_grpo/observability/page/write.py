@@ -130,7 +130,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     """Read the mapping that a file holds; empty if that fails."""
     try:
-        values = parse(file.read_text())
+        values = parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}

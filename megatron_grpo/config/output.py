@@ -1,0 +1,88 @@
+"""Console output that ends no run: text that the console cannot encode is escaped, output that nobody reads is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+NOBODY_READS = (errno.EPIPE, errno.EIO)
+"""Errors of a pipe whose reader has ended, and of a terminal that was closed."""
+
+
+class TolerantStream:
+    """A text stream that writes what its encoding lacks as escapes (\\u2192), and survives the end of its reader."""
+
+    def __init__(self, stream: TextIO, *, loses: tuple[type[Exception], ...]) -> None:
+        """
+        Args:
+            stream: the stream that is written to.
+            loses: errors of the stream after which the text is lost and nothing is raised.
+        """
+        self._stream, self._loses = stream, loses
+
+    def write(self, text: str) -> int:
+        """Write a text; returns its length."""
+        try:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except self._loses as error:
+            self._discard_rest(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        try:
+            self._stream.flush()
+        except self._loses as error:
+            self._discard_rest(error)
+
+    def _discard_rest(self, error: Exception) -> None:
+        """Send all further output nowhere if nobody reads it; what is buffered would fail again when Python ends."""
+        if getattr(error, "errno", None) not in NOBODY_READS:
+            return
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        except (OSError, ValueError):  # the stream has no file
+            return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def tolerant_output(*, of_run: bool = False) -> Iterator[None]:
+    """Make sys.stdout and sys.stderr `TolerantStream`s while the body runs.
+
+    Args:
+        of_run: whether the output only accompanies a run, which no error of the console is to end; the output of other
+            commands is their result, so that a full disk fails them.
+    """
+    loses = (OSError, ValueError) if of_run else (BrokenPipeError,)
+    before = sys.stdout, sys.stderr
+    # A stream is None where its descriptor was closed before Python started.
+    made = [None if stream is None else cast(TextIO, TolerantStream(stream, loses=loses)) for stream in before]
+    sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], tuple(made))
+    try:
+        yield
+    finally:
+        for stream in made:
+            if stream is not None:
+                stream.flush()
+        if sys.stdout is made[0]:
+            sys.stdout = before[0]
+        if sys.stderr is made[1]:
+            sys.stderr = before[1]
