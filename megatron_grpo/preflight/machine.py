@@ -110,8 +110,8 @@ def _runs_programs(environment: EnvironmentConfig) -> bool:
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Check everything that a run needs of this machine; returns problems, and remarks on doubtful settings.
 
-    If GPUs are missing, nothing else is checked: the run and its files will be on another machine. Nor is anything where a
-    launcher has started this process several times, since the message would come as often.
+    If GPUs are missing, nothing else is checked: the run and its files will be on another machine. Nothing is checked
+    either where a launcher has started several such processes.
     """
     launched = list(_launcher())
     if launched:
@@ -143,7 +143,9 @@ def _launcher() -> Iterator[Problem]:
     """The problem of a process that torchrun or accelerate started as one of several."""
     rank, count = os.environ.get("LOCAL_RANK"), os.environ.get("WORLD_SIZE", "1")
     if rank is not None and "RANK" in os.environ and count != "1":
-        text = "torchrun and accelerate launch start a whole run in each process; start it once, with python, since the "
+        text = (
+            "torchrun and accelerate launch start a whole run in each process; start it once, with python, since the "
+        )
         yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", f"{text}run starts its own processes")
 
 

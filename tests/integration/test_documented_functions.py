@@ -22,6 +22,7 @@ def test_the_script_trains(tmp_path: Path, recipe: str) -> None:
     section = (ROOT / "docs" / "python.md").read_text().partition("## The functions of a run")[2]
     (tmp_path / "functions.py").write_text(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0])
     options = [f"run_dir={tmp_path}/run", "logger.progress=false", "checkpointing=none", "grpo.val_at_start=false"]
+    options += ["grpo.max_num_steps=2", *(["ppo.policy_training_start_step=0"] if "ppo" in recipe else [])]
     command = [sys.executable, "functions.py", recipe, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580)
