@@ -17,12 +17,12 @@ from megatron_grpo.sampler.metrics import reward_function_metrics, rollout_metri
 from megatron_grpo.sampler.pool import RolloutPool
 
 
-def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
+def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:
     """Measure the engines' current weights by one response to each validation prompt.
 
     Args:
         run: the run, with its engines and validation prompts.
-        timer: takes the seconds of generation and scoring.
+        timer: takes the seconds of generation and scoring; None: nobody needs them.
 
     Returns:
         Metrics of `held_out_metrics` with the prefix val_; empty without validation data.
@@ -33,6 +33,7 @@ def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
     """
     if not run.val_prompts:
         return {}
+    timer = StepTimer() if timer is None else timer
     run.placement.wake_engines(timer)
     loop = run.config.loop
     settings = replace(run.settings, temperature=loop.val_temperature)

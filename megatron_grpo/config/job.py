@@ -12,9 +12,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.errors import Problem, did_you_mean, shown
-from megatron_grpo.config.keys import data_file, keys, known_key
+from megatron_grpo.config.keys import data_file, keys, known_key, known_section
 from megatron_grpo.config.loop_schema import LOOPS, named_for
 from megatron_grpo.config.overrides import DEEPEST
+from megatron_grpo.config.suggestions import counterpart
 
 MOST_BYTES = 2**20
 """Size limit of a job file, in bytes."""
@@ -200,4 +201,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
-    return Problem(f"{job.file}: {prefix}{name}", "unknown field" + did_you_mean(name, known, f"{prefix}{{}}"))
+    advice = counterpart(name, "grpo") if not prefix else None
+    if advice is None and not prefix and (known_key(name) or known_section(name)):
+        advice = "a job is flat and has fields of its own; keys go on the command line or into a recipe"
+    text = did_you_mean(name, known, f"{prefix}{{}}") if advice is None else f"; {advice}"
+    return Problem(f"{job.file}: {prefix}{name}", f"unknown field{text}")

@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import FREE_TYPE, keys, known_key, known_section, leaves, matches, members
 from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.suggestions import unknown_names
 
 CONF_MODULE = "megatron_grpo.conf"
 """The package of YAML files."""
@@ -228,7 +229,7 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
     elif known_section(name):
         return Problem(text, f"{name} is a section; set one of its keys: {', '.join(members(name))}")
     else:
-        read.unknown.append(text.lstrip("+").partition("=")[0])
+        read.unknown += unknown_names(name, given)
     return None
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.keys import data_file, keys
+from megatron_grpo.config.keys import data_file, keys, leaves
 from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, named_for, other_than
 
 NONE = "none"
@@ -42,6 +43,12 @@ def unknown_key(name: str, algorithm: str) -> Problem:
         return Problem(name, f"unknown key; {foreign}")
     alike = nearest(name, algorithm)
     return Problem(name, f"unknown key; did you mean {' or '.join(alike)}?" if alike else NOTHING_ALIKE)
+
+
+def unknown_names(name: str, value: Any) -> list[str]:
+    """Names of the settings in an unknown section of another framework; of any other unknown key, its own name."""
+    below = [leaf for leaf, _ in leaves(value, f"{name}.")] if isinstance(value, Mapping) else []
+    return below if any(counterpart(leaf, "grpo") for leaf in below) else [name]
 
 
 def counterpart(name: str, algorithm: str) -> str | None:

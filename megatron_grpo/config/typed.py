@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import in_words, keys, known_key, leaves, members
 from megatron_grpo.config.schema import MISSING, Config
-from megatron_grpo.config.suggestions import unknown_key
+from megatron_grpo.config.suggestions import unknown_key, unknown_names
 
 _ADAPTER = TypeAdapter(Config)
 
@@ -36,7 +36,7 @@ def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[P
         except ValidationError as error:
             details = error.errors(include_url=False)
         for detail in details:
-            problems.append(_problem(detail, algorithm))
+            problems += _problems(detail, algorithm)
             _remove(values, detail["loc"])
     return None, problems
 
@@ -76,10 +76,17 @@ def _booleans(values: dict[str, Any]) -> list[Problem]:
     return wrong
 
 
-def _problem(detail: ErrorDetails, algorithm: str) -> Problem:
-    name = ".".join(str(part) for part in detail["loc"])
+def _problems(detail: ErrorDetails, algorithm: str) -> list[Problem]:
+    """The problems in words: of an unknown section of another framework, one for each of its settings."""
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return unknown_key(name, algorithm)
+        name = ".".join(str(part) for part in detail["loc"])
+        return [unknown_key(one, algorithm) for one in unknown_names(name, detail["input"])]
+    return [_misfit(detail)]
+
+
+def _misfit(detail: ErrorDetails) -> Problem:
+    """The problem of a value that does not fit its key."""
+    name = ".".join(str(part) for part in detail["loc"])
     subject = f"{name}={shown(detail['input'])}"
     key = known_key(name)
     if key is not None:

@@ -119,8 +119,8 @@ def _runs_programs(environment: EnvironmentConfig) -> bool:
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Check everything that a run needs of this machine; returns problems, and remarks on doubtful settings.
 
-    If GPUs are missing, nothing else is checked: the run and its files will be on another machine. Nor is anything where a
-    launcher has started this process several times, since the message would come as often.
+    If GPUs are missing, nothing else is checked: the run and its files will be on another machine. Nothing is checked
+    either where a launcher has started several such processes.
     """
     launched = list(_launcher())
     if launched:

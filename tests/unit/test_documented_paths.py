@@ -57,7 +57,7 @@ def _defines(name: str) -> Iterator[bool]:
 
 def _sources(module: str) -> tuple[Path, Path]:
     # conf/ lies at the top of the repository, and is a module of the package once that is installed.
-    place = ROOT.joinpath(*module.replace("megatron_grpo.conf", "conf").split("."))
+    place = ROOT.joinpath(*re.sub(r"^megatron_grpo\.conf\b", "conf", module).split("."))
     return place.with_suffix(".py"), place / "__init__.py"
 
 

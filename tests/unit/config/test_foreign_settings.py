@@ -124,3 +124,33 @@ def test_every_argument_of_trls_trainer_is_told_what_it_is() -> None:
         assert problem.subject == name
         assert "there is" not in problem.text
         assert "did you mean" not in problem.text, name
+
+
+def test_a_section_of_another_framework_is_told_setting_by_setting(tmp_path: Path) -> None:
+    """In a recipe as in NeMo RL's YAML, and in the form of a command line."""
+    told = {
+        "policy.megatron_cfg.tensor_model_parallel_size": "is policy.parallel.tensor here",
+        "policy.megatron_cfg.optimizer.lr": "is policy.optimizer.lr here",
+        "policy.megatron_cfg.env_vars": "has no counterpart here; leave it out",
+    }
+    section = {"tensor_model_parallel_size": 2, "optimizer": {"lr": 1e-6}, "env_vars": None}
+    recipe = {"defaults": ["quickstart"], "policy": {"megatron_cfg": section}}
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "theirs.yaml").write_text("# @package _global_\n" + yaml.safe_dump(recipe))
+    line = "policy.megatron_cfg={tensor_model_parallel_size: 2, optimizer: {lr: 1e-6}, env_vars: null}"
+    for overrides in ([f"--config-dir={tmp_path}", "+exp=theirs"], ["+exp=quickstart", line]):
+        problems = problems_of(overrides)
+        assert problems.keys() == told.keys()
+        for name, text in told.items():
+            assert problems[name].endswith(text)
+
+
+def test_a_recipe_without_its_first_line_is_told_the_line(tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "plain.yaml").write_text("policy: {model_name: x}\n")
+    problems = problems_of([f"--config-dir={tmp_path}", "+exp=plain"])
+    assert problems["exp"] == "unknown key; a recipe's file in exp/ begins with the line # @package _global_"
+
+
+def test_an_unknown_section_of_nobody_is_told_once() -> None:
+    assert problems_of(["+exp=quickstart", "polici={a: 1, b: {c: 2}}"]) == {"polici": NOTHING_ALIKE}

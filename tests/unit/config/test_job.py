@@ -162,6 +162,12 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
         ({"environment": {"dataset": "x"}}, "job.yaml: environment.name=null", "must be the name"),
         ({"environment": {"name": "math", "tipe": "math"}}, "job.yaml: environment.tipe", "mean environment.type?"),
         ({"environment": {"name": "x", "type": "maths"}}, "job.yaml: environment.type=maths", "one of math, addition"),
+        ({"beta": 0.04}, "job.yaml: beta", "TRL's beta is loss_fn.reference_policy_kl_penalty here"),
+        (
+            {"policy": {"model_name": "x"}},
+            "job.yaml: policy",
+            "a job is flat and has fields of its own; keys go on the",
+        ),
         ({"zzz": 1}, "job.yaml: zzz", "unknown field; there is generation_batch_size"),
         (
             {"environment": "maths"},
