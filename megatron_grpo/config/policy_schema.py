@@ -317,7 +317,8 @@ class PolicyConfig(Section):
 
     logprob_kernel: Literal["fused", "chunked", "auto"] = "auto"
     """Kernel that turns hidden states into log-probabilities. fused: in Triton; chunked: by chunks of tokens, in torch;
-    auto: fused on GPUs where Triton is installed."""
+    auto: fused on GPUs where Triton is installed. Where sampling filters tokens (generation.top_p and others) the
+    policy's are computed as with chunked."""
 
     logprob_chunk_size: Positive | None = None
     """Tokens whose logits the chunked kernel holds at once; smaller needs less memory, null: as many as make 256 MiB of

@@ -175,7 +175,10 @@ def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
         keys, text = f"{section}.min_lr {section}.decay_steps", f"needs {section}.decay_style=linear or cosine"
         yield optimizer.is_constant, keys, text
     fused = policy.logprob_kernel == "fused" or (policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
-    yield fused, "policy.logprob_chunk_size", "is for policy.logprob_kernel=chunked"
+    filters = config.generation.filters_in_training
+    yield fused and not filters, "policy.logprob_chunk_size", "is for policy.logprob_kernel=chunked"
+    text = "is for whole distributions; with a filter of sampling log-probabilities are computed by chunks"
+    yield filters and not config.uses_reference, "policy.logprob_kernel", text
 
     data, urls = config.data, config.generation.server.urls
     text = "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM"

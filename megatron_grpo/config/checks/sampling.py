@@ -71,7 +71,7 @@ def filter_rules(config: Config) -> Iterator[Rule]:
         text = (
             f"is a filter that training does not repeat beside {hidden}, which changes the logits before it, and "
             f"{compares} would take that for a difference between the two frameworks; use "
-            f"{shown(getattr(GenerationConfig(), name))}, or leave one of the others out"
+            f"{shown(getattr(GenerationConfig(), name))}, or leave that option out"
         )
         yield compares and hidden, subject, text
 

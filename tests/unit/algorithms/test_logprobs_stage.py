@@ -73,6 +73,16 @@ def test_what_nobody_looks_at_is_not_computed(
     assert ("logprobs" in stage.timer.seconds) == bool(asked)
 
 
+@pytest.mark.parametrize(("in_reward", "top_p"), [(True, 0.9), (True, 1.0), (False, 0.9)])
+def test_a_penalty_in_the_reward_compares_whole_distributions(in_reward: bool, top_p: float, tmp_path: Path) -> None:
+    """Which with a filter of sampling costs a further pass, and without one are those of the pass before the step."""
+    stage = Stage(tmp_path, LossConfig(**PENALTY, use_kl_in_reward=in_reward), num_iterations=2)
+    stage.config.generation.top_p = top_p
+    batch, _ = stage.run()
+    assert ("whole_logprobs" in batch.fields) == (in_reward and top_p < 1)
+    assert stage.policy.log.count("policy says without filter") == (in_reward and top_p < 1)
+
+
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("in_reward", [True, False])
 @pytest.mark.parametrize("entry", ["prev_logprobs", "reference_logprobs"])

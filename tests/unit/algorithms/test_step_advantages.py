@@ -128,6 +128,19 @@ def test_kl_in_the_reward_lowers_it_by_the_sum_over_the_response() -> None:
     assert [tokens[-1] for tokens in prev] == pytest.approx(without.flatten().tolist())
 
 
+def test_kl_in_the_reward_is_of_whole_distributions_when_sampling_filters() -> None:
+    loss = LossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_kl_in_reward=True)
+    keys = config(loss, normalize_rewards=False)
+    trajectories = step()
+    policy = policy_logprobs(trajectories)
+    reference = np.full_like(policy, -1.0)
+    expected = advantages_of(keys, trajectories, reference_logprobs=reference, prev_logprobs=policy)
+    keys.generation.top_k = 5
+    removed = np.full_like(policy, -np.inf)
+    entries = {"reference_logprobs": reference, "prev_logprobs": removed, "whole_logprobs": policy}
+    assert advantages_of(keys, trajectories, **entries) == expected
+
+
 @pytest.mark.parametrize(
     ("keys", "kl"),
     [

@@ -10,6 +10,7 @@ import pytest
 from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.preflight.engines import CPU_HEAD_SIZES
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.trainer.messages import training_filter
 from tests.support.config_problems import problems_of, write_weights
 
 ON_GPUS = "cluster.gpus_per_node=8"
@@ -110,15 +111,62 @@ def test_n_grams_need_a_single_stage(given: list[str]) -> None:
         (["grpo.seq_logprob_error_threshold=1.5"], "grpo.seq_logprob_error_threshold=1.5"),
     ],
 )
-def test_filters_are_refused_beside_what_compares_with_the_whole_distribution(
+def test_filters_that_training_cannot_repeat_are_refused_beside_what_compares(
     given: list[str], options: list[str], named: str
 ) -> None:
     overrides = [*given, "generation.top_p=0.9", "generation.top_k=5", "generation.bad_words=[x]"]
     compose_config(overrides)
     told = problems_of([*overrides, *options])
     assert told.keys() == {"generation.top_p=0.9", "generation.top_k=5"}
+    assert "does not repeat beside generation.bad_words" in told["generation.top_p=0.9"]
     assert f"{named} would take that for a difference" in told["generation.top_p=0.9"]
     assert "; use null, or leave that option out" in told["generation.top_k=5"]
+
+
+CORRECTED = ("loss_fn.use_importance_sampling_correction=true",)
+FILTERS = ("generation.top_p=0.9", "generation.top_k=20", "generation.min_p=0.05")
+
+
+@pytest.mark.parametrize("filters", [[one] for one in FILTERS] + [list(FILTERS)], ids=[*"pkm", "all"])
+@pytest.mark.parametrize(
+    "options",
+    [ICEPOP, CORRECTED, ["grpo.seq_logprob_error_threshold=1.5"], [*CORRECTED, "grpo.async_grpo.enabled=true"]],
+    ids=["icepop", "correction", "threshold", "asynchronous"],
+)
+def test_filters_that_training_repeats_go_with_what_compares(
+    given: list[str], filters: list[str], options: list[str]
+) -> None:
+    config = compose_config([*given, *filters, *options])
+    assert config.generation.filters_in_training
+    assert not any(one.key.startswith("generation.") for one in remarks(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "repeats"),
+    [
+        ([], False),
+        (["generation.top_k=7"], True),
+        (["generation.min_p=0.1", "generation.temperature=0.5"], True),
+        (["generation.top_p=0.9", "generation.temperature=0"], False),
+        (["generation.top_p=0.9", "generation.repetition_penalty=1.1"], False),
+        (["generation.top_p=0.9", "generation.structured.choice=[a,b]"], False),
+        (["generation.top_p=1.0", "generation.presence_penalty=1"], False),
+    ],
+)
+def test_when_training_repeats_the_filter(given: list[str], overrides: list[str], repeats: bool) -> None:
+    config = compose_config([*given, *overrides])
+    assert config.generation.filters_in_training == repeats
+    known = training_filter(config.generation)
+    assert (known is not None) == repeats
+    if known is not None:
+        generation = config.generation
+        assert (known.top_k, known.top_p, known.min_p) == (generation.top_k, generation.top_p, generation.min_p)
+
+
+def test_a_filter_that_training_does_not_repeat_is_told_of(given: list[str]) -> None:
+    overrides = [*given, "generation.min_p=0.02", "generation.structured.choice=[yes,no]"]
+    told = {one.subject: one.text for one in remarks(compose_config(overrides))}
+    assert "because generation.structured changes the logits before it" in told["generation.min_p=0.02"]
 
 
 def test_n_grams_of_no_speculation_are_idle(given: list[str]) -> None:

@@ -68,6 +68,16 @@ def test_equal_sides_agree_in_everything(record: RecordedStep) -> None:
     assert {one.difference for one in found.differences} == {0.0}
 
 
+def test_a_token_that_a_filter_removes_on_one_side_is_no_difference(record: RecordedStep) -> None:
+    logprobs = side(record).logprobs
+    logprobs[1] = -math.inf
+    assert apart(record, side(record, logprobs=logprobs))["log-probabilities"].difference == 0.0
+    both = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record, logprobs=logprobs)), LIMITS)
+    assert both.agrees
+    logprobs[2] = math.nan
+    assert not apart(record, side(record, logprobs=logprobs))["log-probabilities"].agrees
+
+
 def test_what_only_one_side_knows_is_not_compared(record: RecordedStep) -> None:
     found = apart(record, side(record, logprobs=None, tensors=[], hidden={}))
     assert list(found) == ["loss", "gradient norm"]

@@ -269,12 +269,27 @@ def test_what_no_suspect_explains_is_found_layer_by_layer(
     assert "the trainer computes layers.2.mlp otherwise" in found.findings[0].text
 
 
-@pytest.mark.slow
-def test_a_filter_of_sampling_is_named(dense: RecordedRun, tmp_path: Path) -> None:
-    def top_4(logits: Tensor) -> Tensor:
-        return logits.masked_fill(logits < logits.topk(4).values[-1], -torch.inf)
+def top_4(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits < logits.topk(4).values[-1], -torch.inf)
 
-    generation = replace(dense.config.generation, top_k=4)
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "computed again"])
+def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp_path: Path, recorded: bool) -> None:
+    """Nor are tokens that it removes in training."""
+    run = replace(dense, config=replace(dense.config, generation=replace(dense.config.generation, top_k=4)))
+    rollouts = sampled(run.versions[0], run.prompts(), choose=top_4)
+    trained = [Learnt(advantages=None, prev_logprobs=one.logprobs.copy()) for one in rollouts]
+    trained[0].prev_logprobs[1] = -np.inf
+    run.write(1, rollouts, trained if recorded else ())
+    found = examined(run, tmp_path / "scratch", step=1)
+    assert found.findings == []
+    assert found.error == pytest.approx(1.0, abs=1e-3)
+    assert any("1 tokens were left out: the filter" in one for one in found.remarks) == recorded
+
+
+@pytest.mark.slow
+def test_a_filter_that_training_does_not_repeat_is_named(dense: RecordedRun, tmp_path: Path) -> None:
+    generation = replace(dense.config.generation, top_k=4, bad_words=["never said"])
     run = replace(dense, config=replace(dense.config, generation=generation))
     run.write(1, sampled(run.versions[0], run.prompts(), choose=top_4))
     found = examined(run, tmp_path / "scratch", step=1)

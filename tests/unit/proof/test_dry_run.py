@@ -133,6 +133,14 @@ def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], 
     assert report.held["train"] <= report.held["logprobs"] + 8 * GRANULE
 
 
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True, "data": 2}], ids=["one rank", "tensor"])
+def test_a_filter_of_sampling_takes_the_memory_of_the_chunked_kernel(parallel: dict[str, int | bool]) -> None:
+    config, chunked = small_run(**parallel), small_run(**parallel)
+    config.generation.top_p = 0.9
+    chunked.policy.logprob_kernel = "chunked"
+    assert dry_run(config, DENSE, 0).phases == dry_run(chunked, DENSE, 0).phases
+
+
 def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
     config = small_run()
     alone = dry_run(config, DENSE, 0)
