@@ -23,9 +23,10 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture
 def exported(layout: Layout, tmp_path: Path) -> Path:
     source = layout.write(tmp_path / "source")
-    extra = source / "additional_chat_templates" / "tool_use.jinja"
-    extra.parent.mkdir()
-    extra.write_text("{{ 'tools: ' + tools | tojson }}")
+    if layout.template_file:  # transformers finds further templates only beside a default one in a file
+        extra = source / "additional_chat_templates" / "tool_use.jinja"
+        extra.parent.mkdir()
+        extra.write_text("{{ 'tools: ' + tools | tojson }}")
     write_hf_folder([("model.norm.weight", torch.ones(4))], source, tmp_path / "exported")
     return tmp_path / "exported"
 
@@ -46,7 +47,7 @@ def test_a_reloaded_export_gives_the_same_prompts(layout: Layout, exported: Path
     for tools in (None, [ADD]):
         texts = [one.apply_chat_template([SYSTEM, USER], tools=tools, tokenize=False) for one in (ours, theirs)]
         assert texts[0] == texts[1]
-    shutil.rmtree(exported / "additional_chat_templates")
+    shutil.rmtree(exported / "additional_chat_templates", ignore_errors=True)
     expected = layout.render([SYSTEM, USER], tools=[ADD])
     spec = TaskDataSpec(task_name="x", system_prompt=SYSTEM["content"], tools=[ADD])
     datum = math_data_processor({"prompt": TRICKY, "answer": "1"}, spec, load_tokenizer(exported), 10_000, 0)
