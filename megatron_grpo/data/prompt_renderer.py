@@ -254,9 +254,16 @@ class PromptRenderer:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _encode_without_blank(self, text: str) -> list[int]:
-        """Token ids of a text in the middle of a conversation."""
+        """Token ids of a text in the middle of a conversation.
+
+        Behind a special token the tokenizer puts its blank as in every prompt.
+        """
         changed = self._continuing
-        return self._encode(text) if changed is None else list(changed.encode(text, add_special_tokens=False).ids)
+        if changed is None:
+            return self._encode(text)
+        begin = min((place for token in self._special_texts.values() if (place := text.find(token)) >= 0), default=None)
+        ids = list(changed.encode(text[:begin], add_special_tokens=False).ids)
+        return ids if begin is None else ids + self._encode(text[begin:])
 
     def _strip_added(self, ids: list[int]) -> list[int]:
         """Token ids of a prompt without the special tokens after it, and with those before it once."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, EnvironmentConfig
-from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
@@ -18,7 +19,6 @@ from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
 from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec
 from megatron_grpo.data.tokenizer import from_difference
 from megatron_grpo.environments.registry import environment_class
-from megatron_grpo.environments.tools import ToolEnvironment
 
 _QUESTION = {"role": "user", "content": "sample question"}
 _ANSWER = {"role": "assistant", "content": "sample answer"}
@@ -70,9 +70,9 @@ def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
 
 
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
-    """Render sample conversations of every task by its chat template, as a run would.
+    """Render sample conversations of every task by its chat template, as a run would; takes milliseconds.
 
-    Takes milliseconds. The rows themselves are rendered by `load_prompt_data`; this is about what rows do not show:
+    The rows themselves are rendered by `load_prompt_data`; this is about what rows do not show:
     settings that the template does not read, and later turns.
 
     Args:
@@ -93,77 +93,88 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
             prompt = renderer.render_first_turn([_QUESTION])
         except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
-        section = _section(config, task)
-        remarks += _unread_settings(section, renderer, spec, prompt)
+        remarks += _unread_settings(partial(_key, config, task), renderer, spec, prompt)
         answers = _later_messages(environment)
-        for role, messages in answers.items():
-            text = _refusal(renderer, role, messages)
-            if text is not None:
-                problems.append(Problem(f"env.{task}.type={environment.type}", text))
+        text = _refusal(renderer, answers)
+        if text is not None:
+            # The environment of a user may write tokens of its own instead of messages.
+            (problems if environment.type in BUILT_IN else remarks).append(
+                Problem(f"env.{task}.type={environment.type}", text)
+            )
         if answers or environment.agent_func is not None:
             remarks += _changed_turns(f"env.{task}", renderer, prompt)
     return problems, list(dict.fromkeys(remarks))
 
 
-def _section(config: Config, task: str) -> str:
-    """Key of the section that says how a task's prompts are rendered."""
-    return f"data.tasks.{task}" if task in config.data.tasks else "data"
+def _key(config: Config, task: str, name: str) -> str:
+    """Key of a setting of a task's prompts: of the task itself if it is set there, or else of all tasks."""
+    own: Any = config.data.tasks.get(task)
+    for part in name.split("."):
+        own = own.get(part) if isinstance(own, Mapping) else getattr(own, part, None)
+    return f"data.{name}" if own is None else f"data.tasks.{task}.{name}"
 
 
-def _later_messages(environment: EnvironmentConfig) -> dict[str, Sequence[ChatMessage]]:
-    """Sample answers of an environment to the model, by role; empty: it never answers, or an agent does."""
+def _later_messages(environment: EnvironmentConfig) -> Sequence[ChatMessage]:
+    """Sample answers of an environment to the model; none: it never answers, or an agent does."""
     if environment.type == REWARD_FUNCTIONS:
-        return {}
+        return []
     try:
         kind = environment_class(environment.type)
     except RunError:  # `check_scoring` reports it
-        return {}
-    if issubclass(kind, ToolEnvironment):
-        return {"tool": _RESULTS}
-    return {"user": [_FOLLOW_UP]} if kind.multi_turn else {}
+        return []
+    if not kind.multi_turn:
+        return []
+    return _RESULTS if kind.answer_role == "tool" else [_FOLLOW_UP]
 
 
-def _refusal(renderer: PromptRenderer, role: str, messages: Sequence[ChatMessage]) -> str | None:
-    """The reason why an environment's answers would not reach the model; None: they would."""
-    advice = "give a template that renders them in data.chat_template, or take another model"
+def _refusal(renderer: PromptRenderer, messages: Sequence[ChatMessage]) -> str | None:
+    """The reason why an environment's answers would not reach the model; None: they would, or it cannot be told."""
+    if not all(_has_tokens(renderer.tokenizer, str(message["content"])) for message in messages):
+        return None  # the vocabulary of a model that was made for one task
+    advice = "give a template that shows them in data.chat_template"
     for count in range(1, len(messages) + 1):
         answers = messages[:count]
+        described = f"messages of the role {answers[0]['role']}, by which this environment answers"
+        described = described if count == 1 else f"several {described}"
         try:
-            ids = renderer.encode_later_turn(answers, last_token=-1)
+            written = renderer.tokenizer.decode(renderer.encode_later_turn(answers, last_token=-1))
         except Exception as error:  # noqa: BLE001 - a template may raise anything
-            several = f"{count} messages" if count > 1 else "messages"
-            return f"the chat template refuses {several} of the role {role}, its answers: {error}; {advice}"
-        shown = renderer.tokenizer.decode(ids)
-        if any(str(message["content"]) not in shown for message in answers):
-            text = (
-                f"the chat template leaves out messages of the role {role}, its answers, which the model would not see"
-            )
-            return f"{text}; {advice}"
+            return f"the chat template refuses {described}: {error}; {advice}"
+        if any(str(message["content"]) not in written for message in answers):
+            return f"the chat template leaves out {described}; {advice}"
     return None
 
 
-def _unread_settings(section: str, renderer: PromptRenderer, spec: TaskDataSpec, prompt: str) -> Iterator[Problem]:
-    """Remarks on settings of prompts that the chat template does not read, and on prompts that change by the day."""
+def _has_tokens(tokenizer: Any, text: str) -> bool:
+    """Whether a tokenizer can write a text."""
+    try:
+        return text in tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions
+        return False
 
-    def rendered_without(**changes: Any) -> str:
+
+def _unread_settings(
+    key: Callable[[str], str], renderer: PromptRenderer, spec: TaskDataSpec, prompt: str
+) -> Iterator[Problem]:
+    """Remarks on settings that the chat template does not read, and on prompts that change by the day."""
+
+    def render_with(**changes: Any) -> str:
         return PromptRenderer(renderer.tokenizer, replace(spec, **changes)).render_first_turn([_QUESTION])
 
-    if spec.tools and rendered_without(tools=None) == prompt:
-        yield Problem(f"{section}.tools", "changes no prompt: the chat template does not show definitions of tools")
+    if spec.tools and render_with(tools=None) == prompt:
+        yield Problem(key("tools"), "changes no prompt: the chat template does not show definitions of tools")
     if spec.system_prompt and spec.system_prompt.strip() not in prompt:
-        yield Problem(f"{section}.system_prompt", "is not in the prompts: the chat template leaves it out")
+        yield Problem(key("system_prompt"), "is not in the prompts: the chat template leaves it out")
     source = _source(renderer)
     for name, value in spec.chat_template_kwargs.items():
-        rest = {key: other for key, other in spec.chat_template_kwargs.items() if key != name}
-        if name not in source and rendered_without(chat_template_kwargs=rest) == prompt:
+        others = {other: value for other, value in spec.chat_template_kwargs.items() if other != name}
+        if name not in source and render_with(chat_template_kwargs=others) == prompt:
             text = "changes no prompt: the chat template does not read it"
-            yield Problem(f"{section}.chat_template_kwargs.{name}={value}", text)
+            yield Problem(f"{key(f'chat_template_kwargs.{name}')}={shown(value)}", text)
     if "strftime_now" in source and any(time.strftime(form) in prompt for form in _DATE_FORMS):
-        key = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
-        text = (
-            "the chat template writes today's date into every prompt, so a run that goes on tomorrow has other prompts"
-        )
-        yield Problem(f"{section}.{key}", f"{text}; give a fixed one here")
+        name = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
+        text = "can give a fixed date: the template writes today's into prompts, so a run resumed tomorrow has others"
+        yield Problem(key(name), text)
 
 
 def _source(renderer: PromptRenderer) -> str:
@@ -184,7 +195,5 @@ def _changed_turns(section: str, renderer: PromptRenderer, prompt: str) -> Itera
     except Exception:  # noqa: BLE001 - `_refusal` reports what the environment's own answers meet
         return
     if changes:
-        text = f"once a conversation goes on, its chat template {' and '.join(changes)}; a rollout keeps all its tokens"
-        yield Problem(
-            section, f"{text}, so a server that renders the whole conversation gives the model another prompt"
-        )
+        text = f"goes on for several turns, and the chat template then {' and '.join(changes)}; a rollout keeps its"
+        yield Problem(section, f"{text} tokens, so a server that renders the conversation anew gives other prompts")

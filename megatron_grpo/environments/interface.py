@@ -32,6 +32,8 @@ class Environment(ABC):
 
     multi_turn: bool = False
     """Whether `reset` and `step` are called."""
+    answer_role: str = "user"
+    """Role of the messages with which `step` answers; "tool" has a start check that the chat template shows them."""
     agent: bool = False
     """Whether `act` runs the turns; needs generation.endpoint.enabled."""
     needs_columns: tuple[str, ...] = ()

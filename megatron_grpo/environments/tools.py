@@ -135,6 +135,7 @@ class ToolEnvironment(Environment):
     """
 
     multi_turn = True
+    answer_role = "tool"
     settings: EnvironmentSettings
     tools: list[Literal["calculator", "python", "retriever"]] | None = None
     """Tools that the model may call; None: the calculator."""

@@ -173,3 +173,12 @@ def test_texts_for_rewards(layout: Layout, tokenizer: Any, stop_reason: StopReas
         assert layout.call_text.rpartition("\n")[2] in text
     if stop_reason == "stop":
         assert text == written
+
+
+def test_a_turn_that_was_cut(layout: Layout, tokenizer: Any) -> None:
+    """After a turn without an end token, the template's own follows."""
+    whole = layout.render([USER, {"role": "assistant", "content": ANSWER}, FOLLOW_UP])
+    before, _, after = whole.rpartition(ANSWER)
+    expected = layout.ids(whole)[len(layout.ids(before + ANSWER)) :]
+    assert layout.truth.decode(expected, skip_special_tokens=False).split()[-1:] == after.split()[-1:]
+    assert renderer_of(tokenizer).encode_later_turn([FOLLOW_UP], layout.ids(ANSWER)[-1]) == expected

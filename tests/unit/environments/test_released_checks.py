@@ -22,6 +22,8 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.conversation_checks import examine_conversations, load_examined_prompts
 from megatron_grpo.environments.interface import Environment
+from megatron_grpo.prepare.models import _tokenizer
+from megatron_grpo.weights.source import CONVERSATION_VOCABULARY
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, BY_NAME, LAYOUTS
 from tests.support.released.weights import write_model
@@ -98,11 +100,11 @@ def test_a_date_in_prompts_is_named(examine: Examine, layout: Layout) -> None:
     _, remarks = examine(layout)
     prompt = layout.render([QUESTION])
     is_dated = any(time.strftime(form) in prompt for form in ("%Y-%m-%d", "%d %b %Y"))
-    assert ("today's date" in remarks) == is_dated
+    assert ("today's into prompts" in remarks) == is_dated
     assert is_dated == (layout.name in ("llama_3_2", "mistral_small", "gpt_oss"))
     if layout.name == "llama_3_2":
         assert "data.chat_template_kwargs.date_string" in remarks
-        assert "today's date" not in examine(layout, chat_template_kwargs={"date_string": "1 May 2026"})[1]
+        assert "today's into prompts" not in examine(layout, chat_template_kwargs={"date_string": "1 May 2026"})[1]
 
 
 @every_layout
@@ -117,6 +119,25 @@ def test_turns_that_change_later_are_named_where_there_are_several(examine: Exam
     }
     for text, is_changed in changes.items():
         assert (text in remarks) == (is_changed and kind != "math")
+
+
+class Formatting(Talking):
+    """Answers by results of tools of its own."""
+
+    answer_role = "tool"
+
+
+def test_an_environment_of_the_user_is_remarked_on(examine: Examine) -> None:
+    problems, remarks = examine(BY_NAME["gemma_3"], kind=f"{__name__}:Formatting")
+    assert not problems
+    assert "Formatting the chat template refuses messages of the role tool" in remarks
+
+
+def test_a_vocabulary_made_for_one_task_is_not_judged() -> None:
+    """That of the tools recipe has no letters for the sample."""
+    tokenizer = _tokenizer(CONVERSATION_VOCABULARY, 64)
+    problems, _ = examine_conversations(configuration("tools"), tokenizer)
+    assert not problems
 
 
 OWN = "{% for m in messages if m.role == 'user' %}<u>{{ m.content }}{% endfor %}<a>"
@@ -163,4 +184,4 @@ def test_the_command_says_it_before_a_start(tmp_path: Path, capsys: pytest.Captu
         "generation.max_new_tokens=8",
     ]
     assert main([*arguments, "--check"]) == 0, capsys.readouterr().err
-    assert "data.chat_template_kwargs.date_string the chat template writes today's date" in capsys.readouterr().out
+    assert "data.chat_template_kwargs.date_string can give a fixed date" in capsys.readouterr().out
