@@ -3,8 +3,8 @@
 The package is tested under the Python of its environment, and used under others: the CUDA environment's is 3.12. Here
 the tests of published adapters run under every other version whose environment has torch and Megatron-Core. Looked at
 are the interpreters in OTHER_PYTHONS (paths, separated by colons), `.venv-cuda/bin/python`, `.venv3*/bin/python`, and
-python3.12, python3.13 and python3.14 on the PATH. An environment is made by `make PYTHON=python3.12 VENV=.venv312
-test-unit`.
+python3.12, python3.13 and python3.14 on the PATH and among pyenv's versions. `make PYTHON=python3.12 VENV=.venv312
+test-unit` makes such an environment.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def interpreters() -> dict[str, str]:
     listed = [Path(path) for path in os.environ.get(OTHER_PYTHONS, "").split(":") if path]
     listed += [*sorted(ROOT.glob(".venv-cuda/bin/python")), *sorted(ROOT.glob(".venv3*/bin/python"))]
     listed += [Path(path) for minor in (12, 13, 14) if (path := shutil.which(f"python3.{minor}")) is not None]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    listed += sorted(pyenv.glob("versions/3.1[234].*/bin/python"))
     found = {}
     for path in listed:
         answer = subprocess.run([path, "-c", QUESTION], capture_output=True, text=True, check=False, cwd="/")
