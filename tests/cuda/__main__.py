@@ -3,8 +3,8 @@
     .venv-cuda/bin/python -m tests.cuda [options of pytest]
 
 Builds the stand-in libraries, then runs the tests of each mode in a process of its own, since libraries are preloaded
-when a process starts: nvml (NVML shows one H100, but there is no device), null (a device whose kernels do nothing). Last
-come tests that compute on the CPU, with the Python and the packages of the CUDA environment.
+when a process starts: nvml (NVML shows one H100, but there is no device), null (a device whose kernels do nothing). The
+last tests compute on the CPU, with the Python and the packages of the CUDA environment.
 """
 
 from __future__ import annotations
