@@ -51,7 +51,9 @@ def test_adapters_are_published_under_other_versions() -> None:
     if not whole:
         pytest.skip(f"no other Python with {', '.join(NEEDED)}; set {OTHER_PYTHONS}. Looked at: {found or 'none'}")
     for path in whole:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        # Without compiled modules every process of the tests would compile all of torch again.
+        dropped = ("PYTEST_", "PYTHONDONTWRITEBYTECODE")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         environment |= {"PYTHONPATH": f"{ROOT}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "tp1-pp1-dp1 or merged_model"]
         command += [str(ROOT / "tests" / "parity" / name) for name in TESTS]
