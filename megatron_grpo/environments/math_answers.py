@@ -10,18 +10,20 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.math_text import AnswerText, rewrite_answer, rewrite_tail, same_words
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5
 """Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""
 
+_BOX = "\\boxed{"
 TAIL_CHARACTERS = 2000
 """Characters at the end of a response in which the answer is searched if there is no box."""
 
@@ -44,11 +46,42 @@ def is_correct(response: str, answer: str) -> bool:
 @lru_cache(maxsize=1024)
 def _equal(final: str, answer: str) -> bool:
     # Cached, because samples of a group often agree. parse and verify treat sympy's errors and timeouts as "not equal".
-    content = final.removeprefix("\\boxed{").removesuffix("}") if final.startswith("\\boxed{") else final
-    if answer.strip() in (content.strip(), final.strip()):
+    is_boxed = final.startswith(_BOX)
+    content = final.removeprefix(_BOX).removesuffix("}") if is_boxed else final
+    if _squeezed(answer) in (_squeezed(content), _squeezed(final)):
         return True  # most correct answers
-    given = parse(final, parsing_timeout=ANSWER_TIMEOUT_S)
-    return bool(verify(_parse_reference(answer), given, timeout_seconds=ANSWER_TIMEOUT_S))
+    expected, given = rewrite_answer(answer), rewrite_answer(content) if is_boxed else rewrite_tail(content)
+    if is_boxed and (same_words(answer, content) or expected == given):
+        return True
+    if None not in (expected.unit, given.unit) and expected.unit != given.unit:
+        return False
+    return any(_equal_values(*pair, is_boxed) for pair in _readings(expected, given, is_boxed))
+
+
+def _readings(expected: AnswerText, given: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
+    """Pairs of texts of which one must be equal in value.
+
+    Only where one of the answers has a percent sign, the other may be the percentage or the share. In a text without
+    a box, percent signs beside the answer count for nothing.
+    """
+    given_has_percent = given.has_percent
+    if given_has_percent and not is_boxed:
+        first, second = (_parse(text) for text in (given.text, given.as_share))
+        given_has_percent = first != second
+    yield expected.text, given.text
+    if expected.has_percent and not given_has_percent:
+        yield expected.as_share, given.text
+    if given_has_percent and not expected.has_percent:
+        yield expected.text, given.as_share
+
+
+def _equal_values(expected: str, given: str, is_boxed: bool) -> bool:
+    values = _parse(f"{_BOX}{given}}}" if is_boxed else given)
+    return bool(verify(_parse_reference(expected), values, timeout_seconds=ANSWER_TIMEOUT_S))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def final_answer(response: str) -> str:
@@ -67,9 +100,13 @@ def final_answer(response: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _parse_reference(answer: str) -> list[Any]:
+def _parse(text: str) -> list[Any]:
     # Cached, because all samples of a group share their reference answer.
-    return list(parse(f"\\boxed{{{answer}}}", parsing_timeout=ANSWER_TIMEOUT_S))
+    return list(parse(text, parsing_timeout=ANSWER_TIMEOUT_S))
+
+
+def _parse_reference(answer: str) -> list[Any]:
+    return _parse(f"{_BOX}{answer}}}")
 
 
 HANGS_AFTER_S = 20.0

@@ -3,7 +3,8 @@
     .venv-cuda/bin/python -m tests.cuda [options of pytest]
 
 Builds the stand-in libraries, then runs the tests of each mode in a process of its own, since libraries are preloaded
-when a process starts: nvml (NVML shows one H100, but there is no device), null (a device whose kernels do nothing).
+when a process starts: nvml (NVML shows one H100, but there is no device), null (a device whose kernels do nothing). The
+last tests compute on the CPU, with the Python and the packages of the CUDA environment.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pathlib import Path
 from tests.cuda.device.build import DEVICE, build
 
 HERE = Path(__file__).parent
+ON_CPU = HERE.parent / "parity" / "test_published_adapters.py"
 MODE = "CUDA_CHECK_MODE"
 """Environment variable with the name of the mode; without it no test of this folder is collected."""
 
 
 def main() -> int:
-    """Run both modes; returns the first exit code of pytest that is not 0."""
+    """Run all tests; returns the first exit code of pytest that is not 0."""
     libraries = Path(sys.prefix) / "stand-ins"
     build(libraries)
     # Variables of the machine that would choose other libraries or a real GPU have no place here.
@@ -44,6 +46,9 @@ def main() -> int:
         environment |= common | variables | {MODE: mode}
         command = [sys.executable, "-m", "pytest", str(HERE / mode), *sys.argv[1:]]
         codes.append(subprocess.run(command, env=environment, check=False).returncode)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", str(ON_CPU), *sys.argv[1:]]
+    codes.append(subprocess.run(command, env=environment, check=False).returncode)
     return next((code for code in codes if code), 0)
 
 

@@ -200,14 +200,16 @@ def _merge_adapters(_: Any, merged: bool) -> None:
 
 def _merge_wrongly(rank: Any, fault: str | None) -> None:
     """Let layers with adapters publish another weight than they compute with; None: the right one again."""
-    layers = [module for chunk in rank.chunks for module in chunk.modules() if isinstance(module, AdaptedLinear)]
-    for layer in layers:
-        vars(layer).pop("merged_weight", None)
-    number = {id(layer): chunk.decoder.layers[0].layer_number for chunk in rank.chunks for layer in layers}
-    factors = {"left out": 0.0, "twice": 2.0, "without scale": 1 / layers[0].scale, "stale": 0.99}
-    for layer in layers if fault else []:
-        first = fault == "in the first layer alone" and number[id(layer)] == 1
-        vars(layer)["merged_weight"] = partial(_scaled_merge, layer, 1.0 if first else factors.get(fault, 0.0))
+    factors = {"left out": 0.0, "twice": 2.0, "stale": 0.99}
+    for chunk in rank.chunks:
+        for layer in chunk.decoder.layers:
+            for module in layer.modules():
+                if isinstance(module, AdaptedLinear):
+                    vars(module).pop("merged_weight", None)
+                    if fault == "without scale":
+                        vars(module)["merged_weight"] = partial(_scaled_merge, module, 1 / module.scale)
+                    elif fault is not None and not (fault == "in the first layer alone" and layer.layer_number == 1):
+                        vars(module)["merged_weight"] = partial(_scaled_merge, module, factors.get(fault, 0.0))
 
 
 def _scaled_merge(layer: Any, factor: float) -> torch.Tensor:

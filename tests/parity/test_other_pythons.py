@@ -3,8 +3,8 @@
 The package is tested under the Python of its environment, and used under others: the CUDA environment's is 3.12. Here
 the tests of published adapters run under every other version whose environment has torch and Megatron-Core. Looked at
 are the interpreters in OTHER_PYTHONS (paths, separated by colons), `.venv-cuda/bin/python`, `.venv3*/bin/python`, and
-python3.12, python3.13 and python3.14 on the PATH. An environment is made by `make PYTHON=python3.12 VENV=.venv312
-test-unit`.
+python3.12, python3.13 and python3.14 on the PATH and among pyenv's versions. `make PYTHON=python3.12 VENV=.venv312
+test-unit` makes such an environment.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def interpreters() -> dict[str, str]:
     listed = [Path(path) for path in os.environ.get(OTHER_PYTHONS, "").split(":") if path]
     listed += [*sorted(ROOT.glob(".venv-cuda/bin/python")), *sorted(ROOT.glob(".venv3*/bin/python"))]
     listed += [Path(path) for minor in (12, 13, 14) if (path := shutil.which(f"python3.{minor}")) is not None]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    listed += sorted(pyenv.glob("versions/3.1[234].*/bin/python"))
     found = {}
     for path in listed:
         answer = subprocess.run([path, "-c", QUESTION], capture_output=True, text=True, check=False, cwd="/")
@@ -49,7 +51,9 @@ def test_adapters_are_published_under_other_versions() -> None:
     if not whole:
         pytest.skip(f"no other Python with {', '.join(NEEDED)}; set {OTHER_PYTHONS}. Looked at: {found or 'none'}")
     for path in whole:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        # Without compiled modules every process of the tests would compile all of torch again.
+        dropped = ("PYTEST_", "PYTHONDONTWRITEBYTECODE")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         environment |= {"PYTHONPATH": f"{ROOT}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "tp1-pp1-dp1 or merged_model"]
         command += [str(ROOT / "tests" / "parity" / name) for name in TESTS]

@@ -1,0 +1,192 @@
+"""Rewrites mathematical answers, as people and models write them, to LaTeX that math-verify reads."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+
+from megatron_grpo.data.units import canonical_unit, split_unit
+
+LONGEST = 2000
+"""Most characters of an answer that are rewritten; longer ones are compared as they are."""
+_MOST_DIGITS = 60
+"""Largest exponent of ten that is written out."""
+
+_SIGNS = {
+    **dict.fromkeys("−‐‑‒–—﹣－⁻₋", "-"),
+    **dict.fromkeys("×✕✖⨯", r"\times "),
+    **dict.fromkeys("·⋅∙•", r"\cdot "),
+    **dict.fromkeys("÷∕⁄／", "/"),
+    **dict.fromkeys("∗＊", "*"),
+    **dict.fromkeys("％٪", "%"),
+    **dict.fromkeys("\u00a0\u2009\u202f\u2007\u200a\u2005\u2006\u3000", " "),
+    **dict.fromkeys("\u200b\u200c\u200d\ufeff\u2061\u2062\u2063", ""),
+    "٫": ".",
+    "٬": ",",
+    "＋": "+",
+    "＝": "=",
+    "（": "(",
+    "）": ")",
+    "［": "[",
+    "］": "]",
+    "，": ",",
+    "．": ".",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∅": r"\emptyset ",
+    "θ": r"\theta ",
+    "°": r"^\circ ",
+    "º": r"^\circ ",
+}
+_POWERS = {**dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)), "⁺": "+", "⁻": "-", "ⁿ": "n", "ⁱ": "i"}
+_INDICES = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+
+_POWER = re.compile(f"[{''.join(_POWERS)}]+")
+_INDEX = re.compile(f"[{''.join(_INDICES)}]+")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
+_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|\{,\}|['’ ])\d{3})+(?![\d])")
+_DOTTED = re.compile(r"(?<![\d.,(\[])\d{1,3}(?:(?:\.\d{3}){2,}(?:,\d+)?|(?:\.\d{3})+,\d{1,2})(?![\d.,])")
+_MIXED = re.compile(r"(?<![\d.,/^_{}])(-?)(\d{1,9})(?: +| *\+ *| *& *| and )(\d{1,6}) ?/ ?(\d{1,6})(?![\d/.^])")
+_NUMBER = r"(?<![\w.,\\])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\w.,\\])[+-]?\.\d+"
+_SCIENTIFIC = re.compile(r"(?<![\w.,\\^])([+-]?\d{1,40}(?:\.\d{0,40})?)[eE]([+-]?\d{1,3})(?![\w.])")
+_TIMES_TEN = re.compile(
+    r"(?<![\w.,\\^])([+-]?\d{1,40}(?:\.\d{0,40})?) ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?"
+    r"(?:\{ ?([+-]?\d{1,3}) ?\}|([+-]?\d{1,3}))(?![\w.])"
+)
+_PERCENT = re.compile(
+    rf"({_NUMBER}|\\[dt]?frac\{{-?\d{{1,9}}\}}\{{\d{{1,9}}\}})(?:\s|\\[,;:! ]|\\text\{{|~)*"
+    r"(?:\\?%|per ?cent(?:age)?\b|pct\b)\}?",
+    re.IGNORECASE,
+)
+_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_CURRENCY = re.compile(
+    r"(?:[€£¥₹₩₽₪₫฿¢₿]|\\(?:euro|pounds|yen)\b(?:\{\})?|(?:US|A|C)\\?\$) ?(?=[-\d.])|(?<=\d) ?[€£¥₹₩₽₪₫฿¢₿]"
+)
+_PI = re.compile(r"(?<![A-Za-z\\])(pi|infinity|inf)(?![A-Za-z])")
+_EDGE = re.compile(r"^(?:\s|\\[,;:! ]|~)+|(?<=\d)\.$|(?:\\$|\s|\\[,;:! ]|~)+$")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_DEGREES = re.compile(r"(?<=\d) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?![A-Za-z]) ?(?![CFK])")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerText:
+    """An answer in both readings of its percent sign, and its unit."""
+
+    text: str
+    """LaTeX without percent signs: 50 for 50%."""
+    as_share: str
+    """The same with every percentage as a share of one: 0.5 for 50%."""
+    unit: str | None = None
+    """Canonical unit that stood after the value; None: none, or one that is not known."""
+
+    @property
+    def has_percent(self) -> bool:
+        """Whether the answer has a percent sign or word."""
+        return self.text != self.as_share
+
+
+def rewrite_answer(text: str) -> AnswerText:
+    """The normal form of a whole answer: the content of a box, or a reference."""
+    if len(text) > LONGEST:
+        return AnswerText(text, text)
+    plain = _PI.sub(lambda name: r"\pi " if name[1] == "pi" else r"\infty ", rewrite_signs(text).strip())
+    plain = re.sub(r"^#\s*(?=[-\d])", "", _EDGE.sub("", plain))
+    plain = _CURRENCY.sub("", plain)
+    value, unit = split_unit(plain)
+    value = rewrite_numbers(_DEGREES.sub("", value)).strip()
+    return AnswerText(_without_percent(value, 1), _without_percent(value, 100), canonical_unit(unit))
+
+
+def rewrite_tail(text: str) -> AnswerText:
+    """The normal form of a text in which math-verify searches the answer."""
+    plain = rewrite_numbers(_CURRENCY.sub("", rewrite_signs(text[-LONGEST:])))
+    return AnswerText(_without_percent(plain, 1), _without_percent(plain, 100))
+
+
+def same_words(left: str, right: str) -> bool:
+    """Whether two answers are the same words, without regard to case and LaTeX's text commands."""
+    first, second = (" ".join(_TEXT.sub(r"\1", text).strip(" .$").split()).casefold() for text in (left, right))
+    return first == second and len(first) > 1 and first.replace(" ", "").isalpha()
+
+
+def unreadable(text: str) -> bool:
+    """Whether math-verify surely cannot read a reference, so that only the same text equals it."""
+    plain = rewrite_answer(text).text
+    depth = 0
+    for sign in re.sub(r"\\[{}]", "", plain):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if depth < 0:
+            return True
+    return depth != 0 or not plain.isascii() or not plain.isprintable() or not re.search(r"[A-Za-z0-9]", plain)
+
+
+def rewrite_signs(text: str) -> str:
+    """Replace digits and signs outside ASCII by those of LaTeX."""
+    if text.isascii():
+        return text
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text.replace("√ ", "√"))
+    text = _INDEX.sub(lambda run: f"_{{{''.join(_INDICES[sign] for sign in run[0])}}}", text)
+    text = _POWER.sub(lambda run: f"^{{{''.join(_POWERS[sign] for sign in run[0])}}}", text)
+    return "".join(_sign(sign) for sign in text)
+
+
+@cache
+def _sign(sign: str) -> str:
+    if sign.isascii():
+        return sign
+    if sign in _SIGNS:
+        return _SIGNS[sign]
+    digit = unicodedata.decimal(sign, None)
+    if digit is not None:
+        return str(digit)
+    compatible = unicodedata.normalize("NFKC", sign)
+    above, bar, below = compatible.partition("\u2044")
+    if bar and above.isdecimal() and below.isdecimal():  # ½; a blank keeps 1½ from being 11/2
+        return f" {above}/{below}"
+    return compatible if compatible.isascii() else sign
+
+
+def rewrite_numbers(text: str) -> str:
+    """Write separated, mixed and scientific numbers as whole numbers, decimals and fractions."""
+    text = _SPACED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    text = _DOTTED.sub(lambda number: number[0].replace(".", "").replace(",", "."), text)
+    text = _MIXED.sub(_improper, text)
+    text = _SCIENTIFIC.sub(lambda number: _written_out(number[0], number[1], number[2]), text)
+    return _TIMES_TEN.sub(lambda number: _written_out(number[0], number[1], number[2] or number[3]), text)
+
+
+def _improper(number: re.Match[str]) -> str:
+    sign, whole, above, below = number[1], int(number[2]), int(number[3]), int(number[4])
+    if not 0 < above < below:
+        return number[0]
+    return f"{sign}{whole * below + above}/{below}"
+
+
+def _written_out(text: str, factor: str, exponent: str) -> str:
+    if abs(int(exponent)) > _MOST_DIGITS:
+        return text
+    return f"{Decimal(factor).scaleb(int(exponent)):f}"
+
+
+def _without_percent(text: str, divisor: int) -> str:
+    """The text with percentages divided, and without their signs."""
+
+    def divide(number: re.Match[str]) -> str:
+        written, digits = _FRACTION.fullmatch(number[1]), number[1].replace(",", "")
+        if divisor == 1 or len(digits) > _MOST_DIGITS:
+            return number[1]
+        if written is not None:
+            return f"{written[1]}/{int(written[2]) * divisor}"
+        return f"{Decimal(digits) / divisor:f}"
+
+    return _PERCENT.sub(divide, text)
