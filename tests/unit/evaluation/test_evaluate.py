@@ -14,6 +14,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.data.load_prompts import HeldOutPrompts
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
+from megatron_grpo.data.special_tokens import StopConditions
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.evaluation import evaluate as module
 from megatron_grpo.evaluation.evaluate import evaluate
@@ -53,7 +54,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
         yield fake
 
     def held_out_prompts(config: object, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
-        return HeldOutPrompts([datum(idx, one.path) for idx in range(PROMPTS[one.path])], 2, [])
+        return HeldOutPrompts([datum(idx, one.path) for idx in range(PROMPTS[one.path])], StopConditions((2,)), [])
 
     monkeypatch.setattr(module, "rollout_pool", rollout_pool)
     monkeypatch.setattr(module, "held_out_prompts", held_out_prompts)
