@@ -5,9 +5,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_grpo import verify
 from megatron_grpo.proof import ranks as compare
@@ -62,3 +73,84 @@ def test_a_large_model_is_verified_by_a_small_copy_of_its_configuration(
     large.save_pretrained(tmp_path)
     assert verify.main([f"model={tmp_path}", "shrink=true", "layouts=tp2", "steps=1", "--json"]) == 0
     assert all(row["passed"] for row in json.loads(capsys.readouterr().out)["rows"])
+
+
+def random_model(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+ROUTERS: dict[str, PreTrainedConfig] = {
+    "softmax, normalised": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=1),
+    "one expert": MixtralConfig(**SIZES, num_local_experts=1, num_experts_per_tok=1),
+    "softmax": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32),
+    "sigmoid": DeepseekV3Config(**{**SIZES, **LATENT}, num_experts_per_tok=1),
+}
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        "softmax, normalised",
+        "sigmoid",
+        pytest.param("one expert", marks=pytest.mark.slow),
+        pytest.param("softmax", marks=pytest.mark.slow),
+    ],
+)
+def test_a_token_with_a_single_expert(router: str, tmp_path: Path) -> None:
+    folder = random_model(ROUTERS[router], tmp_path)
+    assert verify.main([f"model={folder}", "layouts=tp1", "steps=1"]) == 0
+
+
+@pytest.mark.parametrize("case", ["rotary", pytest.param("head", marks=pytest.mark.slow)])
+def test_a_folder_that_speaks_twice_is_computed_as_transformers_does(case: str, tmp_path: Path) -> None:
+    tied = case == "head"
+    folder = random_model(LlamaConfig(**SIZES, tie_word_embeddings=tied), tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    if tied:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        raw["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+        (folder / "config.json").write_text(json.dumps(raw))
+    assert verify.main([f"model={folder}", "layouts=tp1", "steps=1"]) == 0
+
+
+def test_tensors_that_nothing_reads_end_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = random_model(LlamaConfig(**SIZES), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    save_file({**tensors, norm: torch.ones(16)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert verify.main([f"model={folder}", "layouts=tp1"]) == 2
+    assert norm in capsys.readouterr().err

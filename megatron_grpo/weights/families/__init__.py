@@ -115,14 +115,26 @@ def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelSh
     raw = read_config_json(file)
     try:
         shape = shape_of_config(raw, reward_models=reward_models)
-        if shape.family == "qwen2":
-            llama.refuse_other_heads(shape)
+        _refuse_head_size(raw, shape)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
     if shape.tied_embeddings and shape.value_head is None and has_head_of_its_own(folder):
         return replace(shape, tied_embeddings=False)
     return shape
+
+
+def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
+    """Raise a ValueError for a head_dim that vLLM, which does not read the key in these families, would not use."""
+    if shape.family == "qwen2":
+        derived, formula = shape.hidden // shape.attention_heads, "hidden_size / num_attention_heads"
+    elif shape.latent is not None:
+        derived, formula = shape.latent.rope_dim, "qk_rope_head_dim"
+    else:
+        return
+    if raw.get("head_dim", derived) != derived:
+        text = f"head_dim={shown(raw['head_dim'])} is not supported for {shape.family}: vLLM takes {formula}"
+        raise ValueError(f"{text} = {derived}; leave the key out")
 
 
 def is_untied_by_weights(path: str | Path) -> bool:

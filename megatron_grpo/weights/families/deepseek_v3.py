@@ -103,7 +103,8 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise ValueError(f"first_k_dense_replace={shown(dense)} must be a number of layers")
     # A file without the keys has transformers' 8 and 4, which do not fit fewer than 16 experts.
-    default = {"n_group": 8, "topk_group": 4} if count >= 16 else {"n_group": 1, "topk_group": 1}
+    is_grouped = count >= 16 or "n_group" in raw
+    default = {"n_group": 8, "topk_group": 4} if is_grouped else {"n_group": 1, "topk_group": 1}
     groups, top_groups = (size({**default, **raw}, key) for key in default)
     if count < 2 * groups and "n_group" in raw:
         raise ValueError(f"n_group={groups} of {count} experts is not supported; a group needs two experts or more")

@@ -124,14 +124,6 @@ def _read_qwen2(raw: dict[str, Any]) -> ModelShape:
     return read_dense(raw, "qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=("num_key_value_heads",))
 
 
-def refuse_other_heads(shape: ModelShape) -> None:
-    """Raise a ValueError for a Qwen2 model with a head_dim that vLLM, which does not read the key, would not use."""
-    derived = shape.hidden // shape.attention_heads
-    if shape.head_dim != derived:
-        text = f"head_dim={shape.head_dim} is not supported for qwen2: vLLM takes hidden_size / num_attention_heads"
-        raise ValueError(f"{text} = {derived}")
-
-
 def _read_qwen3(raw: dict[str, Any]) -> ModelShape:
     defaults = {**QWEN_DEFAULTS, "head_dim": 128}
     return read_dense(raw, "qwen3", qk_norm=True, defaults=defaults, nullable=("num_key_value_heads",))

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.trainer.model.attention import scaled_rope
-from megatron_grpo.weights.families import FAMILIES, shape_of_config
+from megatron_grpo.weights.families import FAMILIES, shape_of_config, shape_of_folder
 from megatron_grpo.weights.shape import ModelShape
 
 SIZES: dict[str, Any] = {
@@ -269,6 +269,22 @@ def test_two_numbers_of_experts(family: str, counts: dict[str, Any], tmp_path: P
 def test_files_that_are_read_in_two_ways_are_refused(family: str, change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         shape_of_config(config_of(family, **change))
+
+
+@pytest.mark.parametrize(
+    ("family", "head_dim", "text"),
+    [
+        ("qwen2", 32, "head_dim=32 is not supported for qwen2: vLLM takes hidden_size / num_attention_heads = 16"),
+        ("deepseek_v3", 32, "head_dim=32 is not supported for deepseek_v3: vLLM takes qk_rope_head_dim = 16"),
+        ("deepseek_v3", None, "head_dim=null is not supported for deepseek_v3"),
+    ],
+)
+def test_a_length_of_heads_that_only_transformers_reads(
+    family: str, head_dim: int | None, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family, head_dim=head_dim)))
+    with pytest.raises(ValueError, match=text):
+        shape_of_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
