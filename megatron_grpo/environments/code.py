@@ -20,7 +20,8 @@ from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 _HARNESS = re.compile(
     r"_getframe|currentframe|f_back|f_globals|f_locals|tb_frame|inspect\.stack|__globals__|__subclasses__|\bgc\b|/proc\b|"
-    r"ptrace|\bctypes\b|settrace|setprofile|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|\bos\._exit|\bunittest\b"
+    r"ptrace|\bctypes\b|settrace|setprofile|sys\.monitoring|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|"
+    r"\bos\._exit|\bunittest\b"
 )
 """Expressions with which programs inspect, change or leave the interpreter that runs them."""
 _EQUAL_CASES = 3

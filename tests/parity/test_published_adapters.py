@@ -106,7 +106,7 @@ def test_refit_and_export_publish_the_merged_model(
 ) -> None:
     model, checkpoint = tiny_models["qwen3_tied"], tmp_path / "checkpoints" / "step_3"
     (checkpoint / "megatron").mkdir(parents=True)
-    by_rank = run_on_ranks(layout, publish_on_rank, model, precision, tmp_path)
+    by_rank = run_on_ranks(layout, publish_on_rank, model, precision, tmp_path, timeout_s=400.0)
     expected = merged([found["expected"] for found in by_rank])
     adapted = {
         f"model.layers.{layer}.{matrix}.weight"

@@ -25,7 +25,8 @@ _LONGEST_OUTPUT = 1 << 16
 """Most characters that a program prints in one call."""
 _TELLING = (
     *("gc.get_objects", "gc.get_referrers", "gc.get_referents"),
-    *("sys.settrace", "sys.setprofile", "sys._current_frames", "sys.addaudithook"),
+    *("sys.settrace", "sys.setprofile", "sys.monitoring.register_callback"),  # the last since Python 3.12
+    *("sys._current_frames", "sys.addaudithook"),
 )
 """Audit events of a program that inspects the interpreter which runs it."""
 

@@ -13,6 +13,7 @@ from megatron_grpo.data.code_tests import code_tests
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.rows import unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments import code
 from megatron_grpo.environments.code import CodeEnvironment
 from megatron_grpo.environments.code_blocks import program_of
 from megatron_grpo.environments.interface import EnvironmentSettings
@@ -115,3 +116,10 @@ def test_forms_of_tests() -> None:
         assert unusable_answer("code", right) is None
     with pytest.raises(ValueError, match="neither Python tests nor cases"):
         code_tests([3])
+
+
+@pytest.mark.parametrize("call", ["sys.settrace(f)", "sys.monitoring.register_callback(3, 1, f)", "sys._getframe(1)"])
+def test_programs_that_watch_the_interpreter_are_recognised(call: str) -> None:
+    """sys.monitoring came with Python 3.12."""
+    assert code._HARNESS.search(f"import sys\n{call}\n")
+    assert not code._HARNESS.search("def monitoring(settings): return settings\n")
