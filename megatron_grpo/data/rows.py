@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.data.code_tests import code_tests, prepare
+from megatron_grpo.data.math_text import rewrite_numbers, unreadable
 from megatron_grpo.data.processors import TaskDataSpec, task_of
 from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
@@ -46,6 +47,10 @@ class SetReport:
     """Rows with Python tests that a program could pass undeservedly, or could not pass at all."""
     doubt: str = ""
     """Place of the first row with doubtful tests, and the reason."""
+    unread: int = 0
+    """Rows with a mathematical answer that cannot be read, so that only the same text equals it."""
+    first_unread: str = ""
+    """Place of the first of these rows, and its answer."""
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Names of the columns of each task's rows, after the conversion by data.processor."""
     common_columns: dict[str, set[str]] = field(default_factory=dict)
@@ -124,6 +129,11 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     if report.doubtful:
         text = f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): "
         report.remarks.append(Problem(config.path, f"{text}the first is {report.doubt}"))
+    if report.unread:
+        text = f"has {report.unread} rows, of {report.rows}, whose answer cannot be read as mathematics, so that only "
+        report.remarks.append(
+            Problem(config.path, f"{text}the same text equals it: the first is {report.first_unread}")
+        )
     return report
 
 
@@ -150,6 +160,10 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
         if doubts:
             report.doubt = report.doubt or f"{source.place(number)}, whose tests {doubts[0]}"
             report.doubtful += 1
+        unread = check.unread_answer(formed)
+        if unread is not None:
+            report.first_unread = report.first_unread or f"{source.place(number)}, {shown(unread)}"
+            report.unread += 1
         prompt = check.prompt(formed)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
@@ -253,6 +267,14 @@ class RowCheck:
         tests = [] if answer is None else code_tests(row[answer])
         return prepare(tuple(one for one in tests if isinstance(one, str))).doubts if tests else ()
 
+    def unread_answer(self, row: Row) -> str | None:
+        """The answer of a row that `in_form` returned, if it is compared as mathematics and cannot be read as such."""
+        task = self.task(row)
+        answer = None if task in self._own else self._spec(task).answer_key
+        if answer is None or self._environments[task] != "math" or not unreadable(str(row[answer])):
+            return None
+        return str(row[answer])
+
     def _spec(self, task: str) -> TaskDataSpec:
         if task not in self._specs:
             self._specs[task] = task_spec(self._data, task)
@@ -333,7 +355,7 @@ def _math(answer: Any) -> str | None:
         return f"is a JSON {_KINDS[type(answer)]}, and a response is text; write the answer as text"
     if isinstance(answer, float) and not math.isfinite(answer):
         return "is not a number that can be compared; write the answer as text"
-    if isinstance(answer, float) and "e" in repr(answer):
+    if isinstance(answer, float) and "e" in rewrite_numbers(repr(answer)):
         return f"becomes the text {answer!r}, which is not read as a number; write the answer as text"
     if isinstance(answer, str) and not answer.strip():
         return "is empty"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -24,6 +25,7 @@ ANSWER_TIMEOUT_S = 5
 """Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""
 
 _BOX = "\\boxed{"
+_OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
 TAIL_CHARACTERS = 2000
 """Characters at the end of a response in which the answer is searched if there is no box."""
 
@@ -37,8 +39,8 @@ def is_correct(response: str, answer: str) -> bool:
 
     Args:
         response: text of the model.
-        answer: the reference answer: a number, expression or LaTeX, without a box. An answer that math-verify cannot
-            read is compared as text.
+        answer: the reference answer: a number, expression or LaTeX, without a box. Both are brought to one form first
+            (`data.math_text`). An answer that math-verify cannot read is compared as text.
     """
     return _equal(final_answer(response), answer)
 
@@ -89,13 +91,13 @@ def final_answer(response: str) -> str:
 
     If there is no box, or the last one is not closed: the last TAIL_CHARACTERS characters of the response.
     """
-    start = response.rfind("\\boxed{")
-    if start >= 0:
-        depth = 0
-        for position in range(start + len("\\boxed"), len(response)):
+    starts = [box.end() for box in _OPENING.finditer(response)]
+    if starts:
+        depth = 1
+        for position in range(starts[-1], len(response)):
             depth += {"{": 1, "}": -1}.get(response[position], 0)
             if depth == 0:
-                return response[start : position + 1]
+                return _BOX + response[starts[-1] : position + 1]
     return response[-TAIL_CHARACTERS:]
 
 

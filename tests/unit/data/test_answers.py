@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.rows import unusable_answer
+from megatron_grpo.data.rows import examined, unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.math_answers import is_correct
 from megatron_grpo.environments.tasks import AdditionEnvironment
@@ -30,13 +33,42 @@ def test_mathematical_answers_that_can_be_right(answer: Any, response: str) -> N
     assert is_correct(response, str(answer))
 
 
-@pytest.mark.parametrize("answer", [[1, 2], {"a": 1}, True, False, "", "  ", math.nan, math.inf, 1e22, 1e-7])
+@pytest.mark.parametrize("answer", [[1, 2], {"a": 1}, True, False, "", "  ", math.nan, math.inf, 1e200, 1e-99])
 def test_mathematical_answers_that_never_are(answer: Any) -> None:
     assert unusable_answer("math", answer)
 
 
-def test_a_number_that_is_written_with_an_exponent_is_never_right() -> None:
-    assert not is_correct("\\boxed{10^{22}}", str(1e22)), "the reason why it is refused"
+def test_a_number_that_is_written_with_an_exponent_is_its_value() -> None:
+    for answer, response in ((1e22, "10^{22}"), (1e-7, "0.0000001"), (1.5e16, "15000000000000000")):
+        assert unusable_answer("math", answer) is None
+        assert is_correct(f"\\boxed{{{response}}}", str(answer))
+    assert not is_correct("\\boxed{10^{200}}", str(1e200)), "the reason why it is refused"
+
+
+@pytest.mark.parametrize(
+    ("answer", "readable"),
+    [
+        *(
+            (one, True)
+            for one in ("50%", "½", "x²", "1.234.567", "12 cm²", "√2", "[0, ∞)", "\\frac{1}{2}", "C", "Monday")
+        ),
+        *((one, True) for one in ("٤٢", "\\{1, 2\\}", "#5", "90°", "−3", "3:4", "\\text{east}", "x \\in [1, 2)")),
+        *((one, False) for one in ("\\frac{1}{2", "1}", "東京", "?", "5 ☺", "2\n3")),
+    ],
+)
+def test_answers_that_cannot_be_read_are_remarked_upon(tmp_path: Path, answer: str, readable: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "answer": "7"}) + "\n" + json.dumps({"prompt": "b", "answer": answer}))
+    report = examined(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
+    assert report.problems == []
+    texts = [remark.text for remark in report.remarks]
+    if readable:
+        assert texts == []
+    else:
+        (text,) = texts
+        assert text.startswith("has 1 rows, of 2, whose answer cannot be read as mathematics")
+        assert f"{path}:2" in text
+    assert is_correct(f"\\boxed{{{answer}}}", answer), "the same text is right, read or not"
 
 
 @pytest.mark.parametrize(("answer", "usable"), [("095", True), (117, True), (95.0, False), ("9 5", False), ("", False)])

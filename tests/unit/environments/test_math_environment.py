@@ -46,6 +46,8 @@ def environment() -> MathEnvironment:
         ("\\boxed{\\text{no idea}}", "18", False),
         ("", "18", False),
         ("\\boxed{18", "19", False),
+        ("so \\boxed {18}", "18", True),
+        ("\\boxed{17}, no, \\fbox{18}", "18", True),
     ],
 )
 def test_answers_are_compared_by_value(environment: MathEnvironment, response: str, answer: str, correct: bool) -> None:

@@ -166,30 +166,17 @@ def test_mixed_numbers_are_sums(whole: int, above: int, below: int, negative: bo
 
 
 PLAIN = (
-    *(r"\frac{1}{2}", "0.5", "x+1", "1+x", r"\sqrt{8}", r"2\sqrt{2}", "(1,2)", "[1,2]", r"\{1,2\}", "x=3", "3", "12"),
+    *(r"\frac{1}{2}", "0.5", "x+1", "1+x", r"\sqrt{8}", r"2\sqrt{2}", "(1,2)", r"\{1,2\}", "1,2", "x=3", "3", r"\pi/2"),
     *(
-        r"\pi/2",
-        r"\frac{\pi}{2}",
         r"\begin{pmatrix}1\\2\end{pmatrix}",
-        "(-\\infty,3)",
+        r"(-\infty,3)",
         "x<3",
         r"\text{(C)}",
         "C",
-        "1,2",
-    ),
-    *(
         r"2^{10}",
         "1024",
-        r"\binom{5}{2}",
-        "10",
-        r"\log 2",
-        "i",
         "3+4i",
-        r"\frac{x}{y}",
-        "x/y",
-        r"e^{2}",
         "101_2",
-        "A,B",
     ),
 )
 
