@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import Config
@@ -57,10 +59,14 @@ def claimed_run_directory(path: str) -> Iterator[Path]:
         if taken_away:
             raise RunError(f"run_dir={folder} is in use by another run that is still alive")
         (folder / STOP_FILE).unlink(missing_ok=True)  # it was for an earlier start
+        unused = {LOCK_FILE}
         try:
             yield folder
+        except ConfigError:
+            unused.add(LOGS_FOLDER)  # the message says what they say
+            raise
         finally:
-            _remove_if_unused(folder, made)
+            _remove_if_unused(folder, made, unused)
 
 
 def in_use(path: str) -> bool:
@@ -75,11 +81,12 @@ def in_use(path: str) -> bool:
     return False
 
 
-def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
-    """Remove the folders that a start made, if it failed before it wrote anything but the lock."""
-    if folder not in made or not folder.is_dir() or os.listdir(folder) != [LOCK_FILE]:
+def _remove_if_unused(folder: Path, made: Sequence[Path], unused: Set[str]) -> None:
+    """Remove the folders that a start made, if it failed before it wrote anything but the files named in `unused`."""
+    if folder not in made or not folder.is_dir() or not unused >= set(os.listdir(folder)):
         return
-    (folder / LOCK_FILE).unlink()
+    shutil.rmtree(folder / LOGS_FOLDER, ignore_errors=True)
+    (folder / LOCK_FILE).unlink(missing_ok=True)
     for path in made:
         try:
             path.rmdir()

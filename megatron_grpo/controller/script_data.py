@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
+from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
@@ -150,7 +151,7 @@ def _remove_refused(folder: Path, made: list[Path]) -> None:
     if folder not in made:
         return
     with suppress(RunError, OSError), claimed_run_directory(str(folder)):
-        if set(os.listdir(folder)) <= {LOCK_FILE, DATA_FOLDER}:
+        if set(os.listdir(folder)) <= {LOCK_FILE, LOGS_FOLDER, DATA_FOLDER}:
             shutil.rmtree(folder)
             for path in made[1:]:
                 path.rmdir()

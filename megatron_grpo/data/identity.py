@@ -15,6 +15,7 @@ from megatron_grpo.config.errors import counted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import is_remote
+from megatron_grpo.weights.source import made_before_the_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,10 @@ def _identity(config: Config, key: str) -> SetIdentity:
     one = training[key] if key in training else config.data.validation[key]
     named = is_remote(one.path) or os.path.isdir(one.path)
     path = "".join([one.path, *(f" ({part})" for part in (one.subset, one.split) if named and part is not None)])
-    report = SetReport()
-    if config.generates and not (config.data.streaming and key in training) and (named or os.path.isfile(one.path)):
+    report, is_streamed = SetReport(), config.data.streaming and key in training
+    # The rows that prepare.name makes follow from it, and may be made only after this check.
+    is_made = made_before_the_run(config, one.path)
+    if config.generates and not is_streamed and not is_made and (named or os.path.isfile(one.path)):
         report = examined(one, config.data, {name: env.type for name, env in config.env.items()})
     if report.source is None:
         return SetIdentity(path, weight=one.weight)

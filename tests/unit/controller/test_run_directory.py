@@ -121,3 +121,20 @@ def test_only_the_user_may_look_into_a_new_folder(tmp_path: Path) -> None:
                 (folder / "kept").touch()
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"), [(ConfigError([Problem("key", "is wrong")]), False), (RunError("Ray does not start"), True)]
+)
+def test_logs_of_a_refused_start_go_and_those_of_a_failed_one_stay(
+    tmp_path: Path, error: Exception, stays: bool
+) -> None:
+    def start() -> None:
+        with claimed_run_directory(str(tmp_path / "outputs" / "run")) as folder:
+            (folder / "logs").mkdir()
+            (folder / "logs" / "driver.log").touch()
+            raise error
+
+    with pytest.raises(type(error)):
+        start()
+    assert (tmp_path / "outputs").exists() == stays

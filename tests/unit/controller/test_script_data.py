@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Image, Value
 
 import megatron_grpo
 from megatron_grpo import api
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.directory import claimed_run_directory, record_start
+from megatron_grpo.data.sources import open_source
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(10, 18) for b in range(10, 18)]
 OTHER = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(50, 58) for b in range(10, 18)]
@@ -154,6 +157,35 @@ def test_a_refused_start_leaves_no_folder(
         train(tmp_path / "a" / "run", ROWS, *overrides, **arguments)
     assert list(tmp_path.iterdir()) == []
     assert started == []
+
+
+def test_media_in_a_dataset_are_kept_without_decoding(started: list[Config], tmp_path: Path) -> None:
+    features = Features({"prompt": Value("string"), "answer": Value("string"), "image": Image()})
+    columns = [{**row, "image": {"bytes": b"not an image", "path": None}} for row in ROWS]
+    rows = Dataset(pa.Table.from_pylist(columns, schema=features.arrow_schema))
+    train(tmp_path / "run", rows)
+    assert started[0].data.train_path == str(tmp_path / "run" / "data" / "train.parquet")
+    with pytest.raises(
+        ConfigError, match=r"train_dataset\[0\] +cannot be kept as JSON: .*; give .*a datasets\.Dataset"
+    ):
+        train(tmp_path / "other", rows.to_iterable_dataset())
+    assert not (tmp_path / "other").exists()
+
+
+def test_null_filled_messages_of_a_script_are_those_that_were_written(
+    started: list[Config], tmp_path: Path, model: Path
+) -> None:
+    (model / "chat_template.jinja").touch()
+    kinds = [
+        ({"role": "user", "content": "1+1="}, {"a": 1}),
+        ({"role": "user", "content": "2", "name": "Ann"}, {"b": 2}),
+    ]
+    rows = [{"prompt": [turn], "answer": "2", "extra": extra} for turn, extra in kinds * 32]
+    for form in FORMS:
+        given = [f"policy.model.path={model}", f"run_dir={tmp_path / form}"]
+        megatron_grpo.train(given, train_dataset=FORMS[form](rows))
+        source = open_source(DatasetConfig(path=started[-1].data.train_path))
+        assert list(source.each()) == rows
 
 
 def test_an_interrupted_or_failing_script_leaves_no_folder(started: list[Config], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import DataConfig, DatasetConfig, TaskConfig
 from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import open_source
+from megatron_grpo.environments.tools import Retriever
 
 ROWS = [{"prompt": f"{n}?", "answer": f"{n:03d}", "level": str(n % 3)} for n in range(12)]
 KINDS = {"math": "math"}
@@ -142,3 +143,18 @@ def test_a_value_that_python_cannot_hold_makes_a_bad_row(tmp_path: Path, name: s
     assert found.source[2]["prompt"] == "3?"
     with pytest.raises(RunError, match="row 1: the row has a value that cannot be read"):
         found.source[1]
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\u001e", "\x7f"])
+def test_a_row_of_jsonl_ends_at_a_newline_alone(tmp_path: Path, mark: str) -> None:
+    rows = [{"prompt": f"a{mark}b{number}", "answer": str(number)} for number in range(3)]
+    text = "".join(f"{json.dumps(row, ensure_ascii=mark < chr(32))}\n" for row in rows)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(text.encode())
+    source = open_source(DatasetConfig(path=str(path)))
+    assert list(source.each()) == rows
+    assert source.place(2) == f"{path}:3"
+    documents = tmp_path / "documents.jsonl"
+    documents.write_bytes("".join(json.dumps(f"{mark}cat {n}", ensure_ascii=False) + "\n" for n in range(3)).encode())
+    if mark >= " ":
+        assert len(Retriever.from_file(documents).search("cat", 9)) == 3
