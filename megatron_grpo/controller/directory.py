@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence, Set
@@ -16,9 +17,11 @@ import yaml
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.keys import leaves
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.data.identity import identify, read_identity, training_difference, validation_differences
 from megatron_grpo.observability.run_files import write_json, write_text
+from megatron_grpo.weights.model_identity import model_digest
+from megatron_grpo.weights.source import local_folder, made_before_the_run
 
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data.json"
@@ -30,8 +33,11 @@ POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
 VALUE_FOLDER = "megatron_value"
 """Folder of the value model's distributed checkpoint inside a checkpoint of PPO."""
-IDENTITY = ("algorithm", "policy.model.path", "grpo.seed", "ppo.seed", "debug.train")
-"""Keys that identify a run, beside the content of its training data; all others may change between start and resume."""
+MODEL_FILE = "model.json"
+"""File with the path and the digest of the model that the run began with."""
+IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
+"""Keys that identify a run, beside the content of its model and its training data; all others may change between start
+and resume."""
 
 
 @contextmanager
@@ -104,6 +110,8 @@ def record_start(folder: Path, config: Config) -> None:
     data_remarks(folder, config)
     if identity.is_comparable:
         write_json(folder / DATA_FILE, identity.as_json())
+    if not (folder / MODEL_FILE).exists() and (digest := _digest_of_model(config)) is not None:
+        write_json(folder / MODEL_FILE, {"path": config.policy.model.path, "digest": digest})
     write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):
@@ -157,13 +165,40 @@ def changes_since_last_start(folder: Path, config: Config) -> list[str]:
         )
         raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
     now = dict(leaves(dataclasses.asdict(config)))
-    for key in IDENTITY:
-        if before.get(key) != now[key]:
-            text = f"holds another run: its {key} is {before.get(key)}, this one's is {now[key]}"
-            raise ConfigError([Problem(f"run_dir={file.parent}", f"{text}; choose another run_dir")])
+    texts = (
+        f"its {key} is {before.get(key)}, this one's is {now[key]}" for key in IDENTITY if before.get(key) != now[key]
+    )
+    reason = next(texts, None) or _model_difference(folder, str(before.get("policy.model.path")), config)
+    if reason is not None:
+        raise ConfigError([Problem(f"run_dir={folder}", f"holds another run: {reason}; choose another run_dir")])
     remarks = data_remarks(folder, config)
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in different), *remarks]
+
+
+def _model_difference(folder: Path, path: str, config: Config) -> str | None:
+    """The reason why the model differs from the run's, whose path was `path`; None: it is the same.
+
+    Models are compared by their content, and by their paths where one of the contents is not known.
+    """
+    now, subject = config.policy.model.path, f"policy.model.path={config.policy.model.path}"
+    try:
+        digest = json.loads((folder / MODEL_FILE).read_bytes())["digest"]
+    except (OSError, ValueError, LookupError, TypeError):
+        digest = None
+    current = _digest_of_model(config)
+    if None not in (digest, current):
+        reason = f"{subject} is another model than the run began with, or its files have changed since"
+        return None if digest == current else reason
+    return None if path == now else f"its policy.model.path is {path}, this one's is {now}"
+
+
+def _digest_of_model(config: Config) -> str | None:
+    """Digest of the policy's model; None: it is not on this machine yet, or the recipe makes it anew."""
+    path = config.policy.model.path
+    is_elsewhere = path == MISSING or made_before_the_run(config, path)
+    model = None if is_elsewhere else local_folder(path)
+    return None if model is None else model_digest(model)
 
 
 def data_remarks(folder: Path, config: Config) -> list[str]:
