@@ -69,7 +69,10 @@ NULL_CONTENT = (
     "{% for m in messages %}{{ m.role }}"
     "{% if m['content'] is none %} calls{% else %} {{ m['content'] }}{% endif %}\n{% endfor %}"
 )
-ITEMS = "{% for m in messages %}{% for key in m | sort %}{{ key }}={{ m[key] | string }};{% endfor %}\n{% endfor %}"
+ITEMS = (  # a null content may be printed as nothing, which is what all templates mean by it
+    "{% for m in messages %}{% for key in m | sort %}{{ key }}={{ m[key] | string if m[key] else '' }};{% endfor %}\n"
+    "{% endfor %}"
+)
 
 
 def written(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
