@@ -88,8 +88,8 @@ class _Reader:
         tree = self._parse(code)
         if tree is None:
             return False
-        expressions = [one for one in tree.body if isinstance(one, ast.Expr)]
-        has_call = any(isinstance(node, ast.Call) for one in expressions for node in ast.walk(one))
+        expressions = [statement for statement in tree.body if isinstance(statement, ast.Expr)]
+        has_call = any(isinstance(node, ast.Call) for statement in expressions for node in ast.walk(statement))
         return has_call or len(expressions) < len(tree.body)
 
     def _end(self, fence: _Fence, start: int) -> _End:
@@ -170,10 +170,10 @@ def _opening(line: str) -> _Fence | None:
         info = text.lstrip("~")
         before, mark = line[: len(line) - len(text)], text[: len(text) - len(info)]
     else:
-        before, found, info = line.rpartition("```")  # an info string has no backtick
-        if not found or "`" in info:
+        before, backticks, info = line.rpartition("```")  # an info string has no backtick
+        if not backticks or "`" in info:
             return None
-        mark = found + "`" * (len(before) - len(before.rstrip("`")))
+        mark = backticks + "`" * (len(before) - len(before.rstrip("`")))
         before = before.rstrip("`")
         if len(_MARK.findall(before)) % 2:  # the end of a span within the line
             return None

@@ -52,33 +52,33 @@ def _equal(final: str, answer: str) -> bool:
     content = final.removeprefix(_BOX).removesuffix("}") if is_boxed else final
     if _squeezed(answer) in (_squeezed(content), _squeezed(final)):
         return True  # most correct answers
-    expected, given = rewrite_answer(answer), rewrite_answer(content) if is_boxed else rewrite_tail(content)
-    if is_boxed and (same_words(answer, content) or expected == given):
+    expected, actual = rewrite_answer(answer), rewrite_answer(content) if is_boxed else rewrite_tail(content)
+    if is_boxed and (same_words(answer, content) or expected == actual):
         return True
-    if None not in (expected.unit, given.unit) and expected.unit != given.unit:
+    if None not in (expected.unit, actual.unit) and expected.unit != actual.unit:
         return False
-    return any(_equal_values(*pair, is_boxed) for pair in _readings(expected, given, is_boxed))
+    return any(_equal_values(*pair, is_boxed) for pair in _readings(expected, actual, is_boxed))
 
 
-def _readings(expected: AnswerText, given: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
+def _readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
     """Pairs of texts of which one must be equal in value.
 
     Only where one of the answers has a percent sign, the other may be the percentage or the share. In a text without
     a box, percent signs beside the answer count for nothing.
     """
-    given_has_percent = given.has_percent
-    if given_has_percent and not is_boxed:
-        first, second = (_parse(text) for text in (given.text, given.as_share))
-        given_has_percent = first != second
-    yield expected.text, given.text
-    if expected.has_percent and not given_has_percent:
-        yield expected.as_share, given.text
-    if given_has_percent and not expected.has_percent:
-        yield expected.text, given.as_share
+    actual_has_percent = actual.has_percent
+    if actual_has_percent and not is_boxed:
+        first, second = (_parse(text) for text in (actual.text, actual.as_share))
+        actual_has_percent = first != second
+    yield expected.text, actual.text
+    if expected.has_percent and not actual_has_percent:
+        yield expected.as_share, actual.text
+    if actual_has_percent and not expected.has_percent:
+        yield expected.text, actual.as_share
 
 
-def _equal_values(expected: str, given: str, is_boxed: bool) -> bool:
-    values = _parse(f"{_BOX}{given}}}" if is_boxed else given)
+def _equal_values(expected: str, actual: str, is_boxed: bool) -> bool:
+    values = _parse(f"{_BOX}{actual}}}" if is_boxed else actual)
     return bool(verify(_parse_reference(expected), values, timeout_seconds=ANSWER_TIMEOUT_S))
 
 

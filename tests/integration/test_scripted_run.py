@@ -85,7 +85,7 @@ def test_metrics_and_callbacks_tell_the_same(finished: Path) -> None:
     reported: list[dict[str, Any]] = json.loads((finished / "reported.json").read_text())
     assert [row["step"] for row in reported] == [1, 2], "a callback ended training"
     for row in reported:
-        assert row["steps_done"] == row["step"] - 1
+        assert row["env/steps_done"] == row["step"] - 1
         assert {f"reward/{name}" for name in NAMES} <= row.keys()
         assert row.get("reward_errors", 0) == sum(
             one["reward_errors"] for one in read_rollouts(finished / "run", row["step"])

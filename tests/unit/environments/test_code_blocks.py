@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 import pytest
 
@@ -125,8 +126,17 @@ def test_the_work_is_bounded(unit: str, monkeypatch: pytest.MonkeyPatch) -> None
     looked: list[str] = []
     parsed: list[str] = []
     opening, parse = code_blocks._opening, ast.parse
-    monkeypatch.setattr(code_blocks, "_opening", lambda line: looked.append(line) or opening(line))
-    monkeypatch.setattr(code_blocks.ast, "parse", lambda text, name: parsed.append(text) or parse(text, name))
+
+    def count_opening(line: str) -> Any:
+        looked.append(line)
+        return opening(line)
+
+    def count_parse(text: str, name: str) -> ast.Module:
+        parsed.append(text)
+        return parse(text, name)
+
+    monkeypatch.setattr(code_blocks, "_opening", count_opening)
+    monkeypatch.setattr(code_blocks.ast, "parse", count_parse)
     response = "```python\n" + unit * (100_000 // len(unit))
     program_of(response)
     assert sum(map(len, looked)) <= 20 * len(response)
