@@ -45,6 +45,7 @@ class Library:
 
 
 LIBRARIES = {
+    "datasets": Library("datasets", ">=4,<6", ("datasets",)),
     "torch": Library("torch", ">=2.13,<2.14", ("torch",)),
     "megatron-core": Library("megatron.core", ">=0.16.1,<0.17", ("megatron-core",)),
     "modelopt": Library("modelopt", ">=0.42,<0.48", ("nvidia-modelopt",)),

@@ -32,7 +32,7 @@ from tests.support.config_problems import SMALL, problems_of
             "column 'prompt' has a message (number 2) whose content is null; it must be text",
         ),
         (
-            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "answer": "1"}',
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "image": "a"}]}], "answer": "1"}',
             "column 'prompt' has a message (number 1) whose content is a list of parts; it must be text",
         ),
         ('{"prompt": "1?", "answer": null}', "column 'answer' (data.answer_key) is null"),
