@@ -90,8 +90,9 @@ def read_dense(
     refuse_nulls(raw, family, nullable)
     if not windows:
         refuse_windowed_layers(raw, family)
-    raw = {**_DEFAULTS, **(defaults or {}), **raw}
-    theta, scaling = read_rotary(raw, rope_types, default_theta=raw["rope_theta"] or 0.0)
+    absent = {**_DEFAULTS, **(defaults or {})}
+    raw = {**absent, **raw}
+    theta, scaling = read_rotary(raw, rope_types, default_theta=absent["rope_theta"])
     heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     groups = size(raw, "num_key_value_heads", heads)
     if heads % groups:
