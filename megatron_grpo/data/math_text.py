@@ -6,7 +6,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
+from functools import lru_cache
 
 from megatron_grpo.data.units import canonical_unit, split_unit
 
@@ -140,7 +140,7 @@ def rewrite_signs(text: str) -> str:
     return "".join(_sign(sign) for sign in text)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _sign(sign: str) -> str:
     if sign.isascii():
         return sign
