@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,12 @@ _ROWS_DECODED = 8
 """First rows whose prompts are compared with the text of their tokens."""
 _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%B %d, %Y")
 """Forms in which released templates write today's date."""
+_OPENING_TAG = re.compile(
+    r"(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$", re.IGNORECASE
+)
+"""A tag at the end of a prompt that opens the model's thoughts, such as <think>; <|assistant|> and </think> are none."""
+_READ_BY_VALUE = frozenset(BUILT_IN) - {"format"}
+"""Types of environments that look for an answer wherever it stands, and for no tag."""
 
 
 def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
@@ -94,6 +101,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
         except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
         remarks += _unread_settings(partial(_key, config, task), renderer, spec, prompt)
+        remarks += _begun_responses(task, environment, prompt)
         answers = _later_messages(environment)
         text = _refusal(renderer, answers)
         if text is not None:
@@ -175,6 +183,21 @@ def _unread_settings(
         name = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
         text = "can give a fixed date: the template writes today's into prompts, so a run resumed tomorrow has others"
         yield Problem(key(name), text)
+
+
+def _begun_responses(task: str, environment: EnvironmentConfig, prompt: str) -> Iterator[Problem]:
+    """The remark that responses lack a tag that rewards may look for, because every prompt ends with it."""
+    tag = _OPENING_TAG.search(prompt)
+    if tag is None or environment.type in _READ_BY_VALUE:
+        return
+    pattern = environment.options.get("pattern")
+    section, reader = f"env.{task}.type={environment.type}", f"a reward that looks for {tag[1]}"
+    if environment.type == "format":
+        if tag[1] not in str(pattern):
+            return
+        section, reader = f"env.{task}.options.pattern={pattern}", "the pattern"
+    text = f"responses begin behind {tag[1]}, with which the chat template ends every prompt, so that {reader} does not"
+    yield Problem(section, f"{text} find it in them; match what follows it (docs/rewards.md)")
 
 
 def _source(renderer: PromptRenderer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +120,48 @@ def test_turns_that_change_later_are_named_where_there_are_several(examine: Exam
     }
     for text, is_changed in changes.items():
         assert (text in remarks) == (is_changed and kind != "math")
+
+
+THOUGHTS = r"^<think>\n?(.*?)</think>\s*<answer>(.*?)</answer>$"
+
+
+@every_layout
+@pytest.mark.parametrize("kind", ["format", "reward_functions", f"{__name__}:Talking", "math"])
+def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
+    tmp_path: Path, layout: Layout, kind: str
+) -> None:
+    config = configuration(kind)
+    config.env["math"].options = {"pattern": THOUGHTS} if kind == "format" else {}
+    _, found = examine_conversations(config, load_tokenizer(layout.write(tmp_path)))
+    remarks = [one for one in found if "with which the chat template ends every prompt" in one.text]
+    is_begun = layout.render([QUESTION]).rstrip().endswith("<think>")
+    assert is_begun == (layout.name in ("qwen3_5", "r1_distill_llama", "r1_distill_qwen"))
+    assert bool(remarks) == (is_begun and kind != "math")
+    if remarks:
+        assert remarks[0].text.startswith("responses begin behind <think>, ")
+
+
+@pytest.mark.parametrize(
+    ("end", "tag"),
+    [("[THINK]", "[THINK]"), ("<|start_think|>\n", "<|start_think|>"), ("<reasoning>\n", "<reasoning>")]
+    + [("<think>\n\n</think>\n\n", None), ("[/THINK]", None), ("<|end_think|>", None), ("<|assistant|>\n", None)],
+)
+def test_the_tags_of_other_templates_are_known(tmp_path: Path, end: str, tag: str | None) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}{% if add_generation_prompt %}" + end + "{% endif %}")
+    config = configuration("reward_functions", chat_template=str(template))
+    _, found = examine_conversations(config, load_tokenizer(BY_NAME["qwen3"].write(tmp_path / "model")))
+    remarks = [one.text for one in found if "ends every prompt" in one.text]
+    assert len(remarks) == (tag is not None)
+    assert tag is None or f"begin behind {tag}, " in remarks[0]
+
+
+def test_a_pattern_without_the_tag_needs_no_remark(tmp_path: Path) -> None:
+    config = configuration("format")
+    config.env["math"].options = {"pattern": "(?s)((?!</?think>).)+</think>.+"}
+    assert re.fullmatch(config.env["math"].options["pattern"], "First, 2 plus 2.\n</think>\nThe answer is 4.")
+    _, remarks = examine_conversations(config, load_tokenizer(BY_NAME["r1_distill_qwen"].write(tmp_path)))
+    assert not any("ends every prompt" in one.text for one in remarks)
 
 
 class Formatting(Talking):
