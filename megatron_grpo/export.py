@@ -20,7 +20,7 @@ from megatron_grpo.config.section import PathText
 from megatron_grpo.config.typed import converted
 from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, verify
 from megatron_grpo.controller.checkpoints import named_checkpoint
-from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
+from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
 from megatron_grpo.controller.model_card import push
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.source import model_folder
@@ -60,6 +60,7 @@ def _export(arguments: Sequence[str]) -> int:
     _require_writable(output)
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
     policy = _trained_policy(config_file)
+    template = config_file.with_name(TEMPLATE_FILE)
     if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
@@ -83,10 +84,14 @@ def _export(arguments: Sequence[str]) -> int:
                 lora=policy.lora,
                 adapters_of=policy.model.path if form == "peft" else None,
                 quantization=policy.quantization if form == "quantized" else None,
+                chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
             )
     finally:
         logging.disable(logging.NOTSET)
     print(f"wrote {output} from {checkpoint}")
+    if template.is_file():
+        text = "serve the base model with it" if form == "peft" else f"which is that of {output} too"
+        print(f"the run's prompts were rendered by {template}, {text}")
     if _PUSH in given:
         print(f"sent to {push(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0

@@ -17,7 +17,7 @@ from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
-from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec
+from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec, task_templates
 from megatron_grpo.data.tokenizer import from_difference
 from megatron_grpo.environments.registry import environment_class
 
@@ -37,7 +37,7 @@ _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%B %d, %Y")
 _OPENING_TAG = re.compile(
     r"(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$", re.IGNORECASE
 )
-"""A tag at the end of a prompt that opens the model's thoughts, such as <think>; <|assistant|> and </think> are none."""
+"""A tag at the end of a prompt that opens the model's thoughts: <think>, [THINK]; not <|assistant|>, nor </think>."""
 _READ_BY_VALUE = frozenset(BUILT_IN) - {"format"}
 """Types of environments that look for an answer wherever it stands, and for no tag."""
 
@@ -111,6 +111,9 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
             )
         if answers or environment.agent_func is not None:
             remarks += _changed_turns(f"env.{task}", renderer, prompt)
+    if len({*task_templates(config, tokenizer).values()}) > 1:
+        text = "differ between tasks, so exported models keep the template of the folder that the run began with"
+        remarks.append(Problem("data.tasks: chat templates", text))
     return problems, list(dict.fromkeys(remarks))
 
 

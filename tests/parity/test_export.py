@@ -78,8 +78,10 @@ def test_a_run_that_started_from_a_hub_model(
     checkpoint = make_run(model, tmp_path / "run", Layout(tensor=2, pipeline=2))
     config = {"policy": {"model": {"path": "org/name"}, "precision": "float32"}}
     OmegaConf.save(OmegaConf.create(config), tmp_path / "run" / "config.yaml")
+    (tmp_path / "run" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]) == 0
     assert_same_model(tmp_path / "out", model)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
 
 
 @pytest.fixture

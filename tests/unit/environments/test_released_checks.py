@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.command import main
 from megatron_grpo.config.compose import compose_typed
-from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.data_schema import EnvironmentConfig, TaskConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -143,8 +143,10 @@ def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
 
 @pytest.mark.parametrize(
     ("end", "tag"),
-    [("[THINK]", "[THINK]"), ("<|start_think|>\n", "<|start_think|>"), ("<reasoning>\n", "<reasoning>")]
-    + [("<think>\n\n</think>\n\n", None), ("[/THINK]", None), ("<|end_think|>", None), ("<|assistant|>\n", None)],
+    [
+        *(("[THINK]", "[THINK]"), ("<|start_think|>\n", "<|start_think|>"), ("<reasoning>\n", "<reasoning>")),
+        *(("<think>\n\n</think>\n\n", None), ("[/THINK]", None), ("<|end_think|>", None), ("<|assistant|>\n", None)),
+    ],
 )
 def test_the_tags_of_other_templates_are_known(tmp_path: Path, end: str, tag: str | None) -> None:
     template = tmp_path / "own.jinja"
@@ -162,6 +164,19 @@ def test_a_pattern_without_the_tag_needs_no_remark(tmp_path: Path) -> None:
     assert re.fullmatch(config.env["math"].options["pattern"], "First, 2 plus 2.\n</think>\nThe answer is 4.")
     _, remarks = examine_conversations(config, load_tokenizer(BY_NAME["r1_distill_qwen"].write(tmp_path)))
     assert not any("ends every prompt" in one.text for one in remarks)
+
+
+def test_tasks_with_different_templates_are_named(tmp_path: Path) -> None:
+    """An exported model can have the template of one alone."""
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =")
+    own = TaskConfig(chat_template=str(tmp_path / "own.jinja"))
+    layout = BY_NAME["qwen3"]
+    tokenizer = load_tokenizer(layout.write(tmp_path / "model"))
+    for tasks, differ in (({}, False), ({"math": own}, True), ({"math": own, "other": own}, False)):
+        config = configuration("math", tasks=tasks)
+        config = replace(config, env={**config.env, "other": config.env["math"]})
+        _, remarks = examine_conversations(config, tokenizer)
+        assert any("differ between tasks" in one.text for one in remarks) == differ
 
 
 class Formatting(Talking):
