@@ -16,7 +16,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import TaskDataSpec
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, content_text
 from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec, task_templates
 from megatron_grpo.data.tokenizer import from_difference
 from megatron_grpo.environments.registry import environment_class
@@ -57,9 +57,10 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) ->
 
 
 def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
-    """The remark that the tokens of a row's prompt are other text than the prompt, blanks aside."""
+    """Remarks that a row's prompt lacks a message, or that its tokens are other text, blanks aside."""
     if not isinstance(data.loader, PromptLoader):
         return
+    kinds = set[str]()
     for row in range(_ROWS_DECODED):
         try:
             (prompt,) = data.loader.prompts([row])
@@ -70,10 +71,35 @@ def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
         text = "".join(message["content"] for message in prompt["message_log"])
         ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
         decoded, expected = ("".join(one.split()) for one in (data.tokenizer.decode(ids), text))
+        remarks = {"lacks": _lacking(prompt["prompt"], text) if config.data.long_prompts != "cut_left" else None}
         if decoded != expected:
             difference = from_difference(decoded, expected)
-            yield Problem(f"data: row {row}", f"is other text for the model, whose tokenizer changes it: {difference}")
-            return
+            remarks["changed"] = f"is other text for the model, whose tokenizer changes it: {difference}"
+        for kind, remark in remarks.items():
+            if remark is not None and kind not in kinds:
+                kinds.add(kind)
+                yield Problem(f"data: row {row}", remark)
+
+
+def _lacking(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
+    """The remark that a message of a row, or a tool call in it, is not in the rendered prompt; None: all are.
+
+    The last word of a message has to be there: templates leave out the thoughts that a message begins with, and write
+    line ends and quotes in ways of their own.
+    """
+    advice = "give a template that shows it in data.chat_template"
+    for number, message in enumerate([] if isinstance(prompt, str) else prompt, start=1):
+        words = re.findall(r"\w+", content_text(message.get("content")))
+        if words and words[-1] not in text:
+            described = f"its message {number}, of the role {message.get('role')}"
+            return f"lacks {described}: the chat template leaves it out; {advice}"
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call) if isinstance(call, Mapping) else {}
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                shown_call = f"the call of {name} in its message {number}"
+                return f"lacks {shown_call}: the chat template leaves it out; {advice}, or null as its content"
+    return None
 
 
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:

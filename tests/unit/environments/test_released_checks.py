@@ -226,6 +226,45 @@ def test_a_tokenizer_that_changes_a_row_is_named(tmp_path: Path) -> None:
         assert not changed or remark in changed[0]
 
 
+CALL = {"type": "function", "id": "call00001", "function": {"name": "multiply", "arguments": '{"a": 17}'}}
+RESULT = {"role": "tool", "name": "multiply", "tool_call_id": "call00001", "content": "119 apples"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lacking"),
+    [
+        ("phi_4", None, "lacks the call of multiply in its message 2"),
+        ("phi_4", "Multiplying.", "lacks the call of multiply in its message 2"),
+        ("r1_distill_qwen", "Multiplying.", "lacks the call of multiply in its message 2"),
+        ("r1_distill_qwen", "", "lacks the call of multiply in its message 2"),
+        ("r1_distill_qwen", None, None),
+        ("qwen3", "<think>\nLet me see\n</think>\n\nMultiplying.", None),
+        ("llama_3_1", None, None),
+        ("gpt_oss", None, None),
+        ("glm_4_5", "Multiplying.", None),
+    ],
+)
+def test_rows_whose_history_the_template_leaves_out_are_named(
+    tmp_path: Path, name: str, content: str | None, lacking: str | None
+) -> None:
+    turn = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    row = {"prompt": [QUESTION, turn, RESULT], "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for _ in range(40)))
+    config = configuration("math", train_path=str(tmp_path / "rows.jsonl"))
+    notes = load_examined_prompts(config, BY_NAME[name].write(tmp_path / "model")).notes
+    lacks = [note for note in notes if note.startswith("data: row") and " lacks " in note]
+    assert len(lacks) == (lacking is not None)
+    assert lacking is None or lacking in lacks[0]
+
+
+def test_results_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
+    history = [QUESTION, {"role": "assistant", "content": "Multiplying."}, RESULT, QUESTION]
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': history, 'answer': '1'})}\n" * 40)
+    config = configuration("math", train_path=str(tmp_path / "rows.jsonl"))
+    notes = load_examined_prompts(config, BY_NAME["phi_4"].write(tmp_path / "model")).notes
+    assert any("lacks its message 3, of the role tool: the chat template leaves it out" in note for note in notes)
+
+
 def test_the_command_says_it_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": "1"}) + "\n" for row in range(40)))
