@@ -66,6 +66,11 @@ def _export(arguments: Sequence[str]) -> int:
     if form == "quantized" and policy.quantization is None:
         raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
     source = model_folder(policy.model.path)
+    if not (source / "config.json").is_file():
+        text = f"the model that the run began with, policy.model.path in {config_file}, is not there; its settings and"
+        raise ValueError(
+            f"{source}: {text} tokenizer belong to the export: put it back, or correct the path in that file"
+        )
     shape = shape_of_folder(source)
     remark = verify(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
