@@ -20,7 +20,7 @@ from megatron_grpo.config.section import PathText
 from megatron_grpo.config.typed import converted
 from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, verify
 from megatron_grpo.controller.checkpoints import named_checkpoint
-from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
+from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
 from megatron_grpo.controller.model_card import push
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.source import model_folder
@@ -60,11 +60,17 @@ def _export(arguments: Sequence[str]) -> int:
     _require_writable(output)
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
     policy = _trained_policy(config_file)
+    template = config_file.with_name(TEMPLATE_FILE)
     if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
         raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
     source = model_folder(policy.model.path)
+    if not (source / "config.json").is_file():
+        text = f"the model that the run began with, policy.model.path in {config_file}, is not there; its settings and"
+        raise ValueError(
+            f"{source}: {text} tokenizer belong to the export: put it back, or correct the path in that file"
+        )
     shape = shape_of_folder(source)
     remark = verify(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
@@ -83,10 +89,14 @@ def _export(arguments: Sequence[str]) -> int:
                 lora=policy.lora,
                 adapters_of=policy.model.path if form == "peft" else None,
                 quantization=policy.quantization if form == "quantized" else None,
+                chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
             )
     finally:
         logging.disable(logging.NOTSET)
     print(f"wrote {output} from {checkpoint}")
+    if template.is_file():
+        text = "serve the base model with it" if form == "peft" else f"which is that of {output} too"
+        print(f"the run's prompts were rendered by {template}, {text}")
     if _PUSH in given:
         print(f"sent to {push(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0

@@ -74,7 +74,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         run = _bring_up(config, startup, stack)
         startup.write_summary = run.logger.write_summary
         # Only now the folder records the run as started: every step that can fail on a mistake is done.
-        record_start(startup.run_dir, config)
+        record_start(startup.run_dir, config, startup.user_objects.tokenizer)
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         stack.callback(gc.unfreeze)

@@ -110,3 +110,15 @@ def url_problem(url: str) -> str | None:
     if parts.path.strip("/") or parts.query or parts.fragment:
         return f"has more than a host and a port; {text}"
     return None
+
+
+LFS_POINTER = "is a pointer of Git LFS, not the file; fetch the file itself (git lfs pull), or download the model anew"
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """True for the few lines that git leaves in place of a large file when Git LFS is not installed."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(40).startswith(b"version https://git-lfs.github.com/spec/")
+    except OSError:
+        return False

@@ -19,6 +19,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.data.identity import identify, read_identity, training_difference, validation_differences
+from megatron_grpo.data.specs import task_templates
 from megatron_grpo.observability.run_files import write_json, write_text
 from megatron_grpo.weights.model_identity import model_digest
 from megatron_grpo.weights.source import local_folder, made_before_the_run
@@ -26,6 +27,8 @@ from megatron_grpo.weights.source import local_folder, made_before_the_run
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data.json"
 """File with the digests of the run's data (`DataIdentity`)."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""File with the chat template of the run's prompts, if it is another than the model folder's; exports have it."""
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"
 """A file that the user may put into a run's folder: training then ends after the step that it is in, and is saved."""
@@ -100,8 +103,13 @@ def _remove_if_unused(folder: Path, made: Sequence[Path], unused: Set[str]) -> N
             return
 
 
-def record_start(folder: Path, config: Config) -> None:
-    """Write the configuration and the digests of the data into the folder of a run, and point `latest` beside it at it.
+def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
+    """Write configuration, chat template and digests of the data into a run's folder, and point `latest` at it.
+
+    Args:
+        folder: folder of the run.
+        config: configuration of the run.
+        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
 
     Raises:
         ConfigError: the training data is not that of the run in the folder, because it changed during the start-up.
@@ -112,6 +120,11 @@ def record_start(folder: Path, config: Config) -> None:
         write_json(folder / DATA_FILE, identity.as_json())
     if not (folder / MODEL_FILE).exists() and (digest := _digest_of_model(config)) is not None:
         write_json(folder / MODEL_FILE, {"path": config.policy.model.path, "digest": digest})
+    templates = {*task_templates(config, tokenizer).values()}
+    template = templates.pop() if len(templates) == 1 else None
+    (folder / TEMPLATE_FILE).unlink(missing_ok=True)
+    if template is not None:
+        write_text(folder / TEMPLATE_FILE, template)
     write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     link = folder.parent / "latest"
     if folder.name == link.name or (link.exists() and not link.is_symlink()):

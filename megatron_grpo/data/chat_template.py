@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -120,3 +121,73 @@ def render_chat(
             "the template of a model that you trust, or give one in data.chat_template"
         ) from None
     return text
+
+
+def render_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Render a conversation with tool calls in the form that its chat template reads.
+
+    Most templates take the arguments of calls as an object. DeepSeek's take them as text, and show calls only where
+    the content of the message is null, which others write as "None". So null stays where the template does not write
+    it, and arguments become text where the template refuses objects.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        messages: the conversation, with arguments as objects.
+        options: as for `render_chat`.
+
+    Raises:
+        RunError, Exception: as `render_chat`, about the messages with empty contents for null.
+    """
+    forms = [messages, [_with_text_arguments(message) for message in messages]]
+    for form in forms:
+        shown = _render_or_none(tokenizer, form, options)
+        if shown is not None:
+            filled = _render_or_none(tokenizer, _without_null(form), options)
+            return shown if filled is None or shown.count("None") == filled.count("None") else filled
+    text = _render_or_none(tokenizer, _without_null(forms[1]), options)
+    try:
+        return render_chat(tokenizer, _without_null(messages), **options)
+    except Exception:
+        if text is None:
+            raise
+        return text
+
+
+def _render_or_none(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+    """The rendered conversation; None: the template refuses it."""
+    try:
+        return render_chat(tokenizer, messages, **options)
+    except RunError:
+        raise
+    except Exception:  # noqa: BLE001 - a template may raise anything
+        return None
+
+
+def _without_null(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**message, "content": message["content"] or ""} for message in messages]
+
+
+def parse_arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object, which templates expect, instead of JSON text as agents send it."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have their arguments as JSON text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_write_arguments(call) for call in calls]} if calls else dict(message)
+
+
+def _write_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}

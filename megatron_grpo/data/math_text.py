@@ -78,6 +78,10 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorn
 _DEGREES = re.compile(r"(?<=\d) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?![A-Za-z]) ?(?![CFK])")
 
 
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or) )[A-Za-z]{2,}[, ]+(?!(?:and|or)\b)[A-Za-z]{2,}|[A-Za-z] ?:")
+"""Two words that follow each other, or a word before a colon."""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerText:
     """An answer in both readings of its percent sign, and its unit."""
@@ -127,6 +131,8 @@ def unreadable(text: str) -> bool:
         depth += {"{": 1, "}": -1}.get(sign, 0)
         if depth < 0:
             return True
+    if re.search(r"\d", plain) and _SENTENCE.search(_TEXT.sub("", plain)) and not re.search(r"\\boxed|\$", text):
+        return True  # a sentence around the answer
     return depth != 0 or not plain.isascii() or not plain.isprintable() or not re.search(r"[A-Za-z0-9]", plain)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_grpo.data.chat_template import render_chat
+from megatron_grpo.data.chat_template import parse_arguments, render_calls, render_chat
 
 ChatMessage = Mapping[str, Any]
 """A message for a chat template: role, content, and whatever else the template reads."""
@@ -213,23 +213,9 @@ class PromptRenderer:
             **self.format.chat_template_kwargs,
             **(variables or {}),
         }
-        if any(message["content"] is None for message in conversation):
-            return self._render_without_content(conversation, options)
+        if any("tool_calls" in message for message in conversation):
+            return render_calls(self.tokenizer, conversation, **options)
         return render_chat(self.tokenizer, conversation, **options)
-
-    def _render_without_content(self, conversation: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        """Render a conversation in which a turn has tool calls alone.
-
-        Some templates (DeepSeek's) show calls only where the content is null, others write null as "None". So null
-        stays where the template does not write it.
-        """
-        empty = [{**message, "content": message["content"] or ""} for message in conversation]
-        try:
-            shown = render_chat(self.tokenizer, conversation, **options)
-        except Exception:  # noqa: BLE001 - a template may raise anything about null; its error about "" is raised
-            return render_chat(self.tokenizer, empty, **options)
-        filled = render_chat(self.tokenizer, empty, **options)
-        return shown if shown.count("None") == filled.count("None") else filled
 
     def encode_after(self, text: str, last_token: int) -> list[int]:
         """Token ids of a text that follows a sampled token, without a blank or special tokens of a beginning.
@@ -298,7 +284,7 @@ class PromptRenderer:
         plain = {name: value for name, value in message.items() if value is not None}
         calls = plain.get("tool_calls")
         if isinstance(calls, list) and calls:
-            plain["tool_calls"] = [_parse_arguments(call) for call in calls]
+            plain["tool_calls"] = [parse_arguments(call) for call in calls]
         elif "tool_calls" in plain:
             del plain["tool_calls"]
         content = plain.get("content")
@@ -362,18 +348,6 @@ def are_text_parts(content: Any) -> bool:
             for part in content
         )
     )
-
-
-def _parse_arguments(call: Any) -> Any:
-    """A tool call with its arguments as an object, which templates expect, instead of JSON text as agents send it."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _has_tool_results(messages: Sequence[ChatMessage]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,8 @@ from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
 from megatron_grpo.data.specs import ROW_FORMS, countdown_game, processor_name, task_spec
 
+_WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
+"""Beginning of a list of messages as JSON and Python write it."""
 _SHOWN = 5
 """Bad rows of one set that are reported one by one."""
 
@@ -51,6 +54,8 @@ class SetReport:
     """Rows with a mathematical answer that cannot be read, so that only the same text equals it."""
     first_unread: str = ""
     """Place of the first of these rows, and its answer."""
+    begun: int = 0
+    """Rows whose prompt ends with a message of the assistant, so that responses go on from it."""
     columns: dict[str, set[str]] = field(default_factory=dict)
     """Names of the columns of each task's rows, after the conversion by data.processor."""
     common_columns: dict[str, set[str]] = field(default_factory=dict)
@@ -126,6 +131,13 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     elif report.duplicates:
         text = f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
         report.remarks.append(Problem(config.path, text))
+    if report.begun:
+        text = (
+            f"has {report.begun} rows, of {report.rows}, whose prompt ends with a message of the assistant: responses "
+        )
+        report.remarks.append(
+            Problem(config.path, f"{text}go on from it; leave it out if it is an answer to learn from")
+        )
     if report.doubtful:
         text = f"has {report.doubtful} rows, of {report.rows}, whose tests cannot be trusted (docs/environments.md): "
         report.remarks.append(Problem(config.path, f"{text}the first is {report.doubt}"))
@@ -165,6 +177,7 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
             report.first_unread = report.first_unread or f"{source.place(number)}, {shown(unread)}"
             report.unread += 1
         prompt = check.prompt(formed)
+        report.begun += is_conversation(prompt) and prompt[-1]["role"] == "assistant"
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
         digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
     report.rows, report.tasks = len(usable), set(report.columns)
@@ -294,6 +307,11 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
                 text = f"has a message (number {number}) whose content is {_kind(turn['content'])}; it must be text"
                 return f"column {spec.prompt_key!r} {text}"
         return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
+    if isinstance(prompt, str) and spec.apply_chat_template and _WRITTEN_MESSAGES.match(prompt):
+        text = (
+            "is a list of messages written as text, which the model would see with its brackets; write the list itself"
+        )
+        return f"column {spec.prompt_key!r} {text} (JSONL or Parquet; a table of text cannot hold it)"
     if kind == "countdown":
         try:
             countdown_game(row)

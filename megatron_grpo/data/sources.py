@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.paths import LFS_POINTER, is_hub_name, is_lfs_pointer
 from megatron_grpo.data.table_values import media_columns, nested_columns, strip_messages, strip_nulls, without_decoding
 
 HEAD_BYTES = 2**16
@@ -246,6 +246,8 @@ def open_source(config: DatasetConfig) -> Source:
     path = Path(config.path)
     if os.path.isdir(path) or is_remote(config.path):
         return _dataset(config)
+    if is_lfs_pointer(path):
+        raise SourceError(LFS_POINTER)
     if not os.path.exists(path) or path.suffix not in _READERS:
         return JsonLines(path)
     try:

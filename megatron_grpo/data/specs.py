@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import imported
+from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, rendered
 
 
@@ -214,6 +215,26 @@ def task_spec(data: DataConfig, task: str) -> TaskDataSpec:
         tools=_read(own.tools or data.tools, _definitions),
         long_prompts=data.long_prompts,
     )
+
+
+def task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | None]:
+    """Chat template of each task that has one; None: that of the model's folder.
+
+    Args:
+        config: configuration of the run.
+        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
+    """
+    templates: dict[str, str | None] = {}
+    for task in config.env:
+        spec = task_spec(config.data, task)
+        if not spec.apply_chat_template:
+            continue
+        template = spec.chat_template or getattr(tokenizer, "chat_template", None)
+        if isinstance(template, Mapping):  # as transformers chooses among several
+            name = "tool_use" if spec.tools and "tool_use" in template else "default"
+            template = template.get(name)
+        templates[task] = template
+    return templates
 
 
 def processor_name(data: DataConfig, task: str) -> str | None:

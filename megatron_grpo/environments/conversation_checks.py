@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,8 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import TaskDataSpec
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer
-from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, content_text
+from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec, task_templates
 from megatron_grpo.data.tokenizer import from_difference
 from megatron_grpo.environments.registry import environment_class
 
@@ -33,6 +34,12 @@ _ROWS_DECODED = 8
 """First rows whose prompts are compared with the text of their tokens."""
 _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%B %d, %Y")
 """Forms in which released templates write today's date."""
+_OPENING_TAG = re.compile(
+    r"(<\w+>|[<\[](?!/|\|?end)[^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])\s*$", re.IGNORECASE
+)
+"""A tag at the end of a prompt that opens the model's thoughts: <think>, [THINK]; not <|assistant|>, nor </think>."""
+_READ_BY_VALUE = frozenset(BUILT_IN) - {"format"}
+"""Types of environments that look for an answer wherever it stands, and for no tag."""
 
 
 def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
@@ -50,9 +57,10 @@ def load_examined_prompts(config: Config, model: Path, tokenizer: Any = None) ->
 
 
 def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
-    """The remark that the tokens of a row's prompt are other text than the prompt, blanks aside."""
+    """Remarks that a row's prompt lacks a message, or that its tokens are other text, blanks aside."""
     if not isinstance(data.loader, PromptLoader):
         return
+    kinds = set[str]()
     for row in range(_ROWS_DECODED):
         try:
             (prompt,) = data.loader.prompts([row])
@@ -63,10 +71,35 @@ def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
         text = "".join(message["content"] for message in prompt["message_log"])
         ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
         decoded, expected = ("".join(one.split()) for one in (data.tokenizer.decode(ids), text))
+        remarks = {"lacks": _lacking(prompt["prompt"], text) if config.data.long_prompts != "cut_left" else None}
         if decoded != expected:
             difference = from_difference(decoded, expected)
-            yield Problem(f"data: row {row}", f"is other text for the model, whose tokenizer changes it: {difference}")
-            return
+            remarks["changed"] = f"is other text for the model, whose tokenizer changes it: {difference}"
+        for kind, remark in remarks.items():
+            if remark is not None and kind not in kinds:
+                kinds.add(kind)
+                yield Problem(f"data: row {row}", remark)
+
+
+def _lacking(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
+    """The remark that a message of a row, or a tool call in it, is not in the rendered prompt; None: all are.
+
+    The last word of a message has to be there: templates leave out the thoughts that a message begins with, and write
+    line ends and quotes in ways of their own.
+    """
+    advice = "give a template that shows it in data.chat_template"
+    for number, message in enumerate([] if isinstance(prompt, str) else prompt, start=1):
+        words = re.findall(r"\w+", content_text(message.get("content")))
+        if words and words[-1] not in text:
+            described = f"its message {number}, of the role {message.get('role')}"
+            return f"lacks {described}: the chat template leaves it out; {advice}"
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call) if isinstance(call, Mapping) else {}
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                shown_call = f"the call of {name} in its message {number}"
+                return f"lacks {shown_call}: the chat template leaves it out; {advice}, or null as its content"
+    return None
 
 
 def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
@@ -94,6 +127,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
         except Exception:  # noqa: BLE001 - a template may require other messages than the sample; rows show errors
             continue
         remarks += _unread_settings(partial(_key, config, task), renderer, spec, prompt)
+        remarks += _begun_responses(task, environment, prompt)
         answers = _later_messages(environment)
         text = _refusal(renderer, answers)
         if text is not None:
@@ -103,6 +137,9 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
             )
         if answers or environment.agent_func is not None:
             remarks += _changed_turns(f"env.{task}", renderer, prompt)
+    if len({*task_templates(config, tokenizer).values()}) > 1:
+        text = "differ between tasks, so exported models keep the template of the folder that the run began with"
+        remarks.append(Problem("data.tasks: chat templates", text))
     return problems, list(dict.fromkeys(remarks))
 
 
@@ -175,6 +212,21 @@ def _unread_settings(
         name = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
         text = "can give a fixed date: the template writes today's into prompts, so a run resumed tomorrow has others"
         yield Problem(key(name), text)
+
+
+def _begun_responses(task: str, environment: EnvironmentConfig, prompt: str) -> Iterator[Problem]:
+    """The remark that responses lack a tag that rewards may look for, because every prompt ends with it."""
+    tag = _OPENING_TAG.search(prompt)
+    if tag is None or environment.type in _READ_BY_VALUE:
+        return
+    pattern = environment.options.get("pattern")
+    section, reader = f"env.{task}.type={environment.type}", f"a reward that looks for {tag[1]}"
+    if environment.type == "format":
+        if tag[1] not in str(pattern):
+            return
+        section, reader = f"env.{task}.options.pattern={pattern}", "the pattern"
+    text = f"responses begin behind {tag[1]}, with which the chat template ends every prompt, so that {reader} does not"
+    yield Problem(section, f"{text} find it in them; match what follows it (docs/rewards.md)")
 
 
 def _source(renderer: PromptRenderer) -> str:

@@ -31,6 +31,8 @@ The reference answer: {answer}
 Explain briefly, then end with a line "Score: N", N from {lowest} (useless) to {highest} (perfect)."""
 
 _LARGEST_ANSWER = 2**20
+_SHOWN_ERROR = 300
+"""Most characters of an endpoint's error message that are shown."""
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses of transient failures."""
 
@@ -140,6 +142,8 @@ class JudgeEnvironment(Environment):
                     reason = f"HTTP {reply.status} {reply.reason}"
                     if 300 <= reply.status < 400:  # a redirection would get the API key
                         reason += f", which redirects to {reply.headers.get('Location')}; give that in options.url"
+                    else:  # why, for instance that the judge's context is too short for the response
+                        reason += _error_text(await _first_bytes(reply.content))
                     if reply.status not in _TRANSIENT:
                         break
             except TimeoutError:
@@ -157,6 +161,18 @@ async def _first_bytes(content: aiohttp.StreamReader) -> bytes:
         return await content.readexactly(_LARGEST_ANSWER)
     except asyncio.IncompleteReadError as error:
         return error.partial
+
+
+def _error_text(reply: bytes) -> str:
+    """Beginning of an endpoint's error message, in one line; "" without one."""
+    try:
+        told: Any = json.loads(reply)
+        told = told.get("error", told)
+        text = str(told["message"] if isinstance(told, dict) else told)
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        text = reply[:_SHOWN_ERROR].decode(errors="replace")
+    line = " ".join(text.split())
+    return f": {line[:_SHOWN_ERROR]}" if line else ""
 
 
 def _content(reply: bytes) -> str:

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import unicodedata
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -83,7 +84,7 @@ def _equal_values(expected: str, actual: str, is_boxed: bool) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    return "".join(unicodedata.normalize("NFC", text).split())
 
 
 def final_answer(response: str) -> str:

@@ -32,6 +32,7 @@ def export_checkpoint(
     lora: LoraConfig,
     adapters_of: str | None,
     quantization: QuantizationFormat | None,
+    chat_template: str | None = None,
 ) -> None:
     """Load the whole model in this process and write it; a failure leaves nothing at the output.
 
@@ -44,6 +45,7 @@ def export_checkpoint(
         lora: settings of the run's adapters, which are merged into the weights of a whole model.
         adapters_of: write the adapters alone, for the base model of this name; None: write the whole model.
         quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
+        chat_template: template of the run's prompts, for a whole model; None: that of `source`.
 
     Raises:
         RunError: the checkpoint cannot be loaded into the model, the output cannot be written, or a merged weight is
@@ -79,7 +81,7 @@ def export_checkpoint(
             if quantization is not None:
                 settings["quantization_config"] = quantization_entry(quantization)
                 tensors = quantized_tensors(tensors, quantization)
-            write_hf_folder(tensors, source, output, settings=settings)
+            write_hf_folder(tensors, source, output, settings=settings, chat_template=chat_template)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
     finally:

@@ -100,6 +100,7 @@ def write_hf_folder(
     output: str | Path,
     max_shard_bytes: int = 4 * 2**30,
     settings: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> None:
     """Write full tensors as a folder in Hugging Face format, under a temporary name until it is complete.
 
@@ -111,6 +112,7 @@ def write_hf_folder(
         output: folder to make; must not exist, or be empty.
         max_shard_bytes: largest safetensors file, unless a single tensor is larger.
         settings: further entries for config.json.
+        chat_template: the only chat template of the new folder; None: those of `source_folder`.
 
     Raises:
         ValueError: `output` already holds something.
@@ -118,6 +120,8 @@ def write_hf_folder(
     with new_folder(output) as folder:
         dtype = _write_shards(tensors, folder, max_shard_bytes)
         _copy_side_files(Path(source_folder), folder, dtype, settings or {})
+        if chat_template is not None:
+            _replace_templates(folder, chat_template)
 
 
 @contextmanager
@@ -212,3 +216,15 @@ def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: M
     changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings)
     if changed != config:
         config_file.write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _replace_templates(folder: Path, template: str) -> None:
+    """Make a template the only one of a folder, in both files from which tokenizers take it."""
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "chat_template" in settings:
+        text = json.dumps({**settings, "chat_template": template}, indent=2, ensure_ascii=False)
+        file.write_text(f"{text}\n", encoding="utf-8")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_grpo.config.paths import LFS_POINTER, is_lfs_pointer
+
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -83,6 +85,8 @@ def _tensors_in(file: Path, missing: str) -> dict[str, StoredTensor]:
     except FileNotFoundError:
         raise ValueError(missing) from None
     except (OSError, SafetensorError) as error:
+        if is_lfs_pointer(file):
+            raise ValueError(f"{file} {LFS_POINTER}") from None
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
 
 

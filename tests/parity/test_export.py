@@ -78,8 +78,10 @@ def test_a_run_that_started_from_a_hub_model(
     checkpoint = make_run(model, tmp_path / "run", Layout(tensor=2, pipeline=2))
     config = {"policy": {"model": {"path": "org/name"}, "precision": "float32"}}
     OmegaConf.save(OmegaConf.create(config), tmp_path / "run" / "config.yaml")
+    (tmp_path / "run" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]) == 0
     assert_same_model(tmp_path / "out", model)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
 
 
 @pytest.fixture
@@ -118,6 +120,9 @@ def test_mistakes_get_one_message(run_dir: Path, tmp_path: Path, capsys: pytest.
     for text in ("", "policy: {model: 3}", "policy: 3", "policy: {model: {path: 3}, precision: float32}", "[1]"):
         (run_dir / "config.yaml").write_text(text)
         assert str(run_dir / "config.yaml") in mistake(capsys, checkpoint, output)
+    gone = f"policy: {{model: {{path: {tmp_path}/gone}}, precision: float32}}"
+    (run_dir / "config.yaml").write_text(gone)
+    assert f"policy.model.path in {run_dir}/config.yaml, is not there" in mistake(capsys, checkpoint, output)
     (run_dir / "config.yaml").unlink()
     assert "has to stay in its run directory" in mistake(capsys, checkpoint, output)
     assert not (tmp_path / "out").exists()

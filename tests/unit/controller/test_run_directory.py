@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -86,6 +88,32 @@ def test_a_start_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
     with claimed_run_directory(str(tmp_path / "run")) as folder:
         record_start(folder, compose_config(["+exp=quickstart"]))
     assert {entry.name for entry in folder.iterdir()} == {".lock", "config.yaml"}
+
+
+def test_the_folder_keeps_the_template_of_the_prompts_for_exports(tmp_path: Path) -> None:
+    file, other = tmp_path / "own.jinja", tmp_path / "other.jinja"
+    file.write_text("{{ messages[0].content }} \u00e9\n", encoding="utf-8")
+    other.write_text("{{ messages[0].content }}")
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    script = SimpleNamespace(chat_template={"default": "{{ messages }}", "tool_use": "{{ tools }}"})
+    setting, run = f"data.chat_template={file}", tmp_path / "run"
+    run.mkdir()
+    kept = run / "chat_template.jinja"
+    base = ["+exp=quickstart", "data.apply_chat_template=true"]
+
+    def template(*overrides: str, tokenizer: Any = None) -> str | None:
+        record_start(run, compose_config([*base, *overrides]), tokenizer)
+        return kept.read_text(encoding="utf-8") if kept.exists() else None
+
+    assert template() is None
+    assert template(setting) == file.read_text(encoding="utf-8")
+    assert template(setting, "data.apply_chat_template=false") is None, "a resume without it has the folder's"
+    assert template(tokenizer=script) == "{{ messages }}"
+    assert template(f"data.tools={tmp_path / 'tools.json'}", tokenizer=script) == "{{ tools }}"
+    assert template(setting, tokenizer=script) == file.read_text(encoding="utf-8")
+    two = [setting, "+env.game.type=countdown", f"+data.tasks.game.chat_template={other}"]
+    assert template(*two) is None, "tasks have different ones"
+    assert template(*two, "+data.tasks.game.apply_chat_template=false") is not None
 
 
 def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:

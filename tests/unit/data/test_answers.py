@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def test_a_number_that_is_written_with_an_exponent_is_its_value() -> None:
         ),
         *((one, True) for one in ("٤٢", "\\{1, 2\\}", "#5", "90°", "−3", "3:4", "\\text{east}", "x \\in [1, 2)")),
         *((one, False) for one in ("\\frac{1}{2", "1}", "東京", "?", "5 ☺", "2\n3")),
+        *((one, False) for one in ("Therefore, the answer is: 180", "Final answer: 42", "all numbers except 3")),
+        *((one, True) for one in ("The value is $5$.", "It is \\boxed{5}", "12 red apples", "30 miles per hour")),
+        *((one, True) for one in ("x = 5 or x = 7", "1, 2, and 3", "no solution", "\\text{June the 5th}")),
     ],
 )
 def test_answers_that_cannot_be_read_are_remarked_upon(tmp_path: Path, answer: str, readable: bool) -> None:
@@ -69,6 +73,21 @@ def test_answers_that_cannot_be_read_are_remarked_upon(tmp_path: Path, answer: s
         assert text.startswith("has 1 rows, of 2, whose answer cannot be read as mathematics")
         assert f"{path}:2" in text
     assert is_correct(f"\\boxed{{{answer}}}", answer), "the same text is right, read or not"
+
+
+@pytest.mark.parametrize("answer", ["Therefore, the answer is: 180", "Final answer: 180", "We find that x is 180"])
+def test_a_sentence_as_the_answer_equals_no_number(answer: str) -> None:
+    """So it is remarked upon: all rewards of such a row are 0."""
+    assert not is_correct("The answer is \\boxed{180}.", answer)
+    assert not is_correct("\\boxed{18}", answer)
+
+
+@pytest.mark.parametrize(("one", "other"), [("cafe\u0301", "caf\u00e9"), ("\u1112\u1161\u11ab", "\ud55c")])
+def test_answers_that_look_the_same_are_equal(one: str, other: str) -> None:
+    """A tokenizer that normalises texts gives one form, and a data set may have the other."""
+    assert unicodedata.normalize("NFC", one) == other
+    for answer, response in ((one, other), (other, one)):
+        assert is_correct(f"\\boxed{{{response}}}", answer)
 
 
 @pytest.mark.parametrize(("answer", "usable"), [("095", True), (117, True), (95.0, False), ("9 5", False), ("", False)])

@@ -13,6 +13,7 @@ from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
 from megatron_grpo.data.prompt_renderer import MODEL_TURN, PromptFormat, PromptRenderer
 from megatron_grpo.data.rows import RowCheck
+from tests.support.released.templates import stored
 
 CHATML = (
     "{% if tools %}<|im_start|>system{{ '\n' }}{{ tools | tojson }}<|im_end|>{{ '\n' }}{% endif %}"
@@ -272,6 +273,33 @@ def test_a_turn_of_calls_alone_is_shown_with_its_calls(template: str, arguments:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert renderer.render([user("x"), turn]) == '<|start|>x<|end|><|start|><|call|>add{"a": 1}<|end|>'
+
+
+@pytest.mark.parametrize("content", [None, "Adding."])
+def test_arguments_are_text_for_a_template_that_refuses_objects(content: str | None) -> None:
+    """As DeepSeek's templates, which put them together with +; transformers is given them so."""
+    written = "{% for c in m.tool_calls %}{{ '<|call|>' + c.function.name + c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}<|start|>{{ m.content or '' }}" + written + "<|end|>{% endfor %}"
+    renderer = PromptRenderer(byte_level(template), PromptFormat())
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "\u00e9"}}}
+    turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+    shown = renderer.render([user("x"), turn])
+    call["function"] = {"name": "add", "arguments": '{"a": "\u00e9"}'}
+    conversation = [user("x"), {**turn, "content": content or ""}]
+    assert shown == renderer.tokenizer.apply_chat_template(conversation, tokenize=False)
+
+
+def test_calls_of_deepseek_are_shown() -> None:
+    renderer = PromptRenderer(byte_level(stored("deepseek_r1_distill")), PromptFormat())
+    for arguments in ('{"a": 1}', {"a": 1}):
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        shown = renderer.render([user("x"), turn, {"role": "tool", "content": "7"}])
+        call["function"] = {"name": "add", "arguments": '{"a": 1}'}
+        messages = [user("x"), turn, {"role": "tool", "content": "7"}]
+        expected = renderer.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert "add" in shown.partition("x")[2]
+        assert shown == expected
 
 
 def test_a_conversation_keeps_a_system_message_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
@@ -10,6 +11,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,10 @@ ROW = b'{"prompt": "1?", "answer": "1"}\n'
 KINDS = {"math": "math"}
 
 
-def report_of(path: Path, content: bytes | None = None, **data: str) -> SetReport:
+def report_of(path: Path, content: bytes | None = None, **data: Any) -> SetReport:
     if content is not None:
         path.write_bytes(content)
-    return examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path), **data), KINDS)  # type: ignore[arg-type]
+    return examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path), **data), KINDS)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +130,42 @@ def test_rows_whose_tests_cannot_be_trusted_are_told(tmp_path: Path) -> None:
     (remark,) = report.remarks
     assert remark.text.startswith("has 3 rows, of 4, whose tests cannot be trusted (docs/environments.md)")
     assert f"the first is {path}:2, whose tests compare P(1)" in remark.text
+
+
+MESSAGES = [{"content": "It's 2+2?", "role": "user"}]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [json.dumps(MESSAGES), repr(MESSAGES), json.dumps(MESSAGES, indent=2), repr([{"from": "human", "value": "2+2?"}])],
+)
+def test_a_list_of_messages_that_is_written_as_text_is_refused(tmp_path: Path, prompt: str) -> None:
+    """JSON text in JSONL, and what pandas writes into CSV."""
+    row = {"prompt": prompt, "answer": "4"}
+    (problem,) = report_of(tmp_path / "rows.jsonl", json.dumps(row).encode()).problems
+    assert "is a list of messages written as text" in problem.text
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([row, row.values()])
+    (problem,) = report_of(tmp_path / "rows.csv").problems
+    assert "is a list of messages written as text" in problem.text
+    plain = report_of(tmp_path / "rows.jsonl", apply_chat_template=False)
+    assert plain.rows == 1, "a plain prompt may be any text"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["[1, 2] + [3]?", 'What is wrong in [{"role": "user"}]?', "[{x: 1}] is a set?", "[]"]
+)
+def test_prompts_with_brackets_are_texts(tmp_path: Path, prompt: str) -> None:
+    report = report_of(tmp_path / "rows.jsonl", json.dumps({"prompt": prompt, "answer": "4"}).encode())
+    assert (report.rows, report.remarks) == (1, [])
+
+
+def test_prompts_that_end_with_the_answer_are_told(tmp_path: Path) -> None:
+    """The column `messages` of a set for supervised training, taken as the prompt."""
+    answered = [*MESSAGES, {"role": "assistant", "content": "4"}]
+    rows = [{"messages": MESSAGES, "answer": "4"}, {"messages": answered, "answer": "4"}]
+    content = "\n".join(map(json.dumps, rows)).encode()
+    (remark,) = report_of(tmp_path / "rows.jsonl", content, prompt_key="messages").remarks
+    assert remark.text.startswith(
+        "has 1 rows, of 2, whose prompt ends with a message of the assistant: responses go on"
+    )

@@ -26,6 +26,8 @@ class Judge:
         self.asked: list[dict[str, Any]] = []
         self.answers: list[Any] = []
         self.finish_reason = "stop"
+        self.refuses_with: int | None = None
+        """Status of answers that are bytes; None: 200."""
         self.pause_s = 0.0
         """Seconds between two bytes of an answer."""
         judge = self
@@ -37,7 +39,7 @@ class Judge:
                 answer = judge.answers.pop(0) if len(judge.answers) > 1 else judge.answers[0]
                 if answer == "hang":
                     time.sleep(3)
-                status = answer if isinstance(answer, int) else 200
+                status = answer if isinstance(answer, int) else judge.refuses_with or 200
                 content = {"choices": [{"message": {"content": answer}, "finish_reason": judge.finish_reason}]}
                 data = answer if isinstance(answer, bytes) else json.dumps(content).encode()
                 self.send_response(status)
@@ -148,6 +150,29 @@ def test_options_have_bounds(judge: Judge) -> None:
             scored(judge, "42", **options)
     with pytest.raises(ValueError, match=r"options\.highest=1 must be above options\.lowest=2"):
         scored(judge, "42", lowest=2, highest=1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"object": "error", "message": "maximum context length is 4096\\n tokens, got 9000", "code": 400}',
+        b'{"error": {"message": "maximum context length is 4096 tokens, got 9000", "type": "BadRequestError"}}',
+        b'{"error": "maximum context length is 4096 tokens, got 9000"}',
+        b"maximum context length is 4096 tokens, got 9000" + b"." * 10_000,
+    ],
+    ids=["vLLM", "OpenAI", "TGI", "text"],
+)
+def test_the_reason_of_a_refusal_is_told(judge: Judge, body: bytes) -> None:
+    """A response that is too long for the judge."""
+    judge.answers, judge.refuses_with = [body], 400
+    text = "HTTP 400 Bad Request: maximum context length is 4096 tokens, got 9000"
+    with pytest.raises(RunError, match=text) as caught:
+        scored(judge, "42")
+    assert len(str(caught.value)) < 600
+    for empty in (b"", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000):
+        judge.answers = [empty]
+        with pytest.raises(RunError, match="HTTP 400 Bad Request"):
+            scored(judge, "42")
 
 
 def test_a_judge_that_does_not_answer_fails_the_rollout(judge: Judge) -> None:

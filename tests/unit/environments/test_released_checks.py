@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.command import main
 from megatron_grpo.config.compose import compose_typed
-from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.data_schema import EnvironmentConfig, TaskConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -121,6 +122,63 @@ def test_turns_that_change_later_are_named_where_there_are_several(examine: Exam
         assert (text in remarks) == (is_changed and kind != "math")
 
 
+THOUGHTS = r"^<think>\n?(.*?)</think>\s*<answer>(.*?)</answer>$"
+
+
+@every_layout
+@pytest.mark.parametrize("kind", ["format", "reward_functions", f"{__name__}:Talking", "math"])
+def test_a_tag_that_prompts_end_with_is_named_where_rewards_may_look_for_it(
+    tmp_path: Path, layout: Layout, kind: str
+) -> None:
+    config = configuration(kind)
+    config.env["math"].options = {"pattern": THOUGHTS} if kind == "format" else {}
+    _, found = examine_conversations(config, load_tokenizer(layout.write(tmp_path)))
+    remarks = [one for one in found if "with which the chat template ends every prompt" in one.text]
+    is_begun = layout.render([QUESTION]).rstrip().endswith("<think>")
+    assert is_begun == (layout.name in ("qwen3_5", "r1_distill_llama", "r1_distill_qwen"))
+    assert bool(remarks) == (is_begun and kind != "math")
+    if remarks:
+        assert remarks[0].text.startswith("responses begin behind <think>, ")
+
+
+@pytest.mark.parametrize(
+    ("end", "tag"),
+    [
+        *(("[THINK]", "[THINK]"), ("<|start_think|>\n", "<|start_think|>"), ("<reasoning>\n", "<reasoning>")),
+        *(("<think>\n\n</think>\n\n", None), ("[/THINK]", None), ("<|end_think|>", None), ("<|assistant|>\n", None)),
+    ],
+)
+def test_the_tags_of_other_templates_are_known(tmp_path: Path, end: str, tag: str | None) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}{% if add_generation_prompt %}" + end + "{% endif %}")
+    config = configuration("reward_functions", chat_template=str(template))
+    _, found = examine_conversations(config, load_tokenizer(BY_NAME["qwen3"].write(tmp_path / "model")))
+    remarks = [one.text for one in found if "ends every prompt" in one.text]
+    assert len(remarks) == (tag is not None)
+    assert tag is None or f"begin behind {tag}, " in remarks[0]
+
+
+def test_a_pattern_without_the_tag_needs_no_remark(tmp_path: Path) -> None:
+    config = configuration("format")
+    config.env["math"].options = {"pattern": "(?s)((?!</?think>).)+</think>.+"}
+    assert re.fullmatch(config.env["math"].options["pattern"], "First, 2 plus 2.\n</think>\nThe answer is 4.")
+    _, remarks = examine_conversations(config, load_tokenizer(BY_NAME["r1_distill_qwen"].write(tmp_path)))
+    assert not any("ends every prompt" in one.text for one in remarks)
+
+
+def test_tasks_with_different_templates_are_named(tmp_path: Path) -> None:
+    """An exported model can have the template of one alone."""
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =")
+    own = TaskConfig(chat_template=str(tmp_path / "own.jinja"))
+    layout = BY_NAME["qwen3"]
+    tokenizer = load_tokenizer(layout.write(tmp_path / "model"))
+    for tasks, differ in (({}, False), ({"math": own}, True), ({"math": own, "other": own}, False)):
+        config = configuration("math", tasks=tasks)
+        config = replace(config, env={**config.env, "other": config.env["math"]})
+        _, remarks = examine_conversations(config, tokenizer)
+        assert any("differ between tasks" in one.text for one in remarks) == differ
+
+
 class Formatting(Talking):
     """Answers by results of tools of its own."""
 
@@ -166,6 +224,45 @@ def test_a_tokenizer_that_changes_a_row_is_named(tmp_path: Path) -> None:
         changed = [note for note in notes if "other text" in note]
         assert len(changed) == bool(remark)
         assert not changed or remark in changed[0]
+
+
+CALL = {"type": "function", "id": "call00001", "function": {"name": "multiply", "arguments": '{"a": 17}'}}
+RESULT = {"role": "tool", "name": "multiply", "tool_call_id": "call00001", "content": "119 apples"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lacking"),
+    [
+        ("phi_4", None, "lacks the call of multiply in its message 2"),
+        ("phi_4", "Multiplying.", "lacks the call of multiply in its message 2"),
+        ("r1_distill_qwen", "Multiplying.", "lacks the call of multiply in its message 2"),
+        ("r1_distill_qwen", "", "lacks the call of multiply in its message 2"),
+        ("r1_distill_qwen", None, None),
+        ("qwen3", "<think>\nLet me see\n</think>\n\nMultiplying.", None),
+        ("llama_3_1", None, None),
+        ("gpt_oss", None, None),
+        ("glm_4_5", "Multiplying.", None),
+    ],
+)
+def test_rows_whose_history_the_template_leaves_out_are_named(
+    tmp_path: Path, name: str, content: str | None, lacking: str | None
+) -> None:
+    turn = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    row = {"prompt": [QUESTION, turn, RESULT], "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for _ in range(40)))
+    config = configuration("math", train_path=str(tmp_path / "rows.jsonl"))
+    notes = load_examined_prompts(config, BY_NAME[name].write(tmp_path / "model")).notes
+    lacks = [note for note in notes if note.startswith("data: row") and " lacks " in note]
+    assert len(lacks) == (lacking is not None)
+    assert lacking is None or lacking in lacks[0]
+
+
+def test_results_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
+    history = [QUESTION, {"role": "assistant", "content": "Multiplying."}, RESULT, QUESTION]
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': history, 'answer': '1'})}\n" * 40)
+    config = configuration("math", train_path=str(tmp_path / "rows.jsonl"))
+    notes = load_examined_prompts(config, BY_NAME["phi_4"].write(tmp_path / "model")).notes
+    assert any("lacks its message 3, of the role tool: the chat template leaves it out" in note for note in notes)
 
 
 def test_the_command_says_it_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

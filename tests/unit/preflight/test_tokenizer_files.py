@@ -85,3 +85,25 @@ def test_a_chat_template_of_the_configuration_stands_in_for_the_tokenizers(
     load_config(plain)
     subject = "data.tasks.math.apply_chat_template=True"
     assert "has no chat template" in problems_of([*plain, "data.tasks.math.apply_chat_template=true"])[subject]
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 11422654\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(plain: list[str], model: Path, name: str) -> None:
+    """A clone without Git LFS has pointers in place of the large files."""
+    write_tokenizer(model, VOCAB, (), eos_token="w1")
+    load_config(plain)
+    (model / name).write_text(POINTER)
+    text = problems_of(plain)[f"policy.model.path={model}"]
+    assert f"{model / name}" in text
+    assert "is a pointer of Git LFS" in text
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet", "train.csv"])
+def test_a_pointer_in_place_of_rows_is_named(plain: list[str], rows: Path, name: str) -> None:
+    file = rows.with_name(name)
+    file.write_text(POINTER)
+    text = problems_of([*plain, f"data.train_path={file}"])[str(file)]
+    assert text.startswith("is a pointer of Git LFS")

@@ -54,3 +54,17 @@ def test_a_reloaded_export_gives_the_same_prompts(layout: Layout, exported: Path
     assert datum["message_log"][0]["token_ids"] == layout.ids(expected)
     ends = GenerationConfig.from_pretrained(exported).eos_token_id
     assert {*(ends if isinstance(ends, list) else [ends])} == layout.ends
+
+
+@pytest.mark.parametrize("tools", [None, [ADD]])
+def test_the_template_of_a_run_is_the_only_one_of_its_export(layout: Layout, exported: Path, tools: object) -> None:
+    """A folder may have its templates in either file, and further ones for tools beside them."""
+    own = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>\u00e9\n"
+    source, target = exported.parent / "source", exported.parent / "own"
+    write_hf_folder([("model.norm.weight", torch.ones(4))], source, target, chat_template=own)
+    text = AutoTokenizer.from_pretrained(target).apply_chat_template([USER], tools=tools, tokenize=False)
+    assert text == layout.oracle.apply_chat_template([USER], chat_template=own, tokenize=False)
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    assert settings.get("chat_template", own) == own
+    theirs = json.loads((source / "tokenizer_config.json").read_text())
+    assert {**settings, "chat_template": 0} == {**theirs, "chat_template": 0}
