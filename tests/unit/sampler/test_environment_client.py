@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutFailure
@@ -61,6 +62,7 @@ class Handle:
     def __init__(self, *processes: FakeProcess, spares: tuple[FakeProcess, ...] = ()) -> None:
         self.name, self.timeout_s = "task", 0.2
         self.leave_out_suspects: list[str] = []
+        self.prompts = PromptFormat()
         self.processes = list(processes)
         self.spares = list(spares)
         self.spawned: list[FakeProcess] = []

@@ -27,7 +27,8 @@ from megatron_grpo.weights.refit.links import Links, schedule, write_plan
 from megatron_grpo.weights.refit.plan import plan_pieces, tensor_name
 from tests.support.refit_models import DENSE, full_tensor, made_up_worker
 
-SHAPE = shape_of_config(DENSE)
+MODEL = {**DENSE, "hidden_size": 32}  # as vLLM computes the size of a head in a folder of Qwen2
+SHAPE = shape_of_config(MODEL)
 ENTRIES = weight_entries(SHAPE)
 SOURCES, RECEIVERS = 2, 2
 BUCKET_BYTES = 1024
@@ -61,7 +62,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Callable[..., tuple[list[Links], list[Any]]]]:
     """Makes the links of a policy with TP2, and two receivers with these models."""
-    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
