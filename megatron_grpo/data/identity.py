@@ -52,7 +52,7 @@ class DataIdentity:
         return self.streaming or any(one.digest is not None for one in self.training.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The identity as JSON types."""
         return asdict(self)
 
 

@@ -89,7 +89,7 @@ class AnswerText:
     text: str
     """LaTeX without percent signs: 50 for 50%."""
     as_share: str
-    """The same with every percentage as a share of one: 0.5 for 50%."""
+    """The answer in LaTeX with every percentage as a share of one: 0.5 for 50%."""
     unit: str | None = None
     """Canonical unit that stood after the value; None: none, or one that is not known."""
 

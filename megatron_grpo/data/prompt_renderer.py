@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ ChatMessage = Mapping[str, Any]
 """A message for a chat template: role, content, and whatever else the template reads."""
 
 MODEL_TURN = "\u2402\u2403here\u2403\u2402"
-"""Text in place of the model's turn, by which the text that a template puts after that turn is located."""
+"""Beginning of the text in place of the model's turn, by which the text that a template puts after it is located."""
 
 RESERVED = frozenset(
     {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"}
@@ -136,9 +137,7 @@ class PromptRenderer:
         Raises:
             ValueError: the template does not show the model's message, or (of any class) refuses the conversation.
         """
-        mark = MODEL_TURN
-        while mark in repr(messages):  # a message may hold any text
-            mark += MODEL_TURN
+        mark = f"{MODEL_TURN}{secrets.token_hex(8)}"  # drawn at random, because messages may hold any text
         conversation = [*earlier, {"role": "assistant", "content": mark}, *messages]
         try:
             _, is_shown, after = self.render(conversation, tools=tools, variables=variables).rpartition(mark)

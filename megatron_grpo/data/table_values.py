@@ -73,7 +73,7 @@ def undecoded(features: Any) -> Any:
 
 
 def without_decoding(dataset: Any) -> Any:
-    """The same `datasets.Dataset` with media as {bytes, path}; nothing is copied or written."""
+    """A view of a `datasets.Dataset` with media as {bytes, path}; nothing is copied or written."""
     if not media_columns(dataset.features):
         return dataset
     from datasets import Dataset, DatasetInfo

@@ -93,7 +93,7 @@ def build_environments(
     Args:
         config: type and options of each environment, by task name.
         settings: function from a task name to the settings of its environment.
-        rewards: see `EnvironmentPool`.
+        rewards: reward functions that a script passed, by their entry in reward_funcs.
     """
     return {
         name: EnvironmentPool(name, environment, settings(name), rewards or {}) for name, environment in config.items()

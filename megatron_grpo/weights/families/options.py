@@ -57,7 +57,12 @@ def refuse_options(raw: Mapping[str, Any], family: str, more: Neutral | None = N
 
 
 def refuse_quantized(settings: Any, key: str = "quantization_config") -> None:
-    """Raise a ValueError for weights in 8 bits or fewer; `settings` are those of quantization, None: there are none."""
+    """Raise a ValueError for a model whose weights are stored in 8 bits or fewer.
+
+    Args:
+        settings: the quantization settings of the model's files; None: it has none.
+        key: key or file that holds the settings, for the message.
+    """
     if settings is None:
         return
     method = None

@@ -116,7 +116,7 @@ class WeightTransport(ABC):
         self._scores: list[ray.ObjectRef] | None = None
         """The policy's log-probabilities of the canary, by rank, while engines wait for it; None: they do not."""
         self._base_scores: list[ray.ObjectRef] = []
-        """The same without the policy's adapters; empty if it has none."""
+        """Log-probabilities of the canary without the policy's adapters, by rank; empty without adapters."""
         self._adapters: list[ray.ObjectRef] = []
         """The check of the policy's adapters (`check_adapters`), by rank; empty if it has none."""
         self._unchecked = True

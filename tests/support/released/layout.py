@@ -41,7 +41,7 @@ class Layout:
     end: str = ""
     """Text of the token that the model samples to end an answer to a user."""
     tool_end: str | None = None
-    """The same after tool calls; None: as `end`."""
+    """Text of the token that the model samples to end a turn of tool calls; None: that of `end`."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the template that change the generation prompt or the system message."""
     shows_tools: bool = True

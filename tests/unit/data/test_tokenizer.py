@@ -1,4 +1,4 @@
-"""Tokenizers of released layouts: what is loaded is what tokenizer.json describes, against the tokenizers library."""
+"""Loaded tokenizers encode and decode as the tokenizers library does by tokenizer.json alone."""
 
 from __future__ import annotations
 

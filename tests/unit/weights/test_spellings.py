@@ -1,4 +1,4 @@
-"""A setting of config.json that has several spellings, or none: what is read is what transformers and vLLM read."""
+"""Settings with several spellings in config.json, or none, are read as transformers and vLLM read them."""
 
 from __future__ import annotations
 
