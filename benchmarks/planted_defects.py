@@ -62,6 +62,8 @@ class Trial:
     recipe: str = "quickstart"
     damage: Callable[[Path], None] | None = None
     """What is done to the run's folder afterwards."""
+    in_doctor: bool = False
+    """Whether the doctor's own process has the defect too, as one of the installed code; else only the run had it."""
 
 
 def edit_token(run_dir: Path) -> None:
@@ -129,6 +131,7 @@ TRIALS = (
         (*ALONE, "generation.engine_args.hf_overrides={rms_norm_eps: 0.01}"),
     ),
     Trial("packed sequences leak", "leak", LAYOUT, ("pack|layout",), DATA),
+    Trial("packed sequences leak in the doctor too", "leak", LAYOUT, ("pack|layout|layer",), DATA, in_doctor=True),
     Trial("shards of the vocabulary exchanged", "vocabulary_shards", LAYOUT, ("tensor|layout",), TENSOR),
     Trial("second stage off", "stage_off", LAYOUT, (r"pipeline|layout|layers?[ .]2",), ()),
     Trial("one replica off", "replica_off", LAYOUT, ("data|replica|layout|rollouts",), DATA),
@@ -158,7 +161,7 @@ def try_run(trial: Trial, folder: Path) -> dict[str, Any]:
     made = time.monotonic()
     errors, marked = _steps(run_dir)
     begins = next((step for step, error in errors.items() if error > LARGE), None)
-    code, text = _python(["megatron_grpo.doctor", str(run_dir), "--json"], trial.defect)
+    code, text = _python(["megatron_grpo.doctor", str(run_dir), "--json"], trial.defect if trial.in_doctor else None)
     found = json.loads(text.splitlines()[-1]) if code in (0, 1) and text.strip().endswith("}") else {}
     return {
         "errors": errors,
