@@ -38,7 +38,7 @@ from megatron_grpo.trainer.rank import Microbatches, PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 
 if TYPE_CHECKING:
-    from megatron_grpo.proof.oracle import Tokens
+    from megatron_grpo.proof.law import Tokens
 
 EMBEDDING, HEADS, NORM = "embedding", "self_attn.heads", "norm"
 _OF_LAYER = {
