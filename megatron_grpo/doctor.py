@@ -103,8 +103,8 @@ def _lines(run_dir: Path, found: Diagnosis) -> list[str]:
         f"step {found.step} of {run_dir}: {found.tokens} tokens of {found.rollouts} rollouts, "
         f"sampled by version {found.version}",
         "",
-        f"{'recorded by the run':<34}{_recorded(found)}",
-        f"{'computed here of the scored tokens':<34}mean of exp(abs(difference)) {found.error:.6g}",
+        f"{'recorded by the run':<36}{_recorded(found)}",
+        f"{'computed here of the scored tokens':<36}mean of exp(abs(difference)) {found.error:.6g}",
         "",
         f"{'differences of log-probabilities':<34}{'mean':>10}{'largest':>10}   {'rounding explains'}",
         f"{'generation and training':<34}{found.gap.mean:>10.1e}{found.gap.worst:>10.1e}",

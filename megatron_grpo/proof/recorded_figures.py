@@ -119,8 +119,11 @@ def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float)
             replay_step(each, hidden_tokens=HIDDEN_TOKENS, timeout_s=timeout_s, gpus=gpus)
             for each in ((record, changed) if overrides else (record,))
         ]
-    except (ConfigError, RunError, ValueError, OSError) as error:
-        return LayoutReplay(command, f"it could not be done here: {error}", differs=False)
+    except ConfigError as error:
+        reason = "; ".join(f"{problem.subject} {problem.text}" for problem in error.problems)
+        return LayoutReplay(command, f"its replay could not be done here: {reason}", differs=False)
+    except (RunError, ValueError, OSError) as error:
+        return LayoutReplay(command, f"its replay could not be done here: {error}", differs=False)
     if not overrides:
         return LayoutReplay(command, f"the run had one rank without packing; {_versions(record)}", differs=False)
     limits = tolerances(record.config.policy, changed.config.policy)
