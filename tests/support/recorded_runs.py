@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -32,6 +34,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.hf_export import export_checkpoint
 from tests.support.recording import make_record
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -87,6 +90,8 @@ class RecordedRun:
     config: Config
     versions: list[Path] = field(default_factory=list)
     """Folders of the weights of versions 0, 1, ..."""
+    samples: int = SAMPLES
+    """Samples of each prompt."""
 
     @property
     def run_dir(self) -> Path:
@@ -98,8 +103,14 @@ class RecordedRun:
         return [one["message_log"][0]["token_ids"] for one in loader.prompts(range(PROMPTS))]
 
     def add_version(self, folder: Path | None = None) -> Path:
-        """The next version, and its checkpoint; without a folder of weights, every number changes a little."""
+        """The next version, and its checkpoint; without a folder of weights, every number changes a little.
+
+        With adapters (policy.lora), only these change, and the version's folder has them merged.
+        """
         number = len(self.versions)
+        if self.config.policy.lora.rank:
+            self.versions.append(save_adapters(self, number))
+            return self.versions[-1]
         folder = folder or moved(self.versions[-1], self.root / f"version_{number}", seed=number)
         self.versions.append(folder)
         save_checkpoint(folder, self.run_dir / f"checkpoints/step_{number}/megatron", self.config)
@@ -110,8 +121,20 @@ class RecordedRun:
         self.run_dir.mkdir(exist_ok=True)
         record_start(self.run_dir, self.config)
         pairs = list(zip(rollouts, learnt or [None] * len(rollouts), strict=True))
-        groups = [(number, pairs[number * SAMPLES : (number + 1) * SAMPLES]) for number in range(PROMPTS)]
-        write_rollouts(rollouts_file(self.run_dir, step), groups, make_record().metadata())
+        groups = [(row, [pair for pair in pairs if pair[0].group == row]) for row in range(PROMPTS)]
+        record = make_record(
+            prompts_per_step=PROMPTS,
+            samples_per_prompt=self.samples,
+            max_num_steps=self.config.loop.max_num_steps,
+            vocab=shape_of_folder(self.versions[0]).vocab,
+        )
+        write_rollouts(rollouts_file(self.run_dir, step), groups, record.metadata())
+
+    def write_metrics(self, errors: Mapping[int, Mapping[str, float]]) -> None:
+        """Write metrics.jsonl: the figures of each step (`consistency`), by step."""
+        steps = [{"step": step, "reward": 0.5, "weight_version": float(step - 1), **errors[step]} for step in errors]
+        rows = (one | {"timing": {"total": 1.0}, "throughput": {}} for one in steps)
+        (self.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_run(root: Path, model_of: str | Path, *overrides: str, **model_config: Any) -> RecordedRun:
@@ -155,15 +178,57 @@ def make_run(root: Path, model_of: str | Path, *overrides: str, **model_config: 
 
 def save_checkpoint(folder: Path, target: Path, config: Config) -> None:
     """The weights of a folder as a checkpoint of the policy."""
-    policy = PolicyConfig(precision=config.policy.precision, optimizer=OptimizerConfig(distributed=False))
+    with _policy_rank(folder, config) as rank:
+        target.mkdir(parents=True)
+        rank.checkpoint.save(str(target))
+
+
+ADAPTER_SCALE = 0.01
+"""Standard deviation of the numbers that a step adds to the B of every adapter."""
+
+
+def save_adapters(run: RecordedRun, number: int) -> Path:
+    """A checkpoint of a version whose adapters have learnt in `number` steps; the folder of its merged weights."""
+    checkpoint, folder = run.run_dir / f"checkpoints/step_{number}/megatron", run.root / f"version_{number}"
+    draw = torch.Generator().manual_seed(11)
+    with _policy_rank(run.versions[0], run.config) as rank:
+        for _ in range(number):
+            for name, parameter in rank.chunks[0].named_parameters():
+                if name.endswith("lora_b"):
+                    parameter.data.add_(ADAPTER_SCALE * torch.randn(parameter.shape, generator=draw))
+        checkpoint.mkdir(parents=True)
+        rank.checkpoint.save(str(checkpoint))
+    policy, shape = run.config.policy, shape_of_folder(run.versions[0])
+    export_checkpoint(
+        checkpoint,
+        run.versions[0],
+        shape,
+        folder,
+        precision=policy.precision,
+        lora=policy.lora,
+        adapters_of=None,
+        quantization=None,
+    )
+    return folder
+
+
+@contextmanager
+def _policy_rank(folder: Path, config: Config) -> Iterator[PolicyRank]:
+    """The policy of a run with the weights of a folder, on one rank in this process."""
+    precision, lora = config.policy.precision, config.policy.lora
+    policy = PolicyConfig(precision=precision, lora=lora, optimizer=OptimizerConfig(distributed=False))
     initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=0, timeout_s=60)
     try:
         shape = shape_of_folder(folder)
-        rank = PolicyRank(RankSettings(config=policy, shape=shape, folder=str(folder), decay_steps=1))
-        target.mkdir(parents=True)
-        rank.checkpoint.save(str(target))
+        yield PolicyRank(RankSettings(config=policy, shape=shape, folder=str(folder), decay_steps=1))
     finally:
         destroy_parallel()
+
+
+def last_logits(model: Any, ids: list[int], prompt: int) -> Tensor:
+    """Logits of the token after `ids`, [vocabulary], float32; the prompt has the first `prompt` tokens."""
+    logits: Tensor = model(torch.tensor([ids])).logits[0, -1].float()
+    return logits
 
 
 @torch.no_grad()
@@ -178,6 +243,8 @@ def sampled(
     prepare: Callable[[Any], object] = lambda model: None,
     dtype: torch.dtype = torch.float32,
     choose: Callable[[Tensor], Tensor] = lambda logits: logits,
+    forward: Callable[[Any, list[int], int], Tensor] = last_logits,
+    samples: int = SAMPLES,
 ) -> list[Trajectory]:
     """Rollouts that transformers samples with the weights of a folder.
 
@@ -191,16 +258,18 @@ def sampled(
         prepare: changes the engine's model.
         dtype: type of the engine's weights and activations.
         choose: changes logits, [vocabulary], float32, before the softmax.
+        forward: computes the logits of the next token, with the arguments of `last_logits`.
+        samples: samples of each prompt.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     prepare(model)
     draw = torch.Generator().manual_seed(7)
     found = []
     for row, prompt in enumerate(prompts):
-        for sample in range(SAMPLES):
+        for sample in range(samples):
             ids, logprobs = list(prompt), []
             for _ in range(RESPONSE):
-                logits = model(torch.tensor([ids])).logits[0, -1].float()
+                logits = forward(model, ids, len(prompt))
                 probabilities = choose(logits / temperature).softmax(-1)
                 token = int(torch.multinomial(probabilities, 1, generator=draw))
                 logprobs.append(float(choose(logits / (reported or temperature)).log_softmax(-1)[token]))
@@ -227,3 +296,57 @@ def rollout(
         response="",
         stop_reason="stop" if response[-1] == EOS else "length",
     )
+
+
+def alone(model: Any, sequences: list[list[int]]) -> list[Tensor]:
+    """Logits of every sequence by itself, each [tokens, vocabulary]."""
+    return [model(torch.tensor([ids])).logits[0] for ids in sequences]
+
+
+@torch.no_grad()
+def scored(
+    folder: Path,
+    rollouts: Sequence[Trajectory],
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    choose: Callable[[Tensor], Tensor] = lambda logits: logits,
+    forward: Callable[[Any, list[list[int]]], list[Tensor]] = alone,
+) -> list[NDArray[np.float32]]:
+    """Log-probabilities that a trainer computes for rollouts, each [sampled tokens], by transformers.
+
+    Args:
+        folder: the trainer's weights.
+        rollouts: the rollouts, in the order of the step.
+        temperature: temperature of the log-probabilities.
+        dtype: type of the trainer's weights and activations.
+        choose: changes logits, [vocabulary], float32, before the softmax.
+        forward: computes the logits of all sequences.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    logits = forward(model, [one.token_ids.tolist() for one in rollouts])
+    found = []
+    for one, own in zip(rollouts, logits, strict=True):
+        places = np.concatenate([np.arange(span.start, span.end) for span in one.spans])
+        rows = torch.stack([choose(row / temperature) for row in own[places - 1].float()])
+        ids = torch.from_numpy(one.token_ids[places]).long()
+        found.append(rows.log_softmax(-1).gather(1, ids[:, None])[:, 0].numpy())
+    return found
+
+
+def consistency(rollouts: Sequence[Trajectory], trained: Sequence[NDArray[np.float32]]) -> dict[str, float]:
+    """The metrics of a step that compare engine and trainer (docs/metrics.md), with numpy, in float64."""
+    prev = np.concatenate(list(trained)).astype(np.float64)
+    generation = np.concatenate([one.logprobs for one in rollouts]).astype(np.float64)
+    removed = np.isneginf(prev)  # tokens that a filter removes in training count as agreement
+    log_ratio = np.where(removed, 0.0, np.clip(np.where(removed, 0.0, prev) - generation, -40, 40))
+    error, ratio = np.exp(np.abs(log_ratio)), np.exp(log_ratio)
+    return {
+        "token_mult_prob_error": float(error.mean()),
+        "token_mult_prob_error_max": float(error.max()),
+        "sampling_importance_ratio": float(ratio.mean()),
+        "gen_kl_error": float((ratio - 1 - log_ratio).mean()),
+        "policy_kl_error": float((ratio * log_ratio - (ratio - 1)).mean()),
+        "effective_sample_size": float(ratio.mean() ** 2 / (ratio**2).mean()),
+        "valid_tokens": float(len(prev)),
+    }

@@ -1,0 +1,53 @@
+"""Prints the doctor's answers on planted defects: python -m tests.support.planted_table [PATTERN ...]"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from tests.support.planted import RUNS, Case, examine, fresh, verdict
+from tests.support.planted_engines import SETTINGS, TENSORS
+from tests.support.planted_healthy import HEALTHY, Healthy
+from tests.support.planted_others import RECORDS, TRAINERS
+from tests.support.recorded_runs import RecordedRun
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    cases: list[Case | Healthy] = [*HEALTHY, *TENSORS, *SETTINGS, *TRAINERS, *RECORDS]
+    patterns = sys.argv[1:]
+    chosen = [one for one in cases if not patterns or any(re.search(pattern, one.name) for pattern in patterns)]
+    made: dict[str, RecordedRun] = {}
+    counts: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, case in enumerate(chosen):
+            if case.run not in made:
+                folder = Path(scratch) / case.run.replace(" ", "_")
+                folder.mkdir()
+                made[case.run] = RUNS[case.run](folder)
+            overrides = case.overrides if isinstance(case, Healthy) else ()
+            run = fresh(made[case.run], Path(scratch) / str(number), *overrides)
+            case.plant(run)
+            begun = time.monotonic()
+            answer = examine(run)
+            if isinstance(case, Healthy):
+                judged = "clean" if answer.code == 0 else "wrong: a healthy run is accused"
+                word = f"healthy run: {judged}"
+            else:
+                judged = verdict(case, answer)
+                word = judged.split(":")[0] + ("" if case.must else " (need not be named)")
+            counts[word] = counts.get(word, 0) + 1
+            print(f"{case.name}: {judged}  [{time.monotonic() - begun:.0f} s, exit {answer.code}]")
+            print(f"    {answer.texts[:600]}")
+            print(*(f"    remark: {one}" for one in answer.found.get("remarks", [])), sep="\n", flush=True)
+    print(counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The doctor on defects besides those of its own tests: none is called healthy, and no wrong cause is given.
+
+The engine and the trainer of every run are transformers, so a defect is what a case says and nothing else. Cases are
+in tests/support/planted_*.py, and `python -m tests.support.planted_table` prints the answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo import doctor
+from megatron_grpo.observability.run_files import read_lines
+from tests.support.planted import RUNS, Case, examine, fresh, verdict
+from tests.support.planted_engines import SETTINGS, TENSORS
+from tests.support.planted_healthy import HEALTHY, Healthy
+from tests.support.planted_others import RECORDS, TRAINERS
+from tests.support.recorded_runs import RecordedRun
+
+FAST = frozenset(
+    {
+        "stale head",
+        "missing biases",
+        "repetition penalty",
+        "packed sequences leak",
+        "a log-probability edited",
+        "float32",
+        "asynchronous, two versions in a response",
+    }
+)
+"""Cases that every run of the tests has; the others are slow ones."""
+
+
+def cases_of(cases: Sequence[Any]) -> list[Any]:
+    """Parameters of a test."""
+    return [pytest.param(one, id=one.name, marks=[] if one.name in FAST else pytest.mark.slow) for one in cases]
+
+
+MakeRun = Callable[..., RecordedRun]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RecordedRun]:
+    """Runs by name, each made once."""
+    runs: dict[str, RecordedRun] = {}
+
+    def of_name(name: str) -> RecordedRun:
+        if name not in runs:
+            runs[name] = RUNS[name](tmp_path_factory.mktemp("run"))
+        return runs[name]
+
+    return of_name
+
+
+@pytest.fixture
+def make(made: Callable[[str], RecordedRun], tmp_path: Path) -> MakeRun:
+    """Makes a run with an empty record, by its name and changes of its configuration."""
+    return lambda name, *overrides: fresh(made(name), tmp_path, *overrides)
+
+
+@pytest.mark.parametrize("case", cases_of([*TENSORS, *SETTINGS, *TRAINERS, *RECORDS]))
+def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
+    run = make(case.run)
+    case.plant(run)
+    answer = examine(run)
+    judged = verdict(case, answer)
+    assert judged == "named" or (judged.startswith("unnamed") and not case.must), f"{judged}: {answer.texts}"
+    assert answer.code in (1, 2)
+    assert (answer.code == 1) == bool(answer.found), "a refusal has no object, and a finding has one"
+    assert "Traceback" not in answer.errors
+
+
+@pytest.mark.parametrize("case", cases_of(HEALTHY))
+def test_a_healthy_run_is_clean(case: Healthy, make: MakeRun) -> None:
+    run = make(case.run, *case.overrides)
+    case.plant(run)
+    answer = examine(run)
+    assert answer.code == 0, answer.texts
+    assert answer.found["findings"] == []
+
+
+def test_there_are_enough_kinds() -> None:
+    defects = [*TENSORS, *SETTINGS, *TRAINERS, *RECORDS]
+    assert len({one.name for one in defects}) == len(defects) >= 20
+    assert sum(one.must for one in defects) >= 0.8 * len(defects)
+    assert len({one.name for one in HEALTHY}) == len(HEALTHY) >= 12
+
+
+def test_a_recomputed_figure_has_not_the_name_of_the_recorded_one(
+    make: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (leak,) = [one for one in TRAINERS if one.name == "packed sequences leak"]
+    run = make(leak.run)
+    leak.plant(run)
+    recorded = read_lines(run.run_dir / "metrics.jsonl")[-1]["token_mult_prob_error"]
+    assert recorded > 1.1, "the leak shows"
+    doctor.main([str(run.run_dir)])
+    text = capsys.readouterr().out
+    figures = [float(one) for one in re.findall(r"token_mult_prob_error[ =:]+([\d.]+\d)", text)]
+    assert figures, text
+    assert figures == pytest.approx([recorded] * len(figures), rel=1e-3)
