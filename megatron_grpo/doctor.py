@@ -26,13 +26,13 @@ USAGE = """\
 python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=value ...] [--json]
 
 Compares the log-probabilities that a run recorded while sampling with those of its trainer and of transformers, and
-names the reason of a difference: tokens, record, weights, precision, layer, layout, sampling, staleness or routing. What
-the run itself measured comes first: a step with a large recorded error is never called healthy. Exit code 1 when
-something is found.
+names the reason of a difference: tokens, record, weights, precision, layer, layout, sampling, staleness or routing.
+What the run itself measured comes first: a step with a large recorded error is never called healthy. Exit code 1
+when something is found.
 
   RUN_DIR    folder of a run with rollouts and checkpoints
-  step       a recorded step; by default the one whose recorded error stands out, else the newest; of those whose weights
-             there are (checkpoint step_N for step N + 1)
+  step       a recorded step; by default the one whose recorded error stands out, else the newest; of those whose
+             weights there are (checkpoint step_N for step N + 1)
   tokens     most sampled tokens that are scored (2048)
   engine     true: if nothing else explains the engine, start one with the same weights and compare its layers (false)
   timeout_s  seconds after which no further cause is tried on a side, and deadline of a replay (900)

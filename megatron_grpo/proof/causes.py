@@ -33,6 +33,7 @@ from megatron_grpo.proof.law import Law
 from megatron_grpo.proof.oracle import Oracle
 from megatron_grpo.proof.packs import packing_suspects, read_packs
 from megatron_grpo.proof.prompt_findings import Prompts
+from megatron_grpo.proof.recorded_figures import replay_in_layout
 from megatron_grpo.proof.suspects.permuted import permuted_suspects
 from megatron_grpo.proof.suspects.sampling import prompt_suspects, sampling_suspects
 from megatron_grpo.proof.suspects.settings import (
@@ -56,12 +57,11 @@ UNKNOWN = {
     "policy.packing=false) names the first layer that differs",
 }
 """The commands that find what no suspect explains, by side."""
-OTHER_WEIGHTS = {
-    "engine": "refit.weight_check_period=1 refit.canary_share=1 name the tensor at the refit that leaves it wrong",
-    "trainer": UNKNOWN["trainer"],
-}
+OTHER_WEIGHTS = "refit.weight_check_period=1 refit.canary_share=1 name the tensor at the refit that leaves it wrong"
 LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative difference of hidden states that rounding explains, by precision."""
+NAMED = 3
+"""Most rollouts that are named where others agree."""
 ONE_EDIT = 2
 """Most changed numbers of a record that are named before other causes are tried."""
 
@@ -116,16 +116,14 @@ class Causes:
             rounding: distance that rounding explains.
             stops: tokens that end a response.
         """
-        damage = find_damage(side, base, rounding)
-        if damage is not None:
-            return damage
         apart = rollouts_apart(side, base, rounding)  # one of several engines may be wrong
         part, base = side.of_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
-        finding = self._explained(part, base, version, rounding, stops)
-        if len(apart) < len(side.rollouts):
-            text = f"{finding.text} (in {len(apart)} of {len(side.rollouts)} rollouts)"
-            finding = replace(finding, text=text)
-        return finding
+        finding = find_damage(part, base, rounding) or self._explained(part, base, version, rounding, stops)
+        if len(apart) == len(side.rollouts):
+            return finding
+        names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= NAMED else ""
+        where = f"in {len(apart)} of {len(side.rollouts)} rollouts{': ' * bool(names)}{names}"
+        return replace(finding, text=f"{finding.text} ({where})")
 
     def _explained(self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]) -> Finding:
         edits = find_edits(side, base, rounding)
@@ -252,9 +250,12 @@ class Causes:
         name = side.name
         if again.mean < before.mean / 10:
             text = f"the {name} agrees with transformers when it computes again from the weights of version {version}"
-            rest = "so it had other weights or another layout in the run"
-            key = OTHER_WEIGHTS[name].replace("RUN_DIR step=N", f"{self._run_dir} step={self._step}")
-            return Finding("other_weights", "weights", f"{text}, {rest}", key, after=again)
+            if name == "engine":
+                rest = "so it had other weights or another layout in the run"
+                return Finding("other_weights", "weights", f"{text}, {rest}", OTHER_WEIGHTS, after=again)
+            replay = replay_in_layout(self._run_dir, self._step, self._config, self._timeout_s)
+            rest = f"so its layout, packing or program in the run made the difference; {replay.text}"
+            return Finding("other_layout", "layout", f"{text} on one rank, {rest}", replay.command, after=again)
         if self._weights.shape.post_norms:  # norms after the halves of a layer belong to different modules
             states = {point: state for point, state in states.items() if point.count(".") == 1}
         apart = first_apart(states, side.oracle.hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision])

@@ -83,14 +83,19 @@ class Finding:
 STOP_KEY = "generation.stop_token_ids and the model's eos_token_id; an environment's own tokens are not sampled ones"
 
 
-def record_findings(evidence: Evidence, stops: frozenset[int], *, stop_strings: bool) -> Iterator[Finding]:
+def record_findings(
+    evidence: Evidence, stops: frozenset[int], *, stop_strings: bool, samples: int | None
+) -> Iterator[Finding]:
     """Mistakes that the tokens of the record show by themselves.
 
     Args:
         evidence: the record.
         stops: tokens that end a response.
         stop_strings: whether texts end responses too.
+        samples: recorded rollouts of each prompt; None: the run kept some of them.
     """
+    if samples is not None:
+        yield from _missing_rollouts(evidence, samples)
     # In an environment of several turns, a limit or the environment may end a rollout behind a response's own end.
     of_turns = {row["task_name"] for row in evidence.rows if len(joined_spans(row)) > 1}
     single = [row for row in evidence.rows if row["task_name"] not in of_turns]
@@ -132,6 +137,20 @@ def record_findings(evidence: Evidence, stops: frozenset[int], *, stop_strings: 
             first = f"prompt {wrong[0]['prompt_idx']}, sample {wrong[0]['sample']}"
             found = f"{len(wrong)} of {len(evidence.rows)} rollouts: each {text} (first: {first})"
             yield Finding(name, "tokens", found, STOP_KEY if name == "stop_token" else LOST)
+
+
+def _missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
+    """A finding if groups lack rollouts, or have one twice."""
+    groups: dict[int, list[int]] = {}
+    for group, sample in evidence.members:
+        groups.setdefault(group, []).append(sample)
+    wrong = {group: numbers for group, numbers in groups.items() if sorted(numbers) != list(range(samples))}
+    if wrong:
+        group, numbers = next(iter(wrong.items()))
+        count = sum(map(len, groups.values()))
+        there = ", ".join(map(str, sorted(numbers)))
+        text = f"the file has {count} of the {samples * len(groups)} rollouts of its {len(groups)} groups"
+        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {there}", LOST)
 
 
 LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"

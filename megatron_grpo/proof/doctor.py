@@ -60,6 +60,8 @@ class Diagnosis:
     """Facts that are not mistakes, and checks that could not be made, with the reason."""
 
 
+STALE_EXCESS = 1.0
+"""Error less 1 that tokens of earlier versions explain in an asynchronous run, where it cannot be computed again."""
 MORE_TOKENS = 16
 """If the record says more than the scored tokens show, this many times as many tokens are scored."""
 
@@ -181,7 +183,8 @@ class Examination:
         scored = evidence.rollouts
         diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.kept) for rollout in scored)
         stop_strings = bool(self._ends.strings)
-        diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings)
+        samples = self._config.loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
+        diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings, samples=samples)
         diagnosis.findings += self._prompts.findings()
         engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))
         diagnosis.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
@@ -258,8 +261,12 @@ class Examination:
 
     @property
     def _is_comparable(self) -> bool:
-        """Whether the trainer's weights of the step were at hand, so that the recorded error can be computed again."""
-        return self._trainer_version == self._evidence.step - 1
+        """Whether the scored tokens are like those of which the run computed its error.
+
+        They are not if the trainer's weights are gone, or if other tokens of the step are of another version.
+        """
+        versions = {version for row in self._evidence.rows for _, _, version in row["spans"]}
+        return self._trainer_version == self._evidence.step - 1 and len(versions) == 1
 
     @property
     def shows_less_than_recorded(self) -> bool:
@@ -283,10 +290,12 @@ class Examination:
             diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
         elif self.shows_less_than_recorded:
             diagnosis.findings.append(self._against_record())
-        elif not self._is_comparable and step in suspicious and not diagnosis.findings:
-            text = f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, and both sides agree with "
-            text += f"transformers; the trainer's weights of version {step - 1} are gone, so what they add is not known"
-            key = f"checkpointing.save_period=1 keeps the weights of every step; {ERROR} of its other steps is smaller"
+        elif not self._is_comparable and not self._recorded.excess <= STALE_EXCESS and not diagnosis.findings:
+            text = (
+                f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights of some steps "
+            )
+            text += "before explain, and both sides agree with transformers at the scored tokens"
+            key = "checkpointing.save_period=1 keeps the weights of every step, which the other tokens need"
             diagnosis.findings.append(Finding("recorded_error", "layout", text, key))
         others = [number for number in suspicious if number != step]
         if others:

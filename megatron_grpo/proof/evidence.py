@@ -155,6 +155,8 @@ class Evidence:
     """All rollouts of the step that did not fail."""
     rollouts: list[Rollout]
     """Rollouts that are scored."""
+    members: list[tuple[int, int]]
+    """Group and sample of every recorded rollout of the step, those that failed included."""
 
     @property
     def is_whole(self) -> bool:
@@ -203,12 +205,13 @@ def read_evidence(
     newest = sorted(files, key=lambda number: (number - 1 in weights.versions, number))[::-1]
     candidates = [step] if step is not None else [*(number for number in suspicious if number in files), *newest]
     for number in candidates:
-        rows = [row for row in rows_of_file(number, files[number]) if row["failure"] is None and row["spans"]]
+        recorded = list(rows_of_file(number, files[number]))
+        rows = [row for row in recorded if row["failure"] is None and row["spans"]]
         version = _most_frequent_version(rows)
         if version is not None and version in weights.versions:
             scored = _scored(rows, version, config, most_tokens)
             if scored:
-                return Evidence(number, version, rows, scored)
+                return Evidence(number, version, rows, scored, [(row["group"], row["sample"]) for row in recorded])
         if step is not None:
             have = ", ".join(map(str, weights.versions))
             text = f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}"

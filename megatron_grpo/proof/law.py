@@ -52,6 +52,8 @@ class Law:
     frequency_penalty: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
     """Numbers that are added to logits, by token id; -inf: the token is never drawn."""
+    cap: float | None = None
+    """Largest logit, to which tanh bends them; None: no limit."""
     rounds_logits: bool = False
     """Whether logits are rounded to bfloat16."""
 
@@ -82,6 +84,8 @@ class Law:
 
         Takes the same as `logprobs`.
         """
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
         if self.rounds_logits:
             logits = logits.bfloat16().float()
         for token, number in self.bias:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.proof.damage import CHANGED
 from megatron_grpo.proof.diagnosis import Finding
 from megatron_grpo.proof.evidence import Rollout
 from megatron_grpo.proof.law import Tokens
@@ -68,7 +69,10 @@ class Prompts:
         text = (
             f"{len(numbers)} of {len(rows)} recorded prompts are not what the configuration makes of the data; {reason}"
         )
-        yield Finding("wrong_template", "tokens", text, alike[0].key if alike else expected.key)
+        if alike or len(wrong) == len(self._rows):
+            yield Finding("wrong_template", "tokens", text, alike[0].key if alike else expected.key)
+        else:
+            yield Finding("damaged_record", "record", text, CHANGED)
 
     def other_sequences(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, Sequence[Tokens]]]:
         """By description of another data setting: its key, and the rollouts with the prompts of that setting."""

@@ -24,6 +24,7 @@ FUSED = {
     "norm weights": r"norm\.weight$",
     "attention weights": r"self_attn\..*\.weight$",
     "weights of the experts": r"mlp\.experts\.",
+    "weights of the shared experts": r"mlp\.shared_experts?\.",
     "biases": r"\.bias$",
 }
 """Kinds of tensors that programs keep in one, or load by one rule, as expressions of their names."""
@@ -93,17 +94,17 @@ def stages_of(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]) 
 
 def kinds_of(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
     """One kind of tensor in every layer, and kinds that programs keep together."""
-    kinds: dict[str, list[str]] = {}
-    for name in tensors:
-        if _NUMBER.search(name):
-            kinds.setdefault(_NUMBER.sub(".layers.*.", name), []).append(name)
-    for kind, names in kinds.items():
-        if len(names) > 1:
-            yield Part(f"{kind} (every layer)", _whole(tensors, names))
     for kind, expression in FUSED.items():
         names = [name for name in tensors if re.search(expression, name)]
         if len(names) > 1:
             yield Part(f"all {kind}", _whole(tensors, names))
+    kinds: dict[str, list[str]] = {}
+    for name in tensors:
+        if _NUMBER.search(name):
+            kinds.setdefault(_NUMBER.split(name)[1], []).append(name)
+    for kind, names in kinds.items():
+        if len(names) > 1:
+            yield Part(f"{kind} of every layer", _whole(tensors, names))
 
 
 def shards_of(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:

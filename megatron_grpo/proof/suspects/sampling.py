@@ -29,6 +29,7 @@ PENALTIES: Mapping[str, Sequence[float]] = {
     "presence_penalty": (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0),
     "frequency_penalty": (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0),
 }
+CAPS = (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0)
 BIASES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 BIASED = 4
 """Most tokens whose logits are tried with a bias: those with the largest differences."""
@@ -78,9 +79,13 @@ def _fitted(side: Side) -> Iterator[tuple[Suspect, Law]]:
     same = f"which is the same as model.norm.weight or the head (lm_head.weight) times {law.temperature / best:.4g}"
     key = f"generation.temperature={law.temperature:g}"
     yield Suspect("temperature", "sampling", f"{text}, {same}", key, assumes=2), replace(law, temperature=best)
+    best = fit_law(side, CAPS, lambda number: replace(law, cap=number))
+    text = f"bends logits to a soft cap of {best:.4g}"
+    key = "final_logit_softcapping of config.json in policy.model.path, and generation.engine_args.hf_overrides"
+    yield Suspect("model_setting", "layer", text, key, assumes=2), replace(law, cap=best)
     for names, name_of_finding in ((FILTERS, "sampling_filters"), (PENALTIES, "sampling_penalties")):
         for name, values in names.items():
-            rounds = 1 if names is FILTERS else 4
+            rounds = 1 if names is FILTERS else 8
             best = fit_law(side, values, partial(_with_option, law, name), rounds)
             text = f"samples with {name}={best:.4g}, and generation.{name}={getattr(law, name):g} is configured"
             suspect = Suspect(name_of_finding, "sampling", text, SENT.format(name=name), assumes=2)

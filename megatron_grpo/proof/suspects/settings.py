@@ -77,7 +77,7 @@ def _fitted(
         with changed(number):
             return some.predict()
 
-    best = fit(side, values, lambda numbers: (predict(number, side) for number in numbers), rounds=3)
+    best = fit(side, values, lambda numbers: (predict(number, side) for number in numbers))
     suspect = Suspect("model_setting", "layer", f"{text} {best:.3g}", f"{name} of {MODEL}", assumes=2)
     yield suspect, partial(predict, best)
 
@@ -113,7 +113,7 @@ def rope_suspects(side: Side) -> Iterator[Candidate]:
             suspect = Suspect("rope_scaling", "layer", f"has rotary embeddings{kind} {text}", ROPE)
             yield suspect, partial(_with_rope, everywhere)
         based = partial(_based, whole, kind, rope)
-        fitted = fit(side, _bases(rope), partial(_with_bases, based, side), rounds=3)
+        fitted = fit(side, _bases(rope), partial(_with_bases, based, side))
         text = f"has rotary embeddings{kind} of rope_theta={fitted:.4g} instead of {rope['rope_theta']:g}"
         suspect = Suspect("rope_scaling", "layer", text, ROPE, assumes=2)
         yield suspect, partial(_with_rope, based(fitted))

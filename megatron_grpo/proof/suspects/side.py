@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -80,24 +81,31 @@ Predictions = Callable[[Sequence[float]], Iterable[Tensor]]
 """From numbers to the log-probabilities, [tokens], float32, that follow from each."""
 
 
-def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 4) -> float:
+FITTED = 2e-6
+"""Mean difference, in nats, at which a fitted number is good enough."""
+
+
+def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 8) -> float:
     """The number under which the record is predicted best.
 
     Args:
         side: the record.
         tried: numbers in ascending order that are tried first; the search goes on between the neighbours of the best.
         predict: the log-probabilities that follow from numbers.
-        rounds: how often numbers are tried.
+        rounds: most times that numbers are tried; fewer if the best one predicts the record, or hardly improves.
     """
-    best = tried[0]
+    best, before = tried[0], math.inf
     for _ in range(rounds):
         errors = [float(residual(side.recorded, logprobs).mean()) for logprobs in predict(tried)]
         at = min(range(len(tried)), key=errors.__getitem__)
+        if errors[at] < FITTED or errors[at] > 0.9 * before:
+            return tried[at]
+        before = errors[at]
         low, best, high = tried[max(at - 1, 0)], tried[at], tried[min(at + 1, len(tried) - 1)]
         tried = sorted({low + (high - low) * part / 12 for part in range(13)} | {best})
     return best
 
 
-def fit_law(side: Side, tried: Sequence[float], law_of: Callable[[float], Law], rounds: int = 4) -> float:
+def fit_law(side: Side, tried: Sequence[float], law_of: Callable[[float], Law], rounds: int = 8) -> float:
     """The number of a distribution under which the record is predicted best; takes the same as `fit`."""
     return fit(side, tried, lambda numbers: side.oracle.logprobs(side.tokens, [law_of(one) for one in numbers]), rounds)

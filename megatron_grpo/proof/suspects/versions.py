@@ -12,6 +12,8 @@ from megatron_grpo.proof.oracle import Oracle
 from megatron_grpo.proof.suspects.side import Candidate, Side, Suspect, fit
 
 REFIT = "refit.mode=broadcast (another transport, with vLLM's own loaders), and report the transport that failed"
+LEFT = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+"""Last tokens of a prompt that are computed anew although the others are cached."""
 BLOCK = 16
 """Tokens of a block of vLLM's prefix cache, which keeps whole blocks only."""
 FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
@@ -59,7 +61,7 @@ def adapter_suspects(base: Oracle, side: Side) -> Iterator[Candidate]:
         with scaled(factor):
             return some.predict()
 
-    best = fit(side, FACTORS, lambda factors: (predict(factor, side) for factor in factors), rounds=3)
+    best = fit(side, FACTORS, lambda factors: (predict(factor, side) for factor in factors))
     text = f"has merged the adapters times {best:.4g}"
     yield (
         Suspect("adapters_scaled", "weights", text, "policy.lora.alpha and policy.lora.rank", assumes=2),
@@ -76,12 +78,17 @@ def cache_suspects(version: int, others: Mapping[int, Oracle], side: Side) -> It
         text = f"has the keys and values of prompts cached from version {number}"
         suspect = Suspect("stale_cache", "staleness", text, key)
         yield suspect, lambda some, oracle=oracle: _behind(oracle, some, _blocks(some))  # type: ignore[misc]
-        whole = Suspect("stale_cache", "staleness", f"{text}, to their last token but one", key)
-        yield whole, lambda some, oracle=oracle: _behind(oracle, some, _prompts(some))  # type: ignore[misc]
+        for left in LEFT:
+            suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {left} tokens", key)
+            yield suspect, partial(_behind_prompt, oracle, left)
         if interrupted:
             text = f"goes on with the keys and values of version {number} after a refit"
             suspect = Suspect("stale_cache", "staleness", text, again)
             yield suspect, lambda some, oracle=oracle: _behind(oracle, some, _interruptions(some, version))  # type: ignore[misc]
+
+
+def _behind_prompt(oracle: Oracle, left: int, side: Side) -> Tensor:
+    return _behind(oracle, side, [max(0, length + 1 - left) for length in _prompts(side)])
 
 
 def _behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:

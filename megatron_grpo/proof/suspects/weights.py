@@ -91,17 +91,19 @@ def _with_embedding(values: Values, head: Tensor, side: Side) -> Tensor:
         return side.predict()
 
 
+WRONG = ((0.0, 0.0, "zeros for"), (-1.0, 0.0, "the other sign of"), (2.0, 0.0, "twice"), (0.5, 0.0, "half of"))
+WRONG_NORMS = ((0.0, 1.0, "ones for"), (1.0, 1.0, "one more than"), (1.0, -1.0, "one less than"))
+"""(factor, added number, words) of wrong weights, and of wrong weights of norms."""
+
+
 def missing_suspects(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
-    """Parts that were never loaded: zero, and norms whose weights are off by one, as in Gemma's form."""
+    """Parts that were never loaded, doubled or negated, and norms that are off by one, as in Gemma's form."""
     ours = side.oracle.tensors()
     for part in parts:
-        text = f"has {part.name} all zero"
-        values = part.changed(ours, 0.0)
-        yield Suspect("wrong_tensor", "weights", text, REFIT), partial(_with_values, values)
-        if all("norm" in name for name in part.regions):
-            for factor, added, words in ((0.0, 1.0, "all one"), (1.0, 1.0, "plus one"), (1.0, -1.0, "minus one")):
-                suspect = Suspect("wrong_tensor", "weights", f"has {part.name} {words}", REFIT)
-                yield suspect, partial(_with_values, part.changed(ours, factor, added))
+        is_norm = all("norm" in name for name in part.regions)
+        for factor, added, words in (*WRONG, *(WRONG_NORMS if is_norm else ())):
+            suspect = Suspect("wrong_tensor", "weights", f"has {words} {part.name}", REFIT)
+            yield suspect, partial(_with_values, part.changed(ours, factor, added))
 
 
 def scaled_suspects(parts: Sequence[Part], base: Callable[[Side], Tensor], side: Side) -> Iterator[Candidate]:
