@@ -58,7 +58,7 @@ def packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
     """
     if not packs:
         return
-    key = "policy.packing=false shows whether packing is the reason; policy.parallel.context, the attention backend"
+    key = "policy.packing=false; python -m megatron_grpo.replay with this key compares the layers of a packed step"
     for restarts, words in ((True, "with positions that begin anew"), (False, "with positions that go on")):
         text = f"lets packed sequences see those before them in the pack, {words}"
         yield Suspect("packed_leak", "layout", text, key), partial(_leaked, packs, restarts)

@@ -78,7 +78,7 @@ def _fitted(
             return some.predict()
 
     best = fit(side, values, lambda numbers: (predict(number, side) for number in numbers))
-    suspect = Suspect("model_setting", "layer", f"{text} {best:.3g}", f"{name} of {MODEL}", assumes=2)
+    suspect = Suspect("model_setting", "layer", f"{text} {best:.4g}", f"{name} of {MODEL}", assumes=2)
     yield suspect, partial(predict, best)
 
 

@@ -92,15 +92,16 @@ def fit(side: Side, tried: Sequence[float], predict: Predictions, rounds: int = 
         side: the record.
         tried: numbers in ascending order that are tried first; the search goes on between the neighbours of the best.
         predict: the log-probabilities that follow from numbers.
-        rounds: most times that numbers are tried; fewer if the best one predicts the record, or hardly improves.
+        rounds: most times that numbers are tried; fewer if the best one predicts the record, or no longer improves.
     """
-    best, before = tried[0], math.inf
+    best, before, idle = tried[0], math.inf, 0
     for _ in range(rounds):
         errors = [float(residual(side.recorded, logprobs).mean()) for logprobs in predict(tried)]
         at = min(range(len(tried)), key=errors.__getitem__)
-        if errors[at] < FITTED or errors[at] > 0.9 * before:
+        idle = idle + 1 if errors[at] > 0.9 * before else 0
+        if errors[at] < FITTED or idle > 1:
             return tried[at]
-        before = errors[at]
+        before = min(before, errors[at])
         low, best, high = tried[max(at - 1, 0)], tried[at], tried[min(at + 1, len(tried) - 1)]
         tried = sorted({low + (high - low) * part / 12 for part in range(13)} | {best})
     return best
