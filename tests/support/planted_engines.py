@@ -62,6 +62,12 @@ def head_of_before(now: Tensors, before: Tensors) -> Tensors:
     return now | {"lm_head.weight": before["model.embed_tokens.weight"]}
 
 
+def embedding_unscaled(now: Tensors, _: Tensors) -> Tensors:
+    """Gemma's embedding without its factor, the root of the hidden size; the head has the same matrix as before."""
+    embedding = now["model.embed_tokens.weight"]
+    return now | {"model.embed_tokens.weight": embedding * embedding.shape[1] ** -0.5, "lm_head.weight": embedding}
+
+
 def rows_exchanged(now: Tensors, _: Tensors) -> Tensors:
     """The head's rows of the special tokens are those of other tokens."""
     head = now["lm_head.weight"].clone()
@@ -74,9 +80,13 @@ def norms_without_one(now: Tensors, _: Tensors) -> Tensors:
     return now | {name: now[name] - 1 for name in now if "norm" in name}
 
 
-def adapters_times(factor: float) -> Edit:
-    """Every change since the base model, the adapters' alone, by another factor; `before` has the base model."""
-    return lambda now, base: {name: base[name] + factor * (now[name] - base[name]) for name in now}
+def adapters_times(factor: float, part: str = "") -> Edit:
+    """The adapters' changes of some tensors, by a part of their names, by another factor; `base`: the base model."""
+
+    def edit(now: Tensors, base: Tensors) -> Tensors:
+        return now | {name: base[name] + factor * (now[name] - base[name]) for name in now if part in name}
+
+    return edit
 
 
 def truncated(mass: float) -> Any:
@@ -248,6 +258,22 @@ TENSORS: Sequence[Case] = (
     ),
     Case("missing biases", "biases", engine(zeroed("_proj.bias")), OF_MODEL, ("bias",), r"_proj\.bias"),
     Case(
+        "keys and values exchanged in bfloat16",
+        "bfloat16",
+        engine(exchanged("layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj")),
+        WEIGHTS,
+        (r"k_proj|keys", r"v_proj|values", LAYER(1)),
+        r"layers\.1\.self_attn\.[kv]_proj",
+    ),
+    Case(
+        "two experts exchanged in bfloat16",
+        "bfloat16 experts",
+        engine(exchanged("layers.0.mlp.experts.1.", "layers.0.mlp.experts.2.")),
+        WEIGHTS,
+        ("expert", LAYER(0), r"\b1\b", r"\b2\b"),
+        r"layers\.0\.mlp\.experts",
+    ),
+    Case(
         "two experts exchanged",
         "experts",
         engine(exchanged("layers.2.mlp.experts.0.", "layers.2.mlp.experts.3.")),
@@ -275,6 +301,21 @@ TENSORS: Sequence[Case] = (
     Case("adapters missing", "adapters", engine(adapters_times(0), against=0), STALE, ("adapter|version 0",)),
     Case(
         "adapters twice", "adapters", engine(adapters_times(2), against=0), WEIGHTS, ("adapter", r"twice|\b2\b|scale")
+    ),
+    Case(
+        "adapters without their scale",  # alpha 32 / rank 4
+        "adapters",
+        engine(adapters_times(1 / 8), against=0),
+        WEIGHTS,
+        ("adapter", "scale|alpha|0.125"),
+    ),
+    Case(
+        "adapters of one layer missing",
+        "adapters",
+        engine(adapters_times(0, ".layers.1."), against=0),
+        STALE,
+        ("adapter|version 0", LAYER(1)),
+        r"layers\.1\.",
     ),
     Case("adapters of the version before", "adapters", engine(old(""), stale=True), STALE, ("version 1",)),
 )
@@ -318,7 +359,7 @@ SETTINGS: Sequence[Case] = (
     Case(
         "embedding not scaled",
         "gemma",
-        engine(scaled(64**-0.5, "embed_tokens"), config={"tie_word_embeddings": True}),
+        engine(embedding_unscaled, config={"tie_word_embeddings": False}),
         OF_MODEL,
         ("embed",),
         "embed|lm_head",

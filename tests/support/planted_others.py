@@ -192,6 +192,13 @@ def exchanged_logprobs(rollouts: list[Trajectory]) -> list[Trajectory]:
     return changed
 
 
+def exchanged_prev(column: Column) -> Column:
+    """The trainer's values of the same two rollouts in each other's place."""
+    changed = list(column)
+    changed[1], changed[7] = column[7], column[1]
+    return changed
+
+
 def two_digits(rollouts: list[Trajectory]) -> list[Trajectory]:
     return [replace(one, logprobs=one.logprobs.round(2)) for one in rollouts]
 
@@ -224,6 +231,14 @@ RECORDS: Sequence[Case] = (
     _record("a token edited", of_row(4, other_token), ROW(2, 0), "token [56]"),
     _record("a log-probability edited", of_row(4, other_logprob), ROW(2, 0), "token [56]"),
     _record("log-probabilities of two rollouts exchanged", exchanged_logprobs, ROW(0, 1), ROW(3, 1)),
+    Case(
+        "the trainer's log-probabilities of two rollouts exchanged",
+        "dense",
+        trainer(recorded=True, change=exchanged_prev),
+        RECORD,
+        (ROW(0, 1), ROW(3, 1)),
+        "$^",
+    ),
     _record("log-probabilities rounded to two digits", two_digits, "round|digits|decimal"),
     _record("log-probabilities of a rollout shifted", of_row(4, shifted_row), ROW(2, 0)),
     _record("a prompt edited", of_row(4, other_prompt), ROW(2, 0)),
