@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +17,9 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.data.batch import token_places
 from megatron_grpo.data.packing import Cost, planner
-from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.data.replay_files import StateFigure, TensorFigure, watched_tokens
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.trainer.actor import RankActor
@@ -244,6 +246,22 @@ class RankGroup:
         found = self._gather(self.submit("recorder.end"), "recording the update")
         return [figure for figures in found for figure in figures]
 
+    def watch_states(self, batch: StepBatch) -> None:
+        """Sketch the hidden states of the watched tokens in the next pass for log-probabilities (`end_states`)."""
+        watched = watched_tokens(int(batch.lengths.sum()))
+        watches = []
+        for mine in shares_of(batch, self._config.parallel.data):
+            numbers = token_places(batch.lengths, np.concatenate(batch.shards[mine]))
+            places = np.flatnonzero(np.isin(numbers, watched))
+            watches.append((places, numbers[places]))
+        pairs = zip(self.actors, self._places, strict=True)
+        refs = [actor.run.remote("recorder.watch", *watches[place.data]) for actor, place in pairs]
+        self._gather(refs, "choosing the recorded hidden states")
+
+    def end_states(self) -> list[StateFigure]:
+        """Sketches of the watched tokens' hidden states, at every point of the model; a point has each token once."""
+        return sum_states(self._gather(self.submit("recorder.end_states"), "recording hidden states"))
+
     def begin_profile(self) -> None:
         """Record operators and memory of every rank until `end_profile`."""
         self._gather([actor.begin_profile.remote() for actor in self.actors], "beginning a profile")
@@ -320,6 +338,16 @@ class RankGroup:
             places[numbers] = np.arange(len(numbers))
             works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
         return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
+
+
+def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]]) -> list[StateFigure]:
+    """Sketches of hidden states from the parts that the ranks have (`step_record.StateSketches`)."""
+    sums: dict[tuple[str, int], NDArray[np.float64]] = {}
+    for point, tokens, sketches in chain.from_iterable(ranks):
+        for token, sketch in zip(tokens.tolist(), sketches, strict=True):
+            sums[point, token] = sums[point, token] + sketch if (point, token) in sums else sketch
+    # Rounded, because the parts of a layout add up to float64's last digits in another order.
+    return [StateFigure(point, token, total.astype(np.float32).tolist()) for (point, token), total in sums.items()]
 
 
 class MegatronPolicy(RankGroup):
