@@ -17,7 +17,14 @@ from megatron_grpo.controller.checkpoint_files import read_state, verify
 from megatron_grpo.controller.recorded_config import config_of_run, config_of_values
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.replay_files import StepFigures, figures_file, read_figures
-from megatron_grpo.data.rollout_files import examine_file, read_recorded, recorded_steps, rollouts_file, rows_of_file
+from megatron_grpo.data.rollout_files import (
+    DAMAGE_ADVICE,
+    examine_file,
+    read_recorded,
+    recorded_steps,
+    rollouts_file,
+    rows_of_file,
+)
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.weights.source import model_folder, require_folder
 
@@ -146,7 +153,7 @@ def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
     try:
         found = examine_file(file)
     except ValueError as error:
-        raise ConfigError([Problem(f"step={step}", f"{file} {error}")]) from None
+        raise ConfigError([Problem(f"step={step}", f"{file} {error}; {DAMAGE_ADVICE}")]) from None
     run = found.record.run
     expected = run.prompts_per_step * run.samples_per_prompt
     if found.rollouts != expected:

@@ -196,7 +196,9 @@ ROPE = {"rope_type": "default", "rope_theta": 3e4}
         pytest.param(
             "qwen3", {"context": 2}, {"rope_parameters": ROPE}, "layers.0.self_attn.heads", marks=pytest.mark.slow
         ),
-        pytest.param("llama", {"pipeline": 2}, {"rms_norm_eps": 1e-2}, "layers.0.input_layernorm", marks=pytest.mark.slow),
+        pytest.param(
+            "llama", {"pipeline": 2}, {"rms_norm_eps": 1e-2}, "layers.0.input_layernorm", marks=pytest.mark.slow
+        ),
         pytest.param(
             "qwen3_moe",
             {"expert": 2, "data": 2},

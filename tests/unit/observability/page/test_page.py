@@ -177,7 +177,7 @@ def test_rollouts_that_cannot_be_read_are_named(run: Path, capsys: pytest.Captur
     file = run / "rollouts" / "step_2.parquet"
     file.write_bytes(b"PAR1 nothing PAR1")
     assert main([str(run)]) == 2
-    assert f"report: {file} cannot be read as rollouts: " in capsys.readouterr().err
+    assert f"report: {file} is damaged or was not written to its end: " in capsys.readouterr().err
 
 
 def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
