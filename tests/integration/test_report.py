@@ -206,6 +206,9 @@ def test_a_run_without_steps_has_ended_or_it_has_not(page: Page, tmp_path: Path)
     assert "not ended" in whole
     assert "No step has been written yet." in whole
     assert "The run ended" not in whole
+    page.press("2", "2")
+    page.wait("!document.getElementById('view-Trajectories').hidden")
+    assert "ended before" not in page.evaluate("document.body.innerText")
     page.open(write_report([empty_run(tmp_path / "failed", outcome="failed", reason="no memory")]))
     whole = page.evaluate("document.body.innerText")
     assert "failed" in whole
