@@ -223,7 +223,7 @@ def _of_hidden_states(
     sides, if they are so few that rounding explains them (`TIES`).
     """
     limit, is_coarse = limits["hidden states"], _is_coarse(limits)
-    captured = np.intersect1d(*(side.captured for side in sides))
+    captured = np.intersect1d(sides[0].captured, sides[1].captured)
     captured = captured[record.predicts[captured]]
     largest: Difference | None = None
     for point in (one for one in sides[0].hidden if one in sides[1].hidden):
