@@ -3,7 +3,8 @@
     python benchmarks/recorded_states.py [layers] [hidden] [tokens]
 
 One rank on the CPU computes the same sequences in turn, watched and not. Prints JSON: CPU seconds of both (medians, so
-that other programs of the machine matter little), their ratio, the bytes of the file's hidden states, and seconds to write them.
+that other programs of the machine matter little), their ratio, the bytes of the file's hidden states, and the seconds
+to write them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from torch.distributed import HashStore
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.data.replay_files import StepFigures, watched_tokens, write_figures
-from megatron_grpo.trainer.group import sum_states
+from megatron_grpo.data.replay_files import StepFigures, sum_states, watched_tokens, write_figures
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +66,16 @@ class StateFigure:
     """Number of the token in the step, whose sequences lie end to end."""
     sketch: list[float]
     """Random projections (`trainer.step_record.sketch_rows`), rounded to float32."""
+
+
+def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]]) -> list[StateFigure]:
+    """Sketches of hidden states from the parts that the ranks have (`step_record.StateSketches`)."""
+    sums: dict[tuple[str, int], NDArray[np.float64]] = {}
+    for point, tokens, sketches in chain.from_iterable(ranks):
+        for token, sketch in zip(tokens.tolist(), sketches, strict=True):
+            sums[point, token] = sums[point, token] + sketch if (point, token) in sums else sketch
+    # Rounded, because the parts of a layout add up to float64's last digits in another order.
+    return [StateFigure(point, token, total.astype(np.float32).tolist()) for (point, token), total in sums.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

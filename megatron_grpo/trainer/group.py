@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import token_places
 from megatron_grpo.data.packing import Cost, planner
-from megatron_grpo.data.replay_files import StateFigure, TensorFigure, watched_tokens
+from megatron_grpo.data.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.trainer.actor import RankActor
@@ -338,16 +337,6 @@ class RankGroup:
             places[numbers] = np.arange(len(numbers))
             works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
         return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
-
-
-def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]]) -> list[StateFigure]:
-    """Sketches of hidden states from the parts that the ranks have (`step_record.StateSketches`)."""
-    sums: dict[tuple[str, int], NDArray[np.float64]] = {}
-    for point, tokens, sketches in chain.from_iterable(ranks):
-        for token, sketch in zip(tokens.tolist(), sketches, strict=True):
-            sums[point, token] = sums[point, token] + sketch if (point, token) in sums else sketch
-    # Rounded, because the parts of a layout add up to float64's last digits in another order.
-    return [StateFigure(point, token, total.astype(np.float32).tolist()) for (point, token), total in sums.items()]
 
 
 class MegatronPolicy(RankGroup):

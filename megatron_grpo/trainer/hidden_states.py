@@ -175,7 +175,7 @@ class _Hook:
         if number >= len(self._sources):
             return
         first: Tensor = output[0] if isinstance(output, tuple) else output
-        values = first.detach().reshape(-1, first.shape[-1])
+        values = first.detach().flatten(1)  # [tokens, 1, width], or [tokens, heads, size of a head] of packed sequences
         heads, part = self._point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
         if part and not heads and not self._sequence:
             return  # equal on all tensor-parallel ranks
