@@ -75,8 +75,11 @@ def add_logprobs(
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it.
     everywhere = config.loss_fn.use_kl_in_reward
-    if config.needs_prev_logprobs or config.logger.replays(guard.step):
+    recorded = config.logger.replays(guard.step)
+    if config.needs_prev_logprobs or recorded:
         with timer.phase("logprobs"):
+            if recorded:
+                policy.watch_states(batch)
             finite = policy.add_logprobs(batch)
         guard.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
     if everywhere and config.generation.filters_in_training:  # prev_logprobs lack tokens that the filter removes
@@ -138,13 +141,14 @@ def learn(
 
 def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, guard: StepGuard) -> None:
     """End the recording of a step and write its figures, unless it had no optimizer step."""
-    tensors = policy.end_record()
+    tensors, states = policy.end_record(), policy.end_states()
     if result is not None:
         figures = StepFigures(
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             tensors=tensors,
+            states=states,
             config=asdict(config),
             device=policy.device_name,
         )

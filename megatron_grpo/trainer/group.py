@@ -16,8 +16,9 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.data.batch import token_places
 from megatron_grpo.data.packing import Cost, planner
-from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.data.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.trainer.actor import RankActor
@@ -243,6 +244,22 @@ class RankGroup:
         """
         found = self._gather(self.submit("recorder.end"), "recording the update")
         return [figure for figures in found for figure in figures]
+
+    def watch_states(self, batch: StepBatch) -> None:
+        """Sketch the hidden states of the watched tokens in the next pass for log-probabilities (`end_states`)."""
+        watched = watched_tokens(int(batch.lengths.sum()))
+        watches = []
+        for mine in shares_of(batch, self._config.parallel.data):
+            numbers = token_places(batch.lengths, np.concatenate(batch.shards[mine]))
+            places = np.flatnonzero(np.isin(numbers, watched))
+            watches.append((places, numbers[places]))
+        pairs = zip(self.actors, self._places, strict=True)
+        refs = [actor.run.remote("recorder.watch", *watches[place.data]) for actor, place in pairs]
+        self._gather(refs, "choosing the recorded hidden states")
+
+    def end_states(self) -> list[StateFigure]:
+        """Sketches of the watched tokens' hidden states, at every point of the model; a point has each token once."""
+        return sum_states(self._gather(self.submit("recorder.end_states"), "recording hidden states"))
 
     def begin_profile(self) -> None:
         """Record operators and memory of every rank until `end_profile`."""

@@ -297,7 +297,8 @@ class PolicyRank(ModelRank):
 
         With a filter (`RankSettings.token_filter`) over the tokens that it keeps; -inf for a token that it removes.
         """
-        return self._forward_tokens(self.whole_chunks(), batch, microbatches)
+        with self.recorder.watching(batch, microbatches):
+            return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
     def whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """As `logprobs`, over the whole vocabulary whatever the filter."""

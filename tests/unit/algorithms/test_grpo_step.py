@@ -56,6 +56,8 @@ def test_a_step_that_is_recorded_learns_as_any_other(tmp_path: Path) -> None:
     assert figures is not None
     assert (figures.loss, figures.grad_norm) == (report.metrics["loss"], report.metrics["grad_norm"])
     assert figures.tensors == run.policy.end_record()
+    assert figures.states == run.policy.end_states()
+    assert len(figures.states) > 1
     assert config_of_values(figures.config, [], "the file") == run.run.config
 
 
