@@ -24,7 +24,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit import reshard
-from megatron_grpo.weights.refit.canary import Canary, canary_tokens
+from megatron_grpo.weights.refit.canary import Canary, canary_sequences
 from megatron_grpo.weights.refit.reshard import ReshardTransport
 from megatron_grpo.weights.refit.transport import RefitError, TransferReport
 from tests.integration.test_refit import ray_cluster
@@ -81,7 +81,7 @@ def healthy(pair: tuple[MegatronPolicy, VllmGeneration]) -> Iterator[None]:
 
 def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> ReshardTransport:
     config = replace(REFIT, **changes)
-    transport = ReshardTransport(*pair, config, Canary(config, canary_tokens(7, VOCAB, 32)))
+    transport = ReshardTransport(*pair, config, Canary(config, canary_sequences(7, VOCAB, 32)))
     transport.connect()
     return transport
 
