@@ -135,6 +135,19 @@ def test_the_canary_alone_finds_it_and_the_weights_are_compared_then(
     _answer(pair[1])
 
 
+def test_an_engine_that_mixes_up_the_sequences_of_a_batch_never_serves(
+    pair: tuple[MegatronPolicy, VllmGeneration],
+) -> None:
+    """All its weights are right, and a sequence alone is computed rightly."""
+    transport = _transport(pair)
+    assert isinstance(publish(transport, Placement(), 24, StepTimer()), TransferReport)
+    _plant(pair[1], "positions")
+    failure = publish(transport, Placement(), 25, StepTimer())
+    assert "generation engine 0 must not serve: with version 25 of the weights" in str(failure)
+    assert "sequence by sequence, in the order in which they are packed" in str(failure)
+    assert "all weights are the policy's as the kernels hold them, so the computation differs" in str(failure)
+
+
 @pytest.mark.parametrize("period", [1, None], ids=["weights", "canary"])
 def test_adapters_that_are_not_merged(period: int | None, pair: tuple[MegatronPolicy, VllmGeneration]) -> None:
     transport = _transport(pair, weight_check_period=period)
