@@ -96,8 +96,8 @@ class NoiseBounds:
             return NoiseBounds(0.5, 0.25)
         # A near tie of scores sends a token to another expert on one side, unless the experts are replayed.
         flips = 3.0 if shape.experts is not None and not config.policy.moe.replay_routing else 1.0
-        if precision == "float32":
-            return NoiseBounds(1e-3 * flips, 1e-4 * flips)
+        if precision in ("float32", "tf32"):
+            return NoiseBounds((1e-3 if precision == "float32" else 5e-3) * flips, 1e-4 * flips)
         # Errors of layers that round independently add up as in a random walk; measured with 8 layers.
         first = min(0.1, 0.03 * math.sqrt(shape.layers / 8))
         return NoiseBounds(first * flips, first * flips / 2)

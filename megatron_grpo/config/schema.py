@@ -141,14 +141,20 @@ class Config(Section):
         return self.generation.engine.dtype or self.policy.precision
 
     @property
-    def coarsest_precision(self) -> Literal["float32", "bfloat16", "8 bits"]:
-        """Precision that limits how well policy and engines agree."""
+    def coarsest_precision(self) -> Literal["float32", "tf32", "bfloat16", "8 bits"]:
+        """Precision that limits how well policy and engines agree.
+
+        float32 counts as tf32 on GPUs and servers, where attention may multiply with 10 bits of mantissa.
+        """
         policy, arguments = self.policy, self.generation.engine_args
         in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
         cache_in_8_bits = str(arguments.get("kv_cache_dtype", "auto")).startswith(("fp8", "int8"))
         if in_fp8 or policy.quantization or arguments.get("quantization") or cache_in_8_bits:
             return "8 bits"
-        return "bfloat16" if "bfloat16" in (policy.precision, self.engine_dtype) else "float32"
+        if "bfloat16" in (policy.precision, self.engine_dtype):
+            return "bfloat16"
+        on_cpu = self.cluster.gpus_per_node == 0 and not self.generation.server.urls
+        return "float32" if on_cpu else "tf32"
 
     def prob_error_limit(self, age: int) -> float | None:
         """Largest token_mult_prob_error of a step that the run learns from; None: there is no limit.

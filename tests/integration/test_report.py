@@ -107,7 +107,9 @@ def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
     assert (errors(page), requested(page)) == ([], set())
 
 
-def test_the_first_step_in_which_training_and_generation_disagree_stands_in_the_head(page: Page, tmp_path: Path) -> None:
+def test_the_first_step_in_which_training_and_generation_disagree_stands_in_the_head(
+    page: Page, tmp_path: Path
+) -> None:
     """The last line is that of a step that was refused, which has little else."""
     run = make_run(tmp_path / "run", steps=4, model=tmp_path / "model", trajectories=[])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -43,12 +43,11 @@ class CanaryBounds:
 
 
 _BOUNDS = {
-    "float32": CanaryBounds(0.01, 1e-4, margin=20.0),
+    "float32": CanaryBounds(1e-3, 1e-4, margin=20.0),
+    "tf32": CanaryBounds(0.01, 1e-4, margin=20.0),
     "bfloat16": CanaryBounds(0.5, 0.1, margin=8.0),
     "8 bits": CanaryBounds(1.5, 0.5, margin=5.0),
 }
-_FLOAT32_ON_CPU = CanaryBounds(1e-3, 1e-4, margin=20.0)
-"""As "float32", where attention on GPUs may multiply with 10 bits of mantissa (TF32)."""
 
 ROUNDING_SHARE = 0.01
 """Share of the first limit below which a difference is rounding, whatever it is nearer to."""
@@ -71,7 +70,7 @@ class Canary:
         self,
         config: RefitConfig,
         sequences: tuple[tuple[int, ...], ...],
-        bounds: CanaryBounds = _BOUNDS["float32"],
+        bounds: CanaryBounds = _BOUNDS["tf32"],
         rounding: float = 0.0,
     ) -> None:
         self.sequences, self.rounding = sequences, rounding
@@ -143,9 +142,7 @@ def canary_sequences(seed: int, vocabulary: int, longest: int) -> tuple[tuple[in
 
 def bounds_of(config: Config) -> CanaryBounds:
     """The differences that the rounding of policy and engines explains."""
-    precision = config.coarsest_precision
-    on_cpu = config.cluster.gpus_per_node == 0 and not config.generation.server.urls
-    return _FLOAT32_ON_CPU if precision == "float32" and on_cpu else _BOUNDS[precision]
+    return _BOUNDS[config.coarsest_precision]
 
 
 Logprobs = tuple[tuple[float, ...], ...]
