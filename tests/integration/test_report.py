@@ -109,6 +109,24 @@ def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
     assert (errors(page), requested(page)) == ([], set())
 
 
+def test_the_first_step_in_which_training_and_generation_disagree_stands_in_the_head(
+    page: Page, tmp_path: Path
+) -> None:
+    """The last line is that of a step that was refused, which has little else."""
+    run = make_run(tmp_path / "run", steps=4, model=tmp_path / "model", trajectories=[])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    page.open(write_report([run]))
+    assert "disagree" not in text_of(page, "#head")
+    rows = [row | {"token_mult_prob_error_off": float(row["step"] == 3)} for row in rows]
+    rows.append({"step": 5, "token_mult_prob_error_off": 1.0, "timing": {"total": 1.0}, "throughput": {}})
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    page.events.clear()
+    page.open(write_report([run]))
+    head = text_of(page, "#head")
+    assert "disagree more than noise explains in 2 of 5 steps, first in step 3: python -m megatron_grpo.doctor" in head
+    assert errors(page) == []
+
+
 def test_a_megabyte_of_text_is_shown_piece_by_piece(page: Page, tmp_path: Path) -> None:
     rows = [spoken(byte_tokenizer(tmp_path / "model"), LONG)]
     page.open(write_report([make_run(tmp_path / "run", steps=1, model=tmp_path / "model", trajectories=rows)]))

@@ -30,7 +30,14 @@ function headOf(run, number) {
   ];
   return el("section", { class: `run-head run-${number}` },
     el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${summary.outcome || ""}`, text: outcome })),
-    summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, el("dl", { class: "tiles" }, ...tiles));
+    summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), el("dl", { class: "tiles" }, ...tiles));
+}
+
+/** The steps whose probability error left the noise, with the command that examines the first; null: there is none. */
+function disagreement(run) {
+  const steps = run.metrics.step || [], off = run.metrics.token_mult_prob_error_off || [], marked = steps.filter((_, place) => off[place] === 1);
+  const text = `Training and generation disagree more than noise explains in ${marked.length} of ${steps.length} steps, first in step ${marked[0]}: python -m megatron_grpo.doctor RUN_DIR step=${marked[0]}`;
+  return marked.length ? el("p", { class: "reason" }, isolated(text)) : null;
 }
 
 function show(name, focus = false) {
