@@ -88,7 +88,12 @@ class IdleModel:
         return torch.zeros(sum(batch.lengths))
 
     def train(
-        self, batch: TokenBatch, microbatches: list[list[int]], loss_fn: LossFunction, counts: GlobalCounts
+        self,
+        batch: TokenBatch,
+        microbatches: list[list[int]],
+        loss_fn: LossFunction,
+        counts: GlobalCounts,
+        limit: float | None = None,
     ) -> StepShare:
         """The metrics of one token for every microbatch."""
         ones = torch.ones(1, 1)

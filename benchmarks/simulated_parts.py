@@ -132,7 +132,9 @@ class SimulatedRank:
         self._is_output = self._has_loss and self._rank % inner == 0
         return RankPlace(data=data, device_name="cpu", startup_s={})
 
-    async def train(self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts) -> StepShare:
+    async def train(
+        self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None
+    ) -> StepShare:
         """Pass the time of an optimizer step; metrics as from the real loss on one token, for each microbatch."""
         batch, microbatches = work
         await self._times.pass_by(self._seconds(batch.lengths, microbatches))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.help import FAILED, run_command
-from megatron_grpo.config.section import Positive
+from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.typed import converted
 from megatron_grpo.controller.recorded_config import config_of_run
 from megatron_grpo.weights.source import model_folder
@@ -26,17 +26,20 @@ USAGE = """\
 python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=value ...] [--json]
 
 Compares the log-probabilities that a run recorded while sampling with those of its trainer and of transformers, and
-names the reason of a difference: tokens, weights, precision, layer, sampling, staleness or routing. Exit code 1 when
-something is found.
+names the reason of a difference: tokens, record, weights, precision, layer, layout, sampling, staleness or routing.
+What the run itself measured comes first: a step with a large recorded error is never called healthy. Exit code 1
+when something is found.
 
   RUN_DIR    folder of a run with rollouts and checkpoints
-  step       a recorded step; by default the newest whose weights there are (checkpoint step_N for step N + 1)
+  step       a recorded step; by default the one whose recorded error stands out, else the newest; of those whose
+             weights there are (checkpoint step_N for step N + 1)
   tokens     most sampled tokens that are scored (2048)
   engine     true: if nothing else explains the engine, start one with the same weights and compare its layers (false)
+  timeout_s  seconds after which no further cause is tried on a side, and deadline of a replay (900)
   key=value  keys of the run's configuration that differ now, such as policy.model.path
   --json     one JSON object instead of a table
 """
-_OWN: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool}
+_OWN: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool, "timeout_s": Seconds}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -100,9 +103,11 @@ def _lines(run_dir: Path, found: Diagnosis) -> list[str]:
         f"step {found.step} of {run_dir}: {found.tokens} tokens of {found.rollouts} rollouts, "
         f"sampled by version {found.version}",
         "",
+        f"{'recorded by the run':<36}{_recorded(found)}",
+        f"{'computed here of the scored tokens':<36}mean of exp(abs(difference)) {found.error:.6g}",
+        "",
         f"{'differences of log-probabilities':<34}{'mean':>10}{'largest':>10}   {'rounding explains'}",
-        f"{'generation and training':<34}{found.gap.mean:>10.1e}{found.gap.worst:>10.1e}   "
-        f"token_mult_prob_error {found.error:.5f}",
+        f"{'generation and training':<34}{found.gap.mean:>10.1e}{found.gap.worst:>10.1e}",
     ]
     for name, (distance, rounding) in found.sides.items():
         limits = f"{rounding.mean:.1e}, {rounding.worst:.1e}"
@@ -112,8 +117,17 @@ def _lines(run_dir: Path, found: Diagnosis) -> list[str]:
         lines.append(f"{one.cause}: {one.text}")
         if one.before is not None and one.after is not None:
             lines.append(f"    explains {one.explained:.1%}: {one.before.mean:.1e} -> {one.after.mean:.1e} on average")
+        lines += [f"    comes near, too: {other}" for other in one.others]
         lines.append(f"    change: {one.key}")
     return lines if found.findings else [*lines, "nothing found: both sides compute what transformers computes"]
+
+
+def _recorded(found: Diagnosis) -> str:
+    """The figures that the run recorded of the step, for people."""
+    if found.recorded_error is None:
+        return "no token_mult_prob_error of this step"
+    worst = "" if found.recorded_worst is None else f", largest {found.recorded_worst:.6g}"
+    return f"token_mult_prob_error {found.recorded_error:.6g}{worst}"
 
 
 if __name__ == "__main__":

@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 USAGE = """\
 python -m megatron_grpo.replay RUN_DIR step=N [section.key=value ...] [--json]
 
-Does step N of a run again on this machine, from its checkpoint and its rollouts, and compares log-probabilities, loss,
-gradients and the update of the weights: with what the run recorded, and with a second replay in which keys are changed.
-Says in which layer, tensor and token they first differ. Exit code 0: they agree; 1: they differ; 2: a mistake.
+Does step N of a run again on this machine, from its checkpoint and its rollouts, and compares hidden states,
+log-probabilities, loss, gradients and the update of the weights: with what the run recorded, and with a second replay,
+in which keys are changed. Says in which layer, tensor and token they first differ. Exit code 0: they agree; 1: they
+differ; 2: a mistake.
 
   RUN_DIR        folder of the run; logger.replay_every=N of the run keeps what a replay needs (docs/replay.md)
   step           number of the step
   section.key    a change, of policy, reference or loss_fn: policy.parallel.tensor=2, policy.precision=float32
-  baseline       run: replay the step unchanged too, and compare the changed replay with it, hidden states included;
-                 record: compare with the record alone, where the run's own layout is too large for this machine (run)
+  baseline       run: replay the step unchanged too, and compare the changed replay with it; an unchanged step of which
+                 the run recorded no figures is replayed twice; record: compare with the record alone, where the run's
+                 own layout is too large for this machine (run)
   device         cpu, or gpu: a GPU for each rank; auto: GPUs where there are any (auto)
   hidden_tokens  tokens whose hidden states are compared, of the first sequences (4096)
   timeout_s      deadline of one replay (600)
@@ -41,8 +43,9 @@ Says in which layer, tensor and token they first differ. Exit code 0: they agree
 """
 _SECTIONS = ("policy.", "reference.", "loss_fn.")
 """Sections whose keys a replay can change; what other sections decide is recorded."""
-RECORDED, REPLAYED, CHANGED = "recorded", "replayed", "changed"
-"""Names of the sides: what the run recorded, the same again, and the replay with changes."""
+RECORDED, REPLAYED, AGAIN, CHANGED = "recorded", "replayed", "replayed again", "changed"
+"""Names of the sides: what the run recorded, the same again, once more where the run recorded no figures, and the
+replay with changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,9 @@ def _run(arguments: Sequence[str]) -> int:
 def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     """Do the step again, unchanged and changed, and compare each side with those before it.
 
+    A step without recorded figures and without changes is done twice, because nothing else tells whether it comes out
+    the same.
+
     Raises:
         ValueError: the record or the changes cannot be used; says why.
         RunError: a rank failed, or there is no GPU for each rank.
@@ -99,6 +105,8 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     wanted = {CHANGED: changed} if changed is not None else {}
     if request.baseline == "run" or changed is None:
         wanted = {REPLAYED: record, **wanted}
+    if request.baseline == "run" and changed is None and record.figures is None:
+        wanted[AGAIN] = record
     for name, one in wanted.items():
         found = replay_step(
             one, hidden_tokens=request.hidden_tokens, timeout_s=request.timeout_s, gpus=_gpus(request.device)
@@ -113,7 +121,7 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
             if compared.differences:
                 comparisons.append(compared)
     if not comparisons:
-        text = "recorded nothing that a replay could be compared with; give a change, such as policy.parallel.tensor=2"
+        text = "recorded nothing that a replay could be compared with: leave baseline=record out"
         raise ConfigError([Problem(f"step={request.step}", text)])
     return record, comparisons
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar
 
+from megatron_grpo.algorithms.prob_error import ProbErrorState
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepGuard
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.cluster.futures import is_lost
@@ -133,6 +134,8 @@ class GRPOSaveState(TypedDict):
     """Tokens in the loss, summed over all steps."""
     early_stop: EarlyStopState
     """State of early stopping."""
+    prob_error: NotRequired[ProbErrorState]
+    """Noise of the probability error; absent before the first step that has one."""
     val_step: NotRequired[int]
     """Steps before the last validation."""
     val_reward: NotRequired[float | None]

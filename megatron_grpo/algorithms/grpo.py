@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState
 from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.prob_error import notice, oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
@@ -62,7 +63,8 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     """Do one step: sample, score, learn, publish. Returns None when no prompts are left.
 
     Raises:
-        SamplingError: sampling or scoring failed; the weights are as before the step.
+        SamplingError: sampling or scoring failed, or training and generation disagree too much; the weights are as
+            before the step.
         RunError: a value is not finite, or a process failed.
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
@@ -76,6 +78,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
+        batch.prob_error_limit = config.prob_error_limit(oldest_age(run, samples.outcomes))
         run.dumps.hold(number, samples.groups, batch, samples.facts(run.position()))
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("advantages"):
@@ -84,6 +87,8 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     run.dumps.begin()
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, guard)
+    of_learning = learning_metrics(learned, batch)
+    noticed = notice(run, number, of_learning, samples.outcomes)
     transfer = publish(run.transport, run.placement, number, timer)
-    metrics = {**sampling_metrics(config, samples, scores), **of_logprobs, **learning_metrics(learned, batch)}
-    return report(run, samples, metrics, learned, transfer, timer.seconds)
+    metrics = {**sampling_metrics(config, samples, scores), **of_logprobs, **of_learning}
+    return report(run, samples, metrics, learned, transfer, timer.seconds, noticed)

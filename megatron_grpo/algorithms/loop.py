@@ -12,7 +12,7 @@ from typing import Any
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, SomeRun
 from megatron_grpo.algorithms.validation import observe, reason_to_stop, validate
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE
-from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
+from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.controller.checkpoint_files import read_state
@@ -40,6 +40,8 @@ class StepReport:
     """Messages for the progress output."""
     failure: RunError | None = None
     """Error raised after the models were updated: the step still counts, then the run ends."""
+    saves: bool = False
+    """Whether a checkpoint is written after the step, whatever its number."""
 
 
 StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
@@ -50,7 +52,8 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     """Train until a limit is reached, early stopping ends it or the prompts are used up.
 
     Raises:
-        SamplingError: sampling or scoring failed; the finished steps were saved first.
+        SamplingError: sampling or scoring failed, or training and generation disagree too much; the finished steps were
+            saved first.
         RefitError: the weights of a step could not be published; that step was saved first.
         ModelLostError: a rank of a model is gone, and all training since the last checkpoint is lost.
         RunError: a step failed, or a file of the run cannot be written; the message says which.
@@ -70,6 +73,8 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
             run.checkpointer.finish()
         if isinstance(error, ModelLostError):
             raise ModelLostError(f"{error}; {_where_to_continue(run)}") from error
+        if isinstance(error, DisagreementError):
+            raise DisagreementError(f"{error}; {_where_to_continue(run)}", error.metrics) from error
         raise
 
 
@@ -81,13 +86,16 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
-        before = Snapshot.of(run)
+        before, began = Snapshot.of(run), time.monotonic()
         _tell_progress(run)
         try:
             with _profiled(run, state["total_steps"] + 1):
                 report = step(run, batches)
-        except SamplingError:
+        except SamplingError as error:
             _save_finished_steps(run, metrics, before)
+            if isinstance(error, DisagreementError):
+                number, seconds = before.state["total_steps"] + 1, time.monotonic() - began
+                run.logger.log_step(number, error.metrics, {"total": seconds}, {})
             raise
         if report is None:
             run.logger.end_early("data_used_up", run.used_up)
@@ -268,7 +276,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
             _save_finished_steps(run, metrics, Snapshot.of(run))
         raise failure
     begins_a_replay = run.config.logger.needed_by_a_replay(step) and step < loop.max_num_steps
-    due = step % run.config.checkpointing.save_period == 0 or begins_a_replay
+    due = step % run.config.checkpointing.save_period == 0 or begins_a_replay or report.saves
     if run.config.saves and (due or run.callbacks.save):
         _save(run, metrics, Snapshot.of(run))
     return metrics

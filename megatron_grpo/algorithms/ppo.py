@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.context import PPORun, PPOSaveState
 from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.prob_error import notice, oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
@@ -38,7 +39,8 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     are still published, so that the weight version stays the number of steps.
 
     Raises:
-        SamplingError: sampling or scoring failed; the weights are as before the step.
+        SamplingError: sampling or scoring failed, or training and generation disagree too much; the weights are as
+            before the step.
         RunError: a value is not finite, or a process failed.
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
@@ -52,6 +54,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
+        batch.prob_error_limit = config.prob_error_limit(oldest_age(run, samples.outcomes))
         run.dumps.hold(number, samples.groups, batch, samples.facts(run.position()))
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):
@@ -61,17 +64,16 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
     run.dumps.begin()
-    with timer.phase("train_value"):
-        of_values = learn_values(config, batch, run.value, run.value_loss_fn, guard)
     learned = None
-    if number > config.ppo.policy_training_start_step:
+    if (
+        number > config.ppo.policy_training_start_step
+    ):  # first, since it may refuse the step, which then changes nothing
         with timer.phase("train"):
             learned = learn(config, batch, policy, run.loss_fn, guard)
+    with timer.phase("train_value"):
+        of_values = learn_values(config, batch, run.value, run.value_loss_fn, guard)
+    of_learning = learning_metrics(learned, batch)
+    noticed = notice(run, number, of_learning, samples.outcomes)
     transfer = publish(run.transport, run.placement, number, timer)
-    metrics = {
-        **sampling_metrics(config, samples, scores),
-        **of_logprobs,
-        **learning_metrics(learned, batch),
-        **of_values,
-    }
-    return report(run, samples, metrics, learned, transfer, timer.seconds)
+    metrics = {**sampling_metrics(config, samples, scores), **of_logprobs, **of_learning, **of_values}
+    return report(run, samples, metrics, learned, transfer, timer.seconds, noticed)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_grpo.algorithms.advantages import Scores
 from megatron_grpo.algorithms.context import GRPORun, Placement
 from megatron_grpo.algorithms.loop import StepReport
+from megatron_grpo.algorithms.prob_error import NOTHING, Notice, refuse, require_agreement
 from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.config.errors import ModelLostError, RunError
@@ -40,6 +41,7 @@ from megatron_grpo.trainer.group import (
     MegatronValue,
     NonFiniteGradientError,
     RankGroup,
+    RefusedStepError,
     TrainResult,
 )
 from megatron_grpo.weights.refit.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
@@ -72,11 +74,15 @@ def add_logprobs(
 
     Raises:
         RunError: a log-probability that the step uses is not finite.
+        DisagreementError: they are too far from those of generation (`require_agreement`).
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it.
     everywhere = config.loss_fn.use_kl_in_reward
-    if config.needs_prev_logprobs or config.logger.replays(guard.step):
+    recorded = config.logger.replays(guard.step)
+    if config.needs_prev_logprobs or recorded:
         with timer.phase("logprobs"):
+            if recorded:
+                policy.watch_states(batch)
             finite = policy.add_logprobs(batch)
         guard.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
     if everywhere and config.generation.filters_in_training:  # prev_logprobs lack tokens that the filter removes
@@ -87,13 +93,13 @@ def add_logprobs(
         with timer.phase("logprobs"):
             finite = policy.add_reference_logprobs(batch)
         guard.require_finite("reference_logprobs", finite | ~(batch.in_loss | everywhere), batch)
-    threshold = config.loop.seq_logprob_error_threshold
-    if threshold is None:
-        return {}
-    with timer.phase("logprobs"):
-        needed = ("sampled", "prev_logprobs", "generation_logprobs")
-        beyond, metrics = rollouts.tokens.compute(_judge_sequences, batch, needed, batch.in_loss, threshold)
-    batch.in_loss = batch.in_loss & ~beyond
+    threshold, metrics = config.loop.seq_logprob_error_threshold, {}
+    if threshold is not None:
+        with timer.phase("logprobs"):
+            needed = ("sampled", "prev_logprobs", "generation_logprobs")
+            beyond, metrics = rollouts.tokens.compute(_judge_sequences, batch, needed, batch.in_loss, threshold)
+        batch.in_loss = batch.in_loss & ~beyond
+    require_agreement(config, batch, rollouts, guard, timer)
     return dict(metrics)
 
 
@@ -120,13 +126,20 @@ def learn(
 
     Raises:
         RunError: a gradient is not finite; no update was made from it.
+        DisagreementError: the policy's log-probabilities are too far from those of generation; no update was made.
     """
     loop, recorded = config.loop, config.logger.replays(guard.step)
     if not config.needs_prev_logprobs:
         batch.fields.pop("prev_logprobs", None)  # computed for a replay: the step trains as if it had none
     if recorded:
         policy.begin_record()
-    result = _train(config, batch, policy, loss_fn, config.policy.train_global_batch_samples, guard, "the gradient")
+    minibatch = config.policy.train_global_batch_samples
+    try:
+        result = _train(config, batch, policy, loss_fn, minibatch, guard, "the gradient")
+    except RefusedStepError as error:
+        metrics = {name: value for name, value in error.metrics.items() if name != "loss"}
+        add_derived_metrics(metrics)
+        refuse(config, batch, guard, metrics)
     if recorded:
         _write_figures(config, policy, result, guard)
     if loop.sync_ref_model and guard.step % loop.ref_model_sync_steps == 0:
@@ -138,13 +151,14 @@ def learn(
 
 def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, guard: StepGuard) -> None:
     """End the recording of a step and write its figures, unless it had no optimizer step."""
-    tensors = policy.end_record()
+    tensors, states = policy.end_record(), policy.end_states()
     if result is not None:
         figures = StepFigures(
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             tensors=tensors,
+            states=states,
             config=asdict(config),
             device=policy.device_name,
         )
@@ -328,6 +342,7 @@ def report(
     learned: TrainResult | None,
     transfer: TransferReport | RefitError | None,
     timing: Mapping[str, float],
+    noticed: Notice = NOTHING,
 ) -> StepReport:
     """Build the report of a step for the loop: the given metrics, and figures of the refit and of throughput.
 
@@ -338,6 +353,7 @@ def report(
         learned: result of the policy's optimizer steps; None: there were none.
         transfer: report of the refit, or its error; None: there are no engines.
         timing: seconds of the step by phase, and of the whole step as "total".
+        noticed: judgement of the step's probability error.
     """
     config, policy = run.config, run.policy
     passes = 0.0
@@ -354,7 +370,14 @@ def report(
     )
     if learned is not None and learned.gpu_memory_gib:
         speed["gpu_memory_gib"] = learned.gpu_memory_gib
-    done = StepReport(dict(metrics), dict(timing), {**speed, **samples.engines}, samples.sampled)
+    done = StepReport(
+        {**metrics, **noticed.metrics},
+        dict(timing),
+        {**speed, **samples.engines},
+        samples.sampled,
+        remarks=noticed.remarks,
+        saves=noticed.saves,
+    )
     if isinstance(transfer, RefitError):
         return replace(done, failure=transfer)
     if transfer is None:
@@ -365,4 +388,5 @@ def report(
         "engine_restarts": float(len(transfer.replaced)),
     }
     figures = {**done.throughput, **transfer.checks}
-    return replace(done, metrics={**metrics, **sent}, throughput=figures, remarks=transfer.replaced)
+    remarks = (*noticed.remarks, *transfer.replaced)
+    return replace(done, metrics={**done.metrics, **sent}, throughput=figures, remarks=remarks)

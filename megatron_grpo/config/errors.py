@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _WIDEST_SUBJECT = 60
@@ -38,6 +38,14 @@ class RunError(RuntimeError):
 
 class SamplingError(RunError):
     """Responses could not be sampled or scored; the models in training are unchanged and can be saved."""
+
+
+class DisagreementError(SamplingError):
+    """Training and generation disagree too much to learn from a step, and `metrics` has the step's figures."""
+
+    def __init__(self, text: str, metrics: Mapping[str, float]) -> None:
+        super().__init__(text)
+        self.metrics = metrics
 
 
 class ModelLostError(RunError):

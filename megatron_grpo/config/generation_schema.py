@@ -231,14 +231,18 @@ class GenerationConfig(Section):
         return [name for name in names if getattr(self, name) != getattr(defaults, name)]
 
     @property
+    def hides_distribution(self) -> bool:
+        """Whether penalties or a required form change probabilities in a way that training does not repeat."""
+        return bool(self.changed(PENALTIES)) or self.structured != StructuredConfig()
+
+    @property
     def filters_in_training(self) -> bool:
         """Whether training renormalises over the tokens that top_p, top_k and min_p keep.
 
         Not beside penalties or a required form: they change the logits before the filter, and training does not know
         them. Nor at temperature 0, where vLLM ignores filters.
         """
-        hides = self.changed(PENALTIES) or self.structured != StructuredConfig()
-        return bool(self.changed(FILTERS)) and not hides and self.temperature > 0
+        return bool(self.changed(FILTERS)) and not self.hides_distribution and self.temperature > 0
 
     @property
     def sequences_per_engine(self) -> int:
@@ -279,16 +283,23 @@ class RefitConfig(Section):
     """Deadline of one attempt of a refit; past it the error names the ranks that are missing."""
 
     canary: bool = True
-    """After a refit, each engine and the policy compute the log-probabilities of a fixed prompt. An engine serves the
-    new weights only if they agree; else the run ends."""
+    """After a refit, each engine and the policy compute the log-probabilities of a few fixed sequences in one batch. An
+    engine serves the new weights only if they agree; else the run ends."""
 
     canary_share: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Largest share of the time that the canary takes: a canary of s seconds is followed by at least s / canary_share
     seconds without one, in which refits are not checked. 1: after every refit."""
 
     canary_limit: Annotated[float, Field(gt=0)] | None = None
-    """Largest median difference of log-probabilities, in nats, with which an engine serves. null: 0.01 in float32, 0.5
-    in bfloat16, 1.5 where either side quantises."""
+    """Largest difference of log-probabilities, in nats (the median of the worst sequence), with which an engine serves.
+    null: it follows the noise that the first refits measure, and is at most 0.001 in float32 on CPUs, 0.01 in float32
+    on GPUs, 0.5 in bfloat16, 1.5 where either side quantises."""
+
+    prob_error_limit: Annotated[float, Field(gt=1)] | None = 2.0
+    """Largest token_mult_prob_error of a step, without its worst token, that the run learns from. Past it the run ends
+    before it learns, with the step's rollouts and a checkpoint of the steps before. The default is applied only where
+    both sides should agree: not to tokens of older weights (asynchronous runs), nor with penalties, bad_words or a
+    required form. Nor is any limit with debug.rollouts_from. null: there is none."""
 
     weight_check_period: Positive | None = 100
     """Steps between two comparisons of all weights, as the engines' kernels hold them, with the policy's. There is one

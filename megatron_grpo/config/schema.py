@@ -141,6 +141,33 @@ class Config(Section):
         return self.generation.engine.dtype or self.policy.precision
 
     @property
+    def coarsest_precision(self) -> Literal["float32", "tf32", "bfloat16", "8 bits"]:
+        """Precision that limits how well policy and engines agree.
+
+        float32 counts as tf32 on GPUs and servers, where attention may multiply with 10 bits of mantissa.
+        """
+        policy, arguments = self.policy, self.generation.engine_args
+        in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
+        cache_in_8_bits = str(arguments.get("kv_cache_dtype", "auto")).startswith(("fp8", "int8"))
+        if in_fp8 or policy.quantization or arguments.get("quantization") or cache_in_8_bits:
+            return "8 bits"
+        if "bfloat16" in (policy.precision, self.engine_dtype):
+            return "bfloat16"
+        on_cpu = self.cluster.gpus_per_node == 0 and not self.generation.server.urls
+        return "float32" if on_cpu else "tf32"
+
+    def prob_error_limit(self, age: int) -> float | None:
+        """Largest token_mult_prob_error of a step that the run learns from; None: there is no limit.
+
+        Args:
+            age: updates between the weights that drew the oldest token and those that train on it.
+        """
+        limit, is_default = self.refit.prob_error_limit, self.refit.prob_error_limit == RefitConfig().prob_error_limit
+        # The default is for tokens that both sides compute in the same way from the same weights.
+        differs = age > 0 or self.generation.hides_distribution
+        return None if not self.generates or (differs and is_default) else limit
+
+    @property
     def saves(self) -> bool:
         """Whether checkpoints are written."""
         return self.checkpointing.enabled and self.debug.train

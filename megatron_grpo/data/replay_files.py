@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 REPLAY_FOLDER = "replay"
 _METADATA_KEY = b"megatron_grpo.replay"
@@ -39,9 +43,44 @@ class TensorFigure:
     """Random projections (`trainer.step_record.sketch`)."""
 
 
+WATCHED_TOKENS = 32
+"""Most tokens of a step whose hidden states are recorded."""
+_STATE = "hidden state"
+
+
+def watched_tokens(tokens: int) -> NDArray[np.int64]:
+    """Numbers of the tokens of a step whose hidden states are recorded, drawn at random: [watched], int64, ascending.
+
+    Drawn by the number of tokens alone, so that every layout records the same ones.
+    """
+    return np.sort(np.random.default_rng(tokens).choice(tokens, min(tokens, WATCHED_TOKENS), replace=False))
+
+
+@dataclass(frozen=True, slots=True)
+class StateFigure:
+    """A sketch of one token's hidden state at one point of the model, in the pass for log-probabilities."""
+
+    point: str
+    """Name of the point (`trainer.hidden_states`)."""
+    token: int
+    """Number of the token in the step, whose sequences lie end to end."""
+    sketch: list[float]
+    """Random projections (`trainer.step_record.sketch_rows`), rounded to float32."""
+
+
+def sum_states(ranks: Iterable[Sequence[tuple[str, NDArray[np.int64], NDArray[np.float64]]]]) -> list[StateFigure]:
+    """Sketches of hidden states from the parts that the ranks have (`step_record.StateSketches`)."""
+    sums: dict[tuple[str, int], NDArray[np.float64]] = {}
+    for point, tokens, sketches in chain.from_iterable(ranks):
+        for token, sketch in zip(tokens.tolist(), sketches, strict=True):
+            sums[point, token] = sums[point, token] + sketch if (point, token) in sums else sketch
+    # Rounded, because the parts of a layout add up to float64's last digits in another order.
+    return [StateFigure(point, token, total.astype(np.float32).tolist()) for (point, token), total in sums.items()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """Loss, norms and tensors that a step computed; its log-probabilities are in the file of its rollouts."""
+    """Loss, norms, tensors and states that a step computed; its log-probabilities are in the file of its rollouts."""
 
     loss: float
     grad_norm: float
@@ -52,6 +91,8 @@ class StepFigures:
     device: str
     """Name that the vendor gives the device of a rank; "cpu" without a GPU."""
     versions: dict[str, str] = field(default_factory=lambda: library_versions())
+    states: list[StateFigure] = field(default_factory=list)
+    """Hidden states of the watched tokens; empty: an earlier version recorded none."""
 
 
 def library_versions() -> dict[str, str]:
@@ -81,11 +122,15 @@ def write_figures(file: Path, figures: StepFigures) -> None:
             "optimizer_step": pa.int32(),
             "name": pa.string(),
             "norm": pa.float64(),
+            "token": pa.int64(),
             "sketch": pa.list_(pa.float64()),
         }
     )
-    whole = asdict(figures)
-    table = pa.Table.from_pylist(whole.pop("tensors"), schema.with_metadata({_METADATA_KEY: json.dumps(whole)}))
+    whole = asdict(replace(figures, tensors=[], states=[]))
+    del whole["tensors"], whole["states"]
+    rows = [asdict(one) for one in figures.tensors]
+    rows += [{"kind": _STATE, "name": one.point, "token": one.token, "sketch": one.sketch} for one in figures.states]
+    table = pa.Table.from_pylist(rows, schema.with_metadata({_METADATA_KEY: json.dumps(whole)}))
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}")
     pq.write_table(table, unfinished, compression="zstd")
@@ -106,7 +151,14 @@ def read_figures(file: Path) -> StepFigures | None:
     try:
         table = pq.read_table(file)
         whole = json.loads((table.schema.metadata or {})[_METADATA_KEY])
-        tensors: Sequence[dict[str, Any]] = table.to_pylist()
-        return StepFigures(tensors=[TensorFigure(**row) for row in tensors], **whole)
+        tensors: list[TensorFigure] = []
+        states: list[StateFigure] = []
+        for row in table.to_pylist():
+            token = row.pop("token", None)  # earlier versions have no such column
+            if row["kind"] == _STATE:
+                states.append(StateFigure(row["name"], token, row["sketch"]))
+            else:
+                tensors.append(TensorFigure(**row))
+        return StepFigures(tensors=tensors, states=states, **whole)
     except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged, or was written by another version: {error}") from None

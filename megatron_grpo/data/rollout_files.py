@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, groupby
 from pathlib import Path
@@ -166,8 +167,36 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
     return pa.table({name: pa.array(columns[name], type=schema.field(name).type) for name in schema.names})
 
 
+DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of the folder"
+"""End of a message about a damaged file."""
+
+
 def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
-    """The rollouts of one file as `read_rollouts` returns them, read lazily."""
+    """The rollouts of one file as `read_rollouts` returns them, read lazily.
+
+    Raises:
+        ValueError: the file is damaged, was not written to its end, or is of another version; the text names it.
+        OSError: the file cannot be read.
+    """
+    with _damage_told(f"{file} ", f"; {DAMAGE_ADVICE}"):
+        yield from _rows(step, file)
+
+
+@contextmanager
+def _damage_told(before: str = "", after: str = "") -> Iterator[None]:
+    """Turn the errors of pyarrow, which do not name the file, into a ValueError that says what is wrong with it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, LookupError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # pyarrow's have none
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{before}is damaged or was not written to its end: {reason}{after}") from None
+
+
+def _rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:
@@ -179,10 +208,11 @@ def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def count_rollouts(file: Path) -> int:
-    """Number of rollouts in a file, read from its metadata."""
+    """Number of rollouts in a file, read from its metadata; errors are those of `rows_of_file`."""
     import pyarrow.parquet as pq
 
-    rows: int = pq.read_metadata(file).num_rows
+    with _damage_told(f"{file} ", f"; {DAMAGE_ADVICE}"):
+        rows: int = pq.read_metadata(file).num_rows
     return rows
 
 
@@ -283,13 +313,10 @@ def examine_file(file: Path) -> RecordedFile:
         ValueError: the file is damaged or of another version; the text continues a message that begins with its name.
         OSError: the file cannot be read.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _damage_told():
         metadata = pq.read_metadata(file)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"is damaged or was not written to its end: {str(error).splitlines()[0]}") from None
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     largest = [one.statistics for one in columns if one.path_in_schema == _TOKEN_IDS]
@@ -305,12 +332,8 @@ def read_recorded(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
         ValueError: the file is damaged or of another version; the text continues a message that begins with its name.
         OSError: the file cannot be read.
     """
-    import pyarrow as pa
-
     record = examine_file(file).record
-    try:
-        rows = [{name: value for name, value in row.items() if name in _FIELDS} for row in rows_of_file(0, file)]
-    except pa.ArrowException as error:
-        raise ValueError(f"is damaged: {str(error).splitlines()[0]}") from None
+    with _damage_told():
+        rows = [{name: value for name, value in row.items() if name in _FIELDS} for row in _rows(0, file)]
     trajectories = [Trajectory.from_row(row) for row in rows]
     return record.step, [list(group) for _, group in groupby(trajectories, key=lambda one: one.group)]

@@ -37,6 +37,8 @@ class StepBatch:
     """[sequences], float32: weight of each sequence in the loss (loss_multiplier of its prompt); None: all weigh 1."""
     advantages: NDArray[np.float32] | None = None
     """[sequences], float32: advantage of all sampled tokens of a response; None: it differs by token, in the shards."""
+    prob_error_limit: float | None = None
+    """Largest token_mult_prob_error that the policy learns from; None: there is no limit."""
     shards: list[NDArray[np.int64]] = field(default_factory=list)
     """Numbers of the sequences of each shard, [sequences of the shard], int64, ascending; their tokens lie together in
     the object store. Every replica has whole shards."""

@@ -121,6 +121,25 @@ def inconsistent_sequences(
     return beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}
 
 
+CANCELLATION = 1e-4
+"""Share of a mean in float32 below which a difference from it is rounding."""
+
+
+def error_without_worst(error: float, worst: float, tokens: float) -> float:
+    """Mean probability error of a step if its worst token agreed exactly.
+
+    A single token says nothing about a step: in bfloat16 a near tie may send it to another expert, and the exponential
+    makes one difference of 10 nats outweigh thousands of tokens.
+
+    Args:
+        error: token_mult_prob_error, the mean over the step's tokens.
+        worst: token_mult_prob_error_max.
+        tokens: tokens in the loss.
+    """
+    rest = error - (worst - 1.0) / tokens
+    return rest if not rest <= CANCELLATION * error else 1.0  # NaN stays NaN
+
+
 def sampling_correction(
     prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Plot of a run: reward, accuracy and the time of each step by phase."""
+"""Plot of a run: reward, accuracy, mismatch of training and generation, and the time of each step by phase."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def plot_run(run_dir: str | Path) -> Path:
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
     # Not through pyplot, which has global state and looks for a display.
-    figure = Figure(figsize=(13, 3.8), dpi=130, layout="constrained")
-    reward, accuracy, time = figure.subplots(1, 3)
+    figure = Figure(figsize=(17, 3.8), dpi=130, layout="constrained")
+    reward, accuracy, mismatch, time = figure.subplots(1, 4)
     _draw_reward(reward, steps)
     _draw_accuracy(accuracy, steps, read_lines(folder / VALIDATION_FILE))
+    _draw_mismatch(mismatch, steps)
     _draw_phases(time, steps)
     _style(reward, "Reward of the training samples")
     _style(accuracy, "Accuracy")
+    _style(mismatch, "Mismatch of training and generation")
     _style(time, "Seconds of each step, by phase")
     written_whole(folder / PLOT_FILE, lambda temporary: figure.savefig(temporary, format="png"))
     return folder / PLOT_FILE
@@ -63,6 +65,15 @@ def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[di
     axes.set_ylim(0, 1.05)
     if x or x_val:
         axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_mismatch(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    """Draw token_mult_prob_error - 1 on a logarithmic axis, which shows healthy steps beside broken ones."""
+    x, y = _series(steps, "token_mult_prob_error")
+    excess = [value - 1.0 for value in y]
+    axes.plot(x, excess, color=PHASE_COLORS[4], linewidth=1.5)
+    if any(value > 0 for value in excess):  # else there is nothing to scale
+        axes.set_yscale("log", nonpositive="mask")
 
 
 def _draw_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:

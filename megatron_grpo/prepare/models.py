@@ -78,14 +78,15 @@ def _move_into_place(made: Path, target: Path, wanted: str) -> None:
 
 def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Mapping[str, int]) -> None:
     """Write a Hugging Face model in the format of released models, in float32, with its config.json and tokenizer."""
-    from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
+
+    from megatron_grpo.weights.hf_folder import save_tensors
 
     folder.mkdir()
     _tokenizer(vocabulary, config["max_position_embeddings"]).save_pretrained(folder)
     stored = revert_weight_conversion(model, model.state_dict())
     weights = {name: tensor.contiguous() for name, tensor in stored.items() if name != "lm_head.weight"}  # tied
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(weights, folder / "model.safetensors", {"format": "pt"})
     generation = {
         "do_sample": True,
         "temperature": 1.0,

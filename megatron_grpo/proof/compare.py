@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.data.replay_files import StateFigure
 from megatron_grpo.proof.record import RecordedStep
 from megatron_grpo.proof.replay import Replayed
 from megatron_grpo.trainer.group import TrainResult
+from megatron_grpo.trainer.hidden_states import ROUTER, point_order
+from megatron_grpo.trainer.step_record import SKETCH, sketch_rows
 
 Quantity = Literal["weights", "hidden states", "log-probabilities", "loss", "gradient norm", "gradients", "update"]
 
@@ -52,6 +56,19 @@ SMALL = 1e-3
 """A tensor's difference is taken relative to its norm, or to this share of the norm of all tensors if that is larger:
 some gradients are zero but for rounding, such as those of the biases of keys."""
 
+# In a precision coarser than float32, rounding has a long tail: a few tokens whose terms cancel are several times as
+# far apart as the others, and a token whose experts have nearly equal scores goes to another expert.
+STRAY_TOKENS = 0.02
+"""Share of tokens, at least one token, that may be past the tolerance by rounding alone."""
+STRAY_STATE, STRAY_LOGPROB = 2.0, 5.0
+"""How many times the tolerance such a token's hidden state, or log-probability, may be apart."""
+TYPICAL = 0.5
+"""Largest share of the tolerance by which rounding moves the hidden state of half of the tokens."""
+TIES, FEWEST_TIES = 0.05, 3
+"""Largest share of tokens that rounding sends to other experts at a router, and the number that is always allowed."""
+EXPERT_GRADIENT = 3.0
+"""How many times the tolerance the gradient of a router or an expert, which has few tokens, may be apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -59,7 +76,8 @@ class Difference:
 
     quantity: Quantity
     difference: float
-    """Absolute for log-probabilities and the loss, else relative."""
+    """Absolute for log-probabilities and the loss, else relative; of tokens the largest one, or less where single
+    tokens may be further apart (`_of_tokens`)."""
     tolerance: float
     tensor: str | None = None
     """The first tensor, in the order of computation, that is past the tolerance; if none is, the one most apart."""
@@ -128,14 +146,26 @@ class Comparison:
 
 
 def recorded(record: RecordedStep) -> Replayed:
-    """What the run itself recorded of a step; hidden states are never recorded."""
+    """What the run itself recorded of a step; hidden states as sketches, of some tokens."""
     known = all(one is not None for one in record.prev_logprobs)
     logprobs = torch.from_numpy(record.at_sampled(record.prev_logprobs)) if known else None
     figures = record.figures
     if figures is None:
         return Replayed(logprobs, None, [], {})
     result = TrainResult(figures.loss, figures.grad_norm, figures.learning_rate)
-    return Replayed(logprobs, result, figures.tensors, {})
+    return Replayed(logprobs, result, figures.tensors, *_recorded_states(figures.states), is_sketched=True)
+
+
+def _recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
+    """Recorded sketches by point in the order of computation, [captured, SKETCH], and the tokens, [captured]."""
+    captured = np.unique(np.array([one.token for one in states], dtype=np.int64))
+    rows: dict[str, Tensor] = {
+        point: torch.full((len(captured), SKETCH), torch.nan)
+        for point in sorted({one.point for one in states}, key=point_order)
+    }
+    for one in states:
+        rows[one.point][int(np.searchsorted(captured, one.token))] = torch.tensor(one.sketch)
+    return rows, captured
 
 
 def tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
@@ -148,7 +178,7 @@ def tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
 def compare(
     names: tuple[str, str], record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Comparison:
-    """Compare two sides of a step in everything that both have.
+    """Compare two sides of a step in everything that both have, in the order of computation.
 
     Args:
         names: names of the sides, for the report.
@@ -159,14 +189,15 @@ def compare(
     first, second = sides
     found: list[Difference] = [
         *_of_tensors("weights", "weight", sides, limits),
-        *_of_hidden_states(record, first.hidden, second.hidden, limits["hidden states"]),
+        *_of_hidden_states(record, sides, limits),
     ]
     if first.logprobs is not None and second.logprobs is not None:
         # A filter of sampling may remove a token at its edge on one side only, by rounding.
         removed = first.logprobs.isneginf() | second.logprobs.isneginf()
         apart = (first.logprobs - second.logprobs).abs().masked_fill(removed, 0.0)
-        limit = limits["log-probabilities"]
-        found.append(_at_token(record, "log-probabilities", None, apart, limit))
+        everywhere = np.flatnonzero(record.sampled)
+        limit, stray = limits["log-probabilities"], STRAY_LOGPROB if _is_coarse(limits) else 1.0
+        found.append(_at_token(record, "log-probabilities", None, apart[record.sampled], limit, everywhere, stray))
     if first.result is not None and second.result is not None:
         one, other = first.result, second.result
         loss = abs(one.loss - other.loss) / max(1.0, abs(other.loss))
@@ -178,18 +209,36 @@ def compare(
     return Comparison(*names, found)
 
 
+def _is_coarse(limits: Mapping[Quantity, float]) -> bool:
+    """Whether these are the tolerances of a precision that is coarser than float32."""
+    return limits["hidden states"] > TOLERANCES["float32"]["hidden states"]
+
+
 def _of_hidden_states(
-    record: RecordedStep, first: Mapping[str, Tensor], second: Mapping[str, Tensor], limit: float
+    record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
 ) -> Iterator[Difference]:
-    """The first point with a token past the limit, or the one most apart; nothing without a common point."""
+    """The first point past the limit, or the point most apart; nothing without a common point.
+
+    Tokens that predict nothing are left out. So are, from a router on, tokens that go to other experts on the two
+    sides, if they are so few that rounding explains them (`TIES`).
+    """
+    limit, is_coarse = limits["hidden states"], _is_coarse(limits)
+    captured = np.intersect1d(sides[0].captured, sides[1].captured)
+    captured = captured[record.predicts[captured]]
     largest: Difference | None = None
-    for point in (one for one in first if one in second):
-        rows, others = first[point].float(), second[point].float()
+    for point in (one for one in sides[0].hidden if one in sides[1].hidden):
+        rows, others = _states_at(point, sides, captured)
+        if is_coarse and point.endswith(ROUTER):
+            moved = ((rows != 0) != (others != 0)).any(dim=1)
+            if int(moved.sum()) <= max(FEWEST_TIES, TIES * len(captured)):
+                captured, rows, others = captured[~moved.numpy()], rows[~moved], others[~moved]
+        if not len(captured):
+            break
         scale = others.norm(dim=1)
-        kept = scale[scale.isfinite()]
-        apart = (rows - others).norm(dim=1) / scale.clamp(min=SMALL * float(kept.mean()) if len(kept) else 1.0)
-        apart[rows.isnan().all(dim=1) & others.isnan().all(dim=1)] = 0.0  # these tokens were not captured
-        found = _at_token(record, "hidden states", point, apart, limit)
+        finite = scale[scale.isfinite()]
+        apart = (rows - others).norm(dim=1) / scale.clamp(min=SMALL * float(finite.mean()) if len(finite) else 1.0)
+        stray = STRAY_STATE if is_coarse else 1.0
+        found = _at_token(record, "hidden states", point, apart, limit, captured, stray, TYPICAL if is_coarse else 1.0)
         if not found.agrees:
             yield found
             return
@@ -199,15 +248,58 @@ def _of_hidden_states(
         yield largest
 
 
-def _at_token(record: RecordedStep, quantity: Quantity, tensor: str | None, apart: Tensor, limit: float) -> Difference:
-    """The difference of a quantity with a number for each token, [tokens], float32, 0 where there is none."""
+def _states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Both sides' states of some tokens at a point, [tokens, width], float32; sketches if a side has no more."""
+    as_sketches = any(side.is_sketched for side in sides)
+
+    def states(side: Replayed) -> Tensor:
+        rows = side.hidden[point][torch.from_numpy(np.searchsorted(side.captured, captured))]
+        return (sketch_rows(rows, point) if as_sketches and not side.is_sketched else rows).float()
+
+    return states(sides[0]), states(sides[1])
+
+
+def _at_token(
+    record: RecordedStep,
+    quantity: Quantity,
+    tensor: str | None,
+    apart: Tensor,
+    limit: float,
+    numbers: NDArray[np.int64],
+    stray: float,
+    typical: float = 1.0,
+) -> Difference:
+    """The difference of a quantity that has a number for each token, with the first token past the limit.
+
+    Args:
+        record: the step.
+        quantity: the quantity.
+        tensor: name of the tensor or of the point; None: it has none.
+        apart: [tokens], float32: difference of each token.
+        limit: the tolerance.
+        numbers: [tokens], int64, ascending: numbers of these tokens in the step.
+        stray: how many times the tolerance a few tokens may be apart; 1: none may be past it.
+        typical: share of the tolerance by which half of the tokens may be apart.
+    """
     apart = apart.nan_to_num(nan=math.inf)
     past = torch.nonzero(apart > limit)
-    place = int(past[0]) if len(past) else int(apart.argmax())
+    place = int(numbers[int(past[0]) if len(past) else int(apart.argmax())])
     sequence = int(np.searchsorted(np.cumsum(record.lengths), place, side="right"))
     position = place - int(record.lengths[:sequence].sum())
     token_id = int(record.trajectories[sequence].token_ids[position])
-    return Difference(quantity, float(apart.max()), limit, tensor, sequence, position, token_id)
+    return Difference(quantity, _of_tokens(apart, stray, typical), limit, tensor, sequence, position, token_id)
+
+
+def _of_tokens(apart: Tensor, stray: float, typical: float) -> float:
+    """One difference of all tokens, [tokens], float32: the largest that must not be past the tolerance.
+
+    The largest difference of all but the `STRAY_TOKENS`, a `stray`-th of the largest of all, or the median divided by
+    `typical`, whichever is largest.
+    """
+    largest = apart.sort(descending=True).values
+    strays = max(1, int(STRAY_TOKENS * len(apart))) if stray > 1 else 0
+    others = float(largest[strays]) if strays < len(apart) else 0.0
+    return max(others, float(largest[0]) / stray, float(apart.median()) / typical)
 
 
 Figures = dict[tuple[int, str], tuple[float, float]]
@@ -237,7 +329,8 @@ def _of_tensors(
 ) -> Iterator[Difference]:
     """The largest difference, with the name of the first tensor past the limit in the order of computation.
 
-    Gradients are computed from the last layer to the first.
+    Gradients are computed from the last layer to the first. In a coarse precision those of routers and experts count as
+    an `EXPERT_GRADIENT`-th, because tokens that go to another expert by rounding are many of an expert's tokens.
     """
     figures, limit = _distances(kind, sides), limits[quantity]
     if not figures:
@@ -247,11 +340,18 @@ def _of_tensors(
         (step, name): distance / (max(norm, SMALL * total[step]) or 1.0)
         for (step, name), (distance, norm) in figures.items()
     }
+    if kind == "gradient" and _is_coarse(limits):
+        apart |= {key: value / EXPERT_GRADIENT for key, value in apart.items() if _is_routed(key[1])}
     sign = -1 if kind == "gradient" else 1
     order = sorted(apart, key=lambda key: (key[0], sign * layer_of(key[1]), key[1]))
     worst = max(order, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key])
     past = [key for key in order if not apart[key] <= limit]
     yield Difference(quantity, apart[worst], limit, (past[0] if past else worst)[1])
+
+
+def _is_routed(name: str) -> bool:
+    """Whether a tensor, by its name in transformers, belongs to a router or to one of its experts."""
+    return ".experts." in name or ".gate." in name or ".router." in name
 
 
 def _of_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Difference]:

@@ -1,16 +1,17 @@
-"""The reasoning of the doctor: which explanation reproduces the recorded log-probabilities, to rounding."""
+"""Findings of the doctor, and those that the tokens of a record show by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_grpo.proof.evidence import Evidence, joined_spans
-from megatron_grpo.proof.suspects import Cause, Prediction, Side, Suspect, residual
+from megatron_grpo.proof.law import residual
+from megatron_grpo.proof.suspects.side import Cause, Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Finding:
     """Distance of the side's record from the oracle; None: the record itself shows the mistake."""
     after: Distance | None = None
     """That distance under this explanation."""
+    others: list[str] = field(default_factory=list)
+    """Other explanations that come near: what each is, and the share of the difference that it explains."""
 
     @property
     def explained(self) -> float:
@@ -77,52 +80,22 @@ class Finding:
         return max(0.0, 1.0 - self.after.mean / self.before.mean) if self.before.mean else 0.0
 
 
-EXPLAINED = 0.8
-"""Least share of the mean difference that an accepted explanation removes, unless the rest is rounding."""
-
-
-def best_explanation(
-    side: str, recorded: Tensor, base: Tensor, groups: Iterable[Iterable[Prediction]], rounding: Distance
-) -> Finding | None:
-    """The suspect that comes closest to the record; None if none explains it.
-
-    Groups are tried in order, the cheap and frequent ones first. The search ends after the first group with a
-    suspect that reproduces the record to rounding; the closest suspect so far is taken.
-
-    Args:
-        side: the name of the side, with which the text begins.
-        recorded: [tokens], float32: the record.
-        base: [tokens], float32: the oracle without a suspect.
-        groups: predictions of suspects.
-        rounding: distance that rounding explains.
-    """
-    before = Distance.between(recorded, base)
-    best: tuple[Suspect, Distance] | None = None
-    for group in groups:
-        for suspect, predicted in group:
-            after = Distance.between(recorded, predicted)
-            if best is None or after.mean < best[1].mean:
-                best = suspect, after
-        if best is not None and best[1].within(rounding):
-            break
-    if best is None:
-        return None
-    suspect, after = best
-    finding = Finding(suspect.name, suspect.cause, f"the {side} {suspect.text}", suspect.key, before, after)
-    return finding if after.within(rounding) or finding.explained >= EXPLAINED else None
-
-
 STOP_KEY = "generation.stop_token_ids and the model's eos_token_id; an environment's own tokens are not sampled ones"
 
 
-def record_findings(evidence: Evidence, stops: frozenset[int], *, stop_strings: bool) -> Iterator[Finding]:
+def record_findings(
+    evidence: Evidence, stops: frozenset[int], *, stop_strings: bool, samples: int | None
+) -> Iterator[Finding]:
     """Mistakes that the tokens of the record show by themselves.
 
     Args:
         evidence: the record.
         stops: tokens that end a response.
         stop_strings: whether texts end responses too.
+        samples: recorded rollouts of each prompt; None: the run kept some of them.
     """
+    if samples is not None:
+        yield from _missing_rollouts(evidence, samples)
     # In an environment of several turns, a limit or the environment may end a rollout behind a response's own end.
     of_turns = {row["task_name"] for row in evidence.rows if len(joined_spans(row)) > 1}
     single = [row for row in evidence.rows if row["task_name"] not in of_turns]
@@ -164,6 +137,20 @@ def record_findings(evidence: Evidence, stops: frozenset[int], *, stop_strings: 
             first = f"prompt {wrong[0]['prompt_idx']}, sample {wrong[0]['sample']}"
             found = f"{len(wrong)} of {len(evidence.rows)} rollouts: each {text} (first: {first})"
             yield Finding(name, "tokens", found, STOP_KEY if name == "stop_token" else LOST)
+
+
+def _missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
+    """A finding if groups lack rollouts, or have one twice."""
+    groups: dict[int, list[int]] = {}
+    for group, sample in evidence.members:
+        groups.setdefault(group, []).append(sample)
+    wrong = {group: numbers for group, numbers in groups.items() if sorted(numbers) != list(range(samples))}
+    if wrong:
+        group, numbers = next(iter(wrong.items()))
+        count = sum(map(len, groups.values()))
+        there = ", ".join(map(str, sorted(numbers)))
+        text = f"the file has {count} of the {samples * len(groups)} rollouts of its {len(groups)} groups"
+        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {there}", LOST)
 
 
 LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"
@@ -235,3 +222,34 @@ def where_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding
     if not first:
         return f"every token differs a little, none by more than {rounding.worst:.1g}"
     return f"{text}; the first in a rollout is token {min(first)} of its response"
+
+
+CORRELATION = 0.3
+"""Least correlation of a record's differences with those of transformers in bfloat16, for the verdict of rounding."""
+BOTH_SIGNS = 0.15
+"""Least share of the differences that are above, and that are below zero."""
+
+
+def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
+    """Whether a record differs from float32 as the same computation in bfloat16 does.
+
+    Rounding of the same weights and states moves a token in the same direction in every program, so the differences
+    correlate; a wrong tensor of the same size does not.
+
+    Args:
+        side: the record.
+        base: [tokens], float32: the oracle in float32.
+        coarse: [tokens], float32: the oracle in bfloat16.
+    """
+    gap, rounding = side.recorded - base, coarse - base
+    if len(gap) < 2 or not gap.isfinite().all():
+        return False
+    sizes = [float(gap.abs().mean()), float(rounding.abs().mean())]
+    worst = [float(gap.abs().max()), float(rounding.abs().max())]
+    if not all(1 / 3 < first / max(second, 1e-9) < 3 for first, second in (sizes, worst)):
+        return False
+    above = float((gap > 0).float().mean())
+    everywhere = all(float(piece.abs().mean()) > sizes[1] / 10 for piece in gap.split(side.lengths) if len(piece) > 1)
+    correlation = float(torch.corrcoef(torch.stack([gap, rounding]))[0, 1])
+    enough = max(CORRELATION, 4 / len(gap) ** 0.5)
+    return everywhere and BOTH_SIGNS < above < 1 - BOTH_SIGNS and correlation > enough

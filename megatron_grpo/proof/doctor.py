@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,43 +12,26 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.generation_schema import FILTERS, PENALTIES
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.special_tokens import StopConditions, stop_conditions
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.data.tokenizer_files import declared_end_tokens
-from megatron_grpo.proof.diagnosis import (
-    Distance,
-    Finding,
-    best_explanation,
-    first_apart,
-    record_findings,
-    rollouts_apart,
-    rounding_of,
-    stop_token_finding,
-    where_apart,
-)
-from megatron_grpo.proof.engine_side import engine_again
+from megatron_grpo.proof.causes import Causes
+from megatron_grpo.proof.diagnosis import Distance, Finding, record_findings, rounding_of, stop_token_finding
 from megatron_grpo.proof.evidence import Evidence, Rollout, Weights, read_evidence
 from megatron_grpo.proof.hidden_states import trainer_again
-from megatron_grpo.proof.oracle import Law, Oracle, Tokens
-from megatron_grpo.proof.prompts import Rendering, configured, others
-from megatron_grpo.proof.suspects import (
-    PRECISION,
-    Cause,
-    Prediction,
-    Side,
-    SideName,
-    gate_up_suspects,
-    prompt_suspects,
-    residual,
-    rope_suspects,
-    rounded_weight_suspects,
-    router_suspects,
-    sampling_suspects,
-    tensor_suspects,
-    version_suspects,
+from megatron_grpo.proof.law import OPTIONS, Law, engine_law, residual, training_law
+from megatron_grpo.proof.prompt_findings import Prompts
+from megatron_grpo.proof.recorded_figures import (
+    ERROR,
+    RecordedFigures,
+    is_beyond,
+    read_run_figures,
+    replay_in_layout,
+    suspicious_steps,
 )
+from megatron_grpo.proof.suspects.settings import PRECISION
+from megatron_grpo.proof.suspects.side import Side, SideName
 from megatron_grpo.weights.families import shape_of_folder
 
 
@@ -61,15 +45,25 @@ class Diagnosis:
     rollouts: int
     tokens: int
     """Rollouts and sampled tokens that were scored."""
+    recorded_error: float | None = None
+    """`token_mult_prob_error` of the step, as the run recorded it; NaN: it was not finite; None: it is not recorded."""
+    recorded_worst: float | None = None
+    """`token_mult_prob_error_max` of the step, as the run recorded it."""
     gap: Distance = field(default_factory=lambda: Distance(0.0, 0.0))
-    """Distance of the engine's log-probabilities from the trainer's."""
+    """Distance of the engine's log-probabilities from the trainer's, at the scored tokens."""
     error: float = 1.0
-    """Mean of exp(abs(trainer - engine)), `token_mult_prob_error` of these tokens."""
+    """Mean of exp(abs(trainer - engine)) of the scored tokens, computed by this examination."""
     sides: dict[str, tuple[Distance, Distance]] = field(default_factory=dict)
     """Distance of each side from the oracle, and the distance that rounding explains."""
     findings: list[Finding] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """Facts that are not mistakes, and checks that could not be made, with the reason."""
+
+
+STALE_EXCESS = 1.0
+"""Error less 1 that tokens of earlier versions explain in an asynchronous run, where it cannot be computed again."""
+MORE_TOKENS = 16
+"""If the record says more than the scored tokens show, this many times as many tokens are scored."""
 
 
 def diagnose(
@@ -81,6 +75,7 @@ def diagnose(
     step: int | None = None,
     tokens: int = 2048,
     engine: bool = False,
+    timeout_s: float = 900.0,
 ) -> Diagnosis:
     """Examine a recorded step.
 
@@ -89,44 +84,74 @@ def diagnose(
         config: the run's configuration.
         model: folder of the model that the run started from.
         scratch: folder for exported checkpoints.
-        step: number of the step; None: the newest one whose weights are available.
+        step: number of the step; None: the one whose recorded figures are worst if they are beyond rounding, else the
+            newest; of those whose weights are available.
         tokens: most sampled tokens to score.
         engine: start an engine with the same weights if nothing else explains the engine's log-probabilities.
+        timeout_s: seconds after which no further cause is tried on a side, and deadline of a replay.
 
     Raises:
         ValueError: the step cannot be examined; the text says what to do.
         RunError: a model or checkpoint cannot be loaded.
     """
     weights = Weights(run_dir, config, model, shape_of_folder(model), scratch)
-    evidence = read_evidence(run_dir, step, weights, config, tokens)
-    return Examination(config, model, weights, evidence, again=engine).run()
+    figures = read_run_figures(run_dir)
+    suspicious = suspicious_steps(figures, config.policy.precision)
+    examination = None
+    for most in (tokens, MORE_TOKENS * tokens):
+        evidence = read_evidence(run_dir, step, suspicious, weights, config, most)
+        examination = Examination(run_dir, config, model, weights, evidence, figures, again=engine, timeout_s=timeout_s)
+        diagnosis = examination.run()
+        if not examination.shows_less_than_recorded or evidence.is_whole:
+            break
+    assert examination is not None
+    examination.compare_with_record(suspicious)
+    return diagnosis
 
 
 class Examination:
     """One examination; models are loaded when they are needed."""
 
-    def __init__(self, config: Config, model: Path, weights: Weights, evidence: Evidence, *, again: bool) -> None:
-        self._config, self._model, self._weights, self._evidence, self._again = config, model, weights, evidence, again
-        self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
-        self._found = Diagnosis(evidence.step, evidence.version, rollouts=0, tokens=0)
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        model: Path,
+        weights: Weights,
+        evidence: Evidence,
+        figures: Mapping[int, RecordedFigures],
+        *,
+        again: bool,
+        timeout_s: float,
+    ) -> None:
+        self._run_dir, self._config, self._model, self._weights = run_dir, config, model, weights
+        self._evidence, self._figures, self._timeout_s = evidence, figures, timeout_s
+        self._diagnosis = Diagnosis(evidence.step, evidence.version, rollouts=0, tokens=0)
+        self._prompts = Prompts(config, model, evidence.rows, self._diagnosis.remarks)
+        self._causes = Causes(
+            run_dir, config, weights, evidence, self._prompts, self._diagnosis.remarks, again=again, timeout_s=timeout_s
+        )
         if weights.shape.experts is not None:
             self._leave_out_ties()
-        scored = self._evidence.rollouts
-        self._found.rollouts, self._found.tokens = len(scored), sum(len(one.kept) for one in scored)
+        self._trainer_version = evidence.version
+        recorded = figures.get(evidence.step, RecordedFigures(None, None, None))
+        self._recorded = recorded
+        self._diagnosis.recorded_error, self._diagnosis.recorded_worst = recorded.error, recorded.worst
 
     def _leave_out_ties(self) -> None:
         """Leave out tokens for which rounding in float32 may have chosen other experts."""
         before = self._evidence.rollouts
-        ties = self._oracle(self._evidence.version).first_ties(self._evidence.tokens)
-        after = [one.up_to(tie) for one, tie in zip(before, ties, strict=True)]
+        ties = self._causes.oracle(self._evidence.version).first_ties(self._evidence.tokens)
+        after = [rollout.up_to(tie) for rollout, tie in zip(before, ties, strict=True)]
         self._keep(after, "two experts of an earlier token have equal scores")
 
     def _keep(self, after: list[Rollout], reason: str) -> None:
         """Score fewer tokens of the rollouts, and say why, unless none would be left."""
-        lost = sum(len(one.kept) for one in self._evidence.rollouts) - sum(len(one.kept) for one in after)
-        if lost and any(len(one.kept) for one in after):
-            self._evidence = replace(self._evidence, rollouts=[one for one in after if len(one.kept)])
-            self._found.remarks.append(f"{lost} tokens were left out: {reason}")
+        before = self._evidence.rollouts
+        lost = sum(len(rollout.kept) for rollout in before) - sum(len(rollout.kept) for rollout in after)
+        if lost and any(len(rollout.kept) for rollout in after):
+            self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.kept)])
+            self._diagnosis.remarks.append(f"{lost} tokens were left out: {reason}")
 
     def _trainer_logprobs(self) -> tuple[int, Tensor]:
         """Version of the trainer's weights, and its log-probabilities, recorded or computed again, [tokens], float32.
@@ -135,38 +160,45 @@ class Examination:
         """
         evidence, version = self._evidence, self._evidence.step - 1
         recorded = evidence.column("prev_logprobs")
-        if recorded is None or version not in self._weights.versions:
-            version, folder = evidence.version, self._weights.folder(evidence.version)
+        self._is_trainer_recorded = recorded is not None
+        if version not in self._weights.versions:
+            version, recorded = evidence.version, None
+        if recorded is None:
+            folder = self._weights.folder(version)
             recorded, _ = trainer_again(self._config, folder, evidence.tokens, hidden=False)
-            self._found.remarks.append("the trainer's log-probabilities were computed again, on one rank")
+            self._diagnosis.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         removed = recorded.isneginf()
         if not removed.any() or removed.all() or not self._config.generation.filters_in_training:
             return version, recorded
-        pieces = removed.split([len(one.kept) for one in evidence.rollouts])
-        after = [one.without(piece) for one, piece in zip(evidence.rollouts, pieces, strict=True)]
+        pieces = removed.split([len(rollout.kept) for rollout in evidence.rollouts])
+        after = [rollout.without(piece) for rollout, piece in zip(evidence.rollouts, pieces, strict=True)]
         self._keep(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
         return version, recorded[~removed]
 
     def run(self) -> Diagnosis:
-        """Examine the record, the prompts, the engine and the trainer."""
+        """Examine the rollouts, the prompts, the engine and the trainer."""
         version, recorded = self._trainer_logprobs()
-        found, evidence = self._found, self._evidence
+        self._trainer_version = version
+        diagnosis, evidence = self._diagnosis, self._evidence
+        scored = evidence.rollouts
+        diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.kept) for rollout in scored)
         stop_strings = bool(self._ends.strings)
-        found.findings += record_findings(evidence, self._stops, stop_strings=stop_strings)
-        found.findings += self._template_findings()
+        samples = self._config.loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
+        diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings, samples=samples)
+        diagnosis.findings += self._prompts.findings()
         engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))
-        found.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
+        diagnosis.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
         trainer = self._side("trainer", version, recorded, training_law(self._config))
-        found.findings += self._judged(trainer, self._config.policy.precision, version)
-        found.gap = Distance.between(engine.recorded, trainer.recorded)
-        found.error = float(residual(engine.recorded, trainer.recorded).exp().mean())
-        if not found.findings:
-            found.findings += self._configured_gaps(engine, trainer)
+        diagnosis.findings += self._judged(trainer, self._config.policy.precision, version)
+        diagnosis.gap = Distance.between(engine.recorded, trainer.recorded)
+        diagnosis.error = float(residual(engine.recorded, trainer.recorded).exp().mean())
+        if not diagnosis.findings:
+            diagnosis.findings += self._configured_gaps(engine, trainer)
         if version != evidence.version:
             text = f"the trainer had version {version}: this part of the gap is the policy's own change"
-            found.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
-        found.findings = _one_each(found.findings)
-        return found
+            diagnosis.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
+        diagnosis.findings = _without_repetitions(diagnosis.findings)
+        return diagnosis
 
     @cached_property
     def _ends(self) -> StopConditions:
@@ -175,7 +207,7 @@ class Examination:
         try:
             return stop_conditions(generation, load_tokenizer(self._model), self._model)
         except RunError as error:
-            self._found.remarks.append(f"stop tokens are those of the model's configuration: {error}")
+            self._diagnosis.remarks.append(f"stop tokens are those of the model's configuration: {error}")
             ids = (*generation.stop_token_ids, *declared_end_tokens(self._model))
             return StopConditions(ids, tuple(generation.stop_strings))
 
@@ -184,26 +216,18 @@ class Examination:
         """Tokens that end a response."""
         return frozenset(self._ends.token_ids)
 
-    def _oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
-        """The model of a version in transformers; that of the examined version and the latest other one are kept."""
-        key, kept = (version, dtype), (self._evidence.version, torch.float32)
-        if key not in self._oracles:
-            self._oracles = {one: oracle for one, oracle in self._oracles.items() if one == kept}
-            self._oracles[key] = Oracle(self._weights.folder(version), dtype)
-        return self._oracles[key]
-
     def _side(self, name: SideName, version: int, recorded: Tensor | None, law: Law) -> Side:
         assert recorded is not None, "generation always records its log-probabilities"
         rollouts, tokens = self._evidence.rollouts, self._evidence.tokens
-        return Side(name, self._oracle(version), rollouts, tokens, law, recorded)
+        return Side(name, self._causes.oracle(version), rollouts, tokens, law, recorded)
 
     def _judged(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
         """What is wrong with a side, if its record differs from the oracle by more than rounding."""
         base = side.predict()
-        rounded = None if dtype == "float32" else side.predict(oracle=self._oracle(version, torch.bfloat16))
+        rounded = None if dtype == "float32" else side.predict(oracle=self._causes.oracle(version, torch.bfloat16))
         rounding = rounding_of(base, rounded)
         distance = Distance.between(side.recorded, base)
-        self._found.sides[side.name] = distance, rounding
+        self._diagnosis.sides[side.name] = distance, rounding
         if distance.within(rounding):
             return
         if side.name == "engine":
@@ -211,198 +235,105 @@ class Examination:
             if stop is not None:
                 yield stop
                 return
-        apart = rollouts_apart(side, base, rounding)  # one of several engines may be wrong
-        part, base = side.of_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
-        groups = self._groups(part, base, version)
-        finding = best_explanation(part.name, part.recorded, base, groups, rounding)
-        finding = finding or self._unexplained(part, base, version)
-        if len(apart) < len(side.rollouts):
-            text = f"{finding.text} (in {len(apart)} of {len(side.rollouts)} rollouts)"
-            finding = replace(finding, text=text)
-        yield finding
-
-    def _groups(self, side: Side, base: Tensor, version: int) -> Iterator[Iterable[Prediction]]:
-        """Suspects in groups; a group is computed only if none before it explains the record."""
-        yield sampling_suspects(side)
-        if side.name == "engine":
-            yield prompt_suspects(side, self._other_prompts(side.rollouts))
-        near = sorted((one for one in self._weights.versions if one != version), key=lambda one: abs(version - one))
-        yield version_suspects(side, version, ((one, self._oracle(one)) for one in near[:NEAREST]))
-        yield rope_suspects(side)
-        yield router_suspects(side)
-        yield gate_up_suspects(side)
-        yield rounded_weight_suspects(side)
-        earlier = [one for one in near if one < version]
-        for one in dict.fromkeys([*earlier[:1], *earlier[-1:]]):
-            yield tensor_suspects(side, base, self._oracle(one), one)
-
-    def _unexplained(self, side: Side, base: Tensor, version: int) -> Finding:
-        """The finding for a record that no suspect explains."""
-        before = Distance.between(side.recorded, base)
-        generation = self._config.generation
-        form = [name for name in ("regex", "json_schema", "choice") if getattr(generation.structured, name) is not None]
-        masks = [*(f"structured.{name}" for name in form), *(["bad_words"] if generation.bad_words else [])]
-        if side.name == "engine" and masks and bool((side.recorded >= base - 1e-3).all()):
-            keys = ", ".join(f"generation.{name}" for name in masks)
-            return Finding(
-                "structured", "sampling", f"the engine draws only from tokens that {keys} allow", keys, before
-            )
-        eight_bits = self._eight_bits(side.name)
-        if eight_bits:
-            keys = ", ".join(eight_bits)
-            return Finding("eight_bits", "precision", f"the {side.name} rounds to 8 bits: {keys}", keys, before)
-        by_layers = self._by_layers(side, base, version)
-        if by_layers is not None:
-            return by_layers
-        coarse = Distance.between(base, side.predict(oracle=self._oracle(version, torch.bfloat16)))
-        if all(one / 3 < seen < 3 * one for one, seen in ((coarse.mean, before.mean), (coarse.worst, before.worst))):
-            text = f"the {side.name} differs from float32 as much as a computation in bfloat16 does"
-            return Finding("precision", "precision", text, PRECISION, before)
-        where = where_apart(side.lengths, side.recorded, base, rounding_of(base, None))
-        text = f"no suspect explains the {side.name}: {where}"
-        return Finding("unexplained", "unexplained", text, UNKNOWN[side.name], before)
-
-    def _eight_bits(self, side: str) -> list[str]:
-        """Keys by which a side keeps or multiplies numbers in 8 bits, whose rounding the oracle does not show."""
-        policy, arguments = self._config.policy, self._config.generation.engine_args
-        if side == "engine":
-            return [f"generation.engine_args.{one}" for one in ("quantization", "kv_cache_dtype") if arguments.get(one)]
-        fp8 = ["policy.fp8.format"] if policy.fp8.format != "off" else []
-        return [*fp8, *(["policy.quantization"] if policy.quantization else [])]
-
-    def _by_layers(self, side: Side, base: Tensor, version: int) -> Finding | None:
-        """A finding from the side's own code, run again with the same weights; None: it was not asked for."""
-        if side.name == "engine" and not self._again:
-            return None
-        folder, tokens, law = self._weights.folder(version), side.tokens, side.law
-        if side.name == "engine":  # vLLM computes the log-probabilities of a prompt's tokens from its raw logits
-            law = Law()
-            logprobs, states = engine_again(self._config, folder, tokens)
-        else:
-            logprobs, states = trainer_again(self._config, folder, tokens, hidden=True)
-        before, again = Distance.between(side.recorded, base), Distance.between(logprobs, side.predict(law=law))
-        if again.mean < before.mean / 10:
-            text = (
-                f"the {side.name} agrees with transformers when it computes again from the weights of version {version}"
-            )
-            rest = "so it had other weights or another layout in the run"
-            return Finding("other_weights", "weights", f"{text}, {rest}", UNKNOWN[side.name], before, again)
-        if self._weights.shape.post_norms:  # norms after the halves of a layer belong to different modules
-            states = {point: state for point, state in states.items() if point.count(".") == 1}
-        apart = first_apart(states, side.oracle.hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision])
-        if apart is None:
-            return None
-        point, difference = apart
-        text = (
-            f"the {side.name} computes {point} otherwise, by {difference:.1e} of its norm: the first hidden state apart"
-        )
-        cause: Cause = "routing" if point.endswith("router") else "layer"
-        return Finding("first_layer", cause, text, UNKNOWN[side.name], before, again)
+        yield self._causes.explain(side, base, version, rounding, self._stops)
 
     def _configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
         """Reasons in the configuration for a gap between two sides that are each correct."""
         law, law_of_training = engine.law, trainer.law
         if law != law_of_training:
             before, after = (
-                Distance.between(engine.recorded, one)
-                for one in (engine.predict(law=law_of_training), engine.predict())
+                Distance.between(engine.recorded, predicted)
+                for predicted in (engine.predict(law=law_of_training), engine.predict())
             )
-            named = [f"generation.{name}" for name in LAW if getattr(law, name) != getattr(law_of_training, name)]
+            named = [f"generation.{name}" for name in OPTIONS if getattr(law, name) != getattr(law_of_training, name)]
             text = "sampling removes or penalises tokens, and training sees the whole distribution of the model"
-            if not before.within(self._found.sides["engine"][1]):
+            if not before.within(self._diagnosis.sides["engine"][1]):
                 yield Finding("sampling_options", "sampling", text, ", ".join(named), before, after)
         types = self._config.engine_dtype, self._config.policy.precision
         if types[0] != types[1]:
             text = f"the engine computes in {types[0]} and the trainer in {types[1]}"
-            yield Finding("precision", "precision", text, PRECISION, self._found.gap)
+            yield Finding("precision", "precision", text, PRECISION, self._diagnosis.gap)
 
-    def _template_findings(self) -> Iterator[Finding]:
-        """A finding if the recorded prompts are not those of the data under this configuration."""
-        expected = self._configured
-        if expected is None:
-            return
-        rows = {row["prompt_idx"]: row for row in self._evidence.rows}
-        wrong = [number for number, row in rows.items() if expected.prompts[number] != _prompt(row)]
-        if not wrong:
-            return
-        alike = [
-            one for one in self._others if all(one.prompts.get(number) == _prompt(rows[number]) for number in wrong)
-        ]
-        found = (
-            f"they are those of {alike[0].text}" if alike else "no other template gives them: the data has changed, or"
+    @property
+    def _rounding(self) -> float:
+        """Mean difference of log-probabilities that rounding of both sides explains, in nats."""
+        return sum(rounding.mean for _, rounding in self._diagnosis.sides.values())
+
+    @property
+    def _is_comparable(self) -> bool:
+        """Whether the scored tokens are like those of which the run computed its error.
+
+        They are not if the trainer's weights are gone, or if other tokens of the step are of another version.
+        """
+        versions = {version for row in self._evidence.rows for _, _, version in row["spans"]}
+        return self._trainer_version == self._evidence.step - 1 and len(versions) == 1
+
+    @property
+    def shows_less_than_recorded(self) -> bool:
+        """Whether the run recorded a larger error of the step than the scored tokens have."""
+        if self._recorded.error is None or not self._is_comparable:
+            return False
+        worst = self._recorded.worst
+        if worst is not None and worst > 1 and math.isfinite(worst):
+            most = sum(rounding.worst for _, rounding in self._diagnosis.sides.values())
+            if is_beyond(math.log(worst), self._diagnosis.gap.worst, most):
+                return True
+        return is_beyond(self._recorded.excess, self._diagnosis.error - 1, self._rounding)
+
+    def compare_with_record(self, suspicious: list[int]) -> None:
+        """Add a finding if the run measured more than was found, in this step or in another.
+
+        `suspicious`: steps whose recorded figures are far from those of the others.
+        """
+        diagnosis, step = self._diagnosis, self._evidence.step
+        if self._recorded.error is None:
+            diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
+        elif self.shows_less_than_recorded:
+            diagnosis.findings.append(self._against_record())
+        elif not self._is_comparable and not self._recorded.excess <= STALE_EXCESS and not diagnosis.findings:
+            text = (
+                f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights of some steps "
+            )
+            text += "before explain, and both sides agree with transformers at the scored tokens"
+            key = "checkpointing.save_period=1 keeps the weights of every step, which the other tokens need"
+            diagnosis.findings.append(Finding("recorded_error", "layout", text, key))
+        others = [number for number in suspicious if number != step]
+        if others:
+            listed = ", ".join(f"{number} ({self._figures[number].error:.6g})" for number in others[:5])
+            text = f"the run recorded a larger {ERROR} than usual at step(s) {listed}"
+            examined = f"step=N examines one of them, if its rollouts and weights are kept; this was step {step}"
+            if diagnosis.findings or step in suspicious:
+                diagnosis.remarks.append(f"{text}; {examined}")
+            else:
+                key = "step=N; logger.rollouts=all and checkpointing.save_period=1 keep what an examination needs"
+                diagnosis.findings.append(Finding("recorded_error", "layout", f"{text}; {examined}", key))
+
+    def _against_record(self) -> Finding:
+        """The finding that the recorded difference needs what one rank of this machine does not have."""
+        diagnosis, config, step = self._diagnosis, self._config, self._evidence.step
+        measured = (
+            f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
         )
-        text = f"{len(wrong)} of {len(rows)} recorded prompts are not what the configuration makes of the data; {found}"
-        yield Finding("wrong_template", "tokens", text, alike[0].key if alike else expected.key)
-
-    @cached_property
-    def _configured(self) -> Rendering | None:
-        """The prompts as the configuration says; None: they cannot be made again."""
-        try:
-            if self._config.generation.endpoint.enabled:
-                raise ValueError("generation.endpoint.enabled=true: agents write the prompts")
-            numbers = sorted({row["prompt_idx"] for row in self._evidence.rows})
-            return configured(self._config, self._model, numbers)
-        except (ValueError, RunError, OSError) as error:
-            self._found.remarks.append(f"prompts were not compared with the data: {error}")
-            return None
-
-    @cached_property
-    def _others(self) -> list[Rendering]:
-        if self._configured is None:
-            return []
-        return list(others(self._config, self._model, sorted(self._configured.prompts)))
-
-    def _other_prompts(self, rollouts: Sequence[Rollout]) -> dict[str, tuple[str, list[Tokens]]]:
-        """By description of another data setting: its key, and the rollouts with the prompts of that setting."""
-        settings = [] if self._configured is None else [self._configured, *self._others]
-        found = {}
-        for one in settings:
-            prompts = [one.prompts[rollout.row["prompt_idx"]] for rollout in rollouts]
-            if all(prompts):
-                sequences = [rollout.behind(prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
-                found[one.text] = (one.key, sequences)
-        return found
+        if self._is_trainer_recorded:
+            text = (
+                f"{measured} at step {step}, and the log-probabilities that it recorded have {diagnosis.error:.6g}: "
+                "its metrics and its rollouts are not of the same step, or one of them was changed"
+            )
+            return Finding("damaged_record", "record", text, "record the step again")
+        text = (
+            f"{measured} at step {step}, and one rank computes {diagnosis.error:.6g} from the same weights and tokens: "
+            "the difference needs the run's layout, packing or versions"
+        )
+        replay = replay_in_layout(self._run_dir, step, config, self._timeout_s)
+        cause_is_known = "layout_differs" if replay.differs else "recorded_error"
+        return Finding(cause_is_known, "layout", f"{text}; {replay.text}", replay.command)
 
 
-NEAREST = 4
-"""Most other versions, the nearest ones, whose weights are tried as a whole."""
-UNKNOWN = {
-    "engine": "generation.engine_args, generation.engine; engine=true compares the layers of an engine",
-    "trainer": "policy.parallel, policy.precision; python -m megatron_grpo.replay computes the step in another layout",
-}
-"""Where to look for what no suspect explains, by side."""
-LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-"""Relative difference of hidden states that rounding explains, by precision."""
-LAW = (*FILTERS, *(name for name in PENALTIES if name != "bad_words"))
-"""Keys of generation that change the distribution, beside the temperature."""
-
-
-def engine_law(config: Config) -> Law:
-    """The distribution that engines draw from; vLLM ignores filters at temperature 0."""
-    names = LAW if config.generation.temperature > 0 else set(LAW).difference(FILTERS)
-    return _law(config, ("temperature", *names))
-
-
-def training_law(config: Config) -> Law:
-    """The distribution that the policy's log-probabilities are of in training."""
-    return _law(config, ("temperature", *(FILTERS if config.generation.filters_in_training else ())))
-
-
-def _law(config: Config, names: Sequence[str]) -> Law:
-    values = {name: getattr(config.generation, name) for name in names}
-    return Law(**values | {"top_k": values.get("top_k") or 0})
-
-
-def _prompt(row: dict[str, object]) -> list[int]:
-    """Tokens before the first response."""
-    ids: list[int] = row["token_ids"][: row["spans"][0][0]].tolist()  # type: ignore[index]
-    return ids
-
-
-def _one_each(findings: list[Finding]) -> list[Finding]:
-    """Findings without repetitions; of two with one name, the one that explains a distance."""
-    kept: dict[str, Finding] = {}
-    for one in findings:
-        if one.name not in kept or (kept[one.name].before is None and one.before is not None):
-            kept[one.name] = one
+def _without_repetitions(findings: list[Finding]) -> list[Finding]:
+    """Findings without repetitions; of two with one name for one side, the one that explains a distance."""
+    kept: dict[tuple[str, bool], Finding] = {}
+    for finding in findings:
+        name = finding.name, finding.text.startswith("the trainer ")
+        if name not in kept or (kept[name].before is None and finding.before is not None):
+            kept[name] = finding
     return list(kept.values())

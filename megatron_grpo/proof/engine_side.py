@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.proof.oracle import Tokens
+from megatron_grpo.proof.law import Tokens
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is computed in this process, where its layers can be hooked

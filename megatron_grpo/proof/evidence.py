@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.directory import POLICY_FOLDER
 from megatron_grpo.data.rollout_files import recorded_steps, rows_of_file
 from megatron_grpo.data.trajectory import Span
-from megatron_grpo.proof.oracle import Tokens
+from megatron_grpo.proof.law import Tokens, residual
 from megatron_grpo.weights.hf_export import export_checkpoint
 from megatron_grpo.weights.shape import ModelShape
 
@@ -155,6 +155,13 @@ class Evidence:
     """All rollouts of the step that did not fail."""
     rollouts: list[Rollout]
     """Rollouts that are scored."""
+    members: list[tuple[int, int]]
+    """Group and sample of every recorded rollout of the step, those that failed included."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rollout of the step is scored."""
+        return len(self.rollouts) == len(self.rows)
 
     @property
     def tokens(self) -> list[Tokens]:
@@ -173,15 +180,19 @@ class Evidence:
         return torch.cat([one.kept == len(one.row["logprobs"]) - 1 for one in self.rollouts])
 
 
-def read_evidence(run_dir: Path, step: int | None, weights: Weights, config: Config, most_tokens: int) -> Evidence:
-    """The rollouts of a step; without `step`, of the newest one whose weights are available.
+def read_evidence(
+    run_dir: Path, step: int | None, suspicious: Sequence[int], weights: Weights, config: Config, most_tokens: int
+) -> Evidence:
+    """The rollouts of a step; without `step`, of a suspicious one, or the newest one whose weights are available.
 
     Args:
         run_dir: the run's folder.
         step: a recorded step.
+        suspicious: steps whose recorded figures are beyond rounding, the worst first.
         weights: the weights of the run's versions.
         config: the run's configuration.
-        most_tokens: sampled tokens to score, of whole rollouts, the first samples of all prompts first.
+        most_tokens: sampled tokens to score, of whole rollouts: those whose recorded log-probabilities differ most, and
+            others of all prompts.
 
     Raises:
         ValueError: nothing is recorded, or the weights of no recorded step are available; the text says what to do.
@@ -191,14 +202,16 @@ def read_evidence(run_dir: Path, step: int | None, weights: Weights, config: Con
         raise ValueError(f"{run_dir} has no rollouts; record a run with logger.rollouts=all (docs/debugging.md)")
     if step is not None and step not in files:
         raise ValueError(f"step={step} is not recorded in {run_dir}; there are steps {min(files)} to {max(files)}")
-    candidates = [step] if step is not None else sorted(files, key=lambda one: (one - 1 in weights.versions, one))[::-1]
+    newest = sorted(files, key=lambda number: (number - 1 in weights.versions, number))[::-1]
+    candidates = [step] if step is not None else [*(number for number in suspicious if number in files), *newest]
     for number in candidates:
-        rows = [row for row in rows_of_file(number, files[number]) if row["failure"] is None and row["spans"]]
+        recorded = list(rows_of_file(number, files[number]))
+        rows = [row for row in recorded if row["failure"] is None and row["spans"]]
         version = _most_frequent_version(rows)
         if version is not None and version in weights.versions:
             scored = _scored(rows, version, config, most_tokens)
             if scored:
-                return Evidence(number, version, rows, scored)
+                return Evidence(number, version, rows, scored, [(row["group"], row["sample"]) for row in recorded])
         if step is not None:
             have = ", ".join(map(str, weights.versions))
             text = f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}"
@@ -218,7 +231,7 @@ def _scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_t
     recomputed = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     chosen: list[Rollout] = []
     total = 0
-    for row in sorted(rows, key=lambda row: (row["sample"], row["group"])):
+    for row in _in_order(rows):
         rollout = rollout_of(row, version, recomputed=recomputed)
         if rollout is None:
             continue
@@ -226,4 +239,28 @@ def _scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_t
         if chosen and total > most_tokens:
             break
         chosen.append(rollout)
-    return chosen
+    return sorted(chosen, key=lambda rollout: (rollout.row["group"], rollout.row["sample"]))
+
+
+def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rollouts in the order of scoring: in turn those that differ most, and others of all prompts.
+
+    Samples of a prompt may come from different engines, so each prompt begins with another sample.
+    """
+    samples = max((row["sample"] for row in rows), default=0) + 1
+    spread = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
+    differing = sorted((row for row in rows if _difference(row) > 0), key=_difference, reverse=True)
+    seen: set[int] = set()
+    for pair in zip_longest(differing, spread):
+        for row in pair:
+            if row is not None and id(row) not in seen:
+                seen.add(id(row))
+                yield row
+
+
+def _difference(row: dict[str, Any]) -> float:
+    """Mean absolute difference of the log-probabilities that the record has of both sides; 0: it has but one."""
+    if row["prev_logprobs"] is None or len(row["prev_logprobs"]) != len(row["logprobs"]):
+        return 0.0
+    pairs = torch.tensor(np.array(row["prev_logprobs"])), torch.tensor(np.array(row["logprobs"]))
+    return float(residual(*pairs).mean())

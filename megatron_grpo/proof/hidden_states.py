@@ -1,134 +1,47 @@
-"""Forward passes that keep the hidden states of a rank's layers, and the assembly of these states over ranks.
-
-The points at which states are kept, in the order of computation (`point_order`), by names that follow Hugging Face's:
-
-    embedding                           output of the embedding, scaled where the model scales it
-    layers.N.input_layernorm            absent where Transformer Engine fuses the norm with the product after it
-    layers.N.self_attn.heads            output of every attention head, before the output projection
-    layers.N.self_attn                  output of the attention, after its output projection
-    layers.N.post_attention_layernorm   input of the feed-forward network; absent where it is fused
-    layers.N.mlp.router                 weight of every expert, 0 for those that were not chosen
-    layers.N.mlp                        output of the feed-forward network or of the experts
-    layers.N                            hidden state after the layer
-    norm                                output of the last norm, which the head multiplies
-"""
+"""Log-probabilities with hidden states: of a rank of a layout, and of recorded sequences on one rank here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.identity_op import IdentityOp
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import HashStore
 
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields, given, token_places
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import OF_TOKENS, planner
+from megatron_grpo.trainer.hidden_states import Piece, assembled, captured_states
 from megatron_grpo.trainer.messages import RankSettings, training_filter
-from megatron_grpo.trainer.model.packed_sequences import held_source
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 
 if TYPE_CHECKING:
-    from megatron_grpo.proof.oracle import Tokens
-
-EMBEDDING, HEADS, NORM = "embedding", "self_attn.heads", "norm"
-_OF_LAYER = {
-    "input_layernorm": "input_layernorm",
-    "self_attention.core_attention": HEADS,
-    "self_attention": "self_attn",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "mlp.router": "mlp.router",
-    "mlp": "mlp",
-    "": "",
-}
-"""Captured modules of a layer by their names in Megatron-Core, in the order of computation, with the names here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A rank's part of what one point of the model computed for a microbatch."""
-
-    point: str
-    tokens: Tensor
-    """[rows], int64: index of each row's token in the whole batch."""
-    values: Tensor
-    """[rows, width], on the host, in the type of the computation."""
-    column: int
-    """First column of the values in the whole tensor; above 0 where tensor parallelism splits the heads."""
-
-
-def point_order(point: str) -> tuple[int, int]:
-    """Sort key of a point: the order of computation."""
-    if point == EMBEDDING:
-        return (-1, 0)
-    if point == NORM:
-        return (1 << 30, 0)
-    _, layer, *rest = point.split(".", 2)
-    return int(layer), list(_OF_LAYER.values()).index(rest[0] if rest else "")
+    from megatron_grpo.proof.law import Tokens
 
 
 def logprobs_and_states(
     rank: PolicyRank, batch: TokenBatch, microbatches: Microbatches, places: NDArray[np.int64]
 ) -> tuple[Tensor | None, list[Piece]]:
-    """Compute log-probabilities in one forward pass, and keep the hidden states of the pass.
+    """Compute log-probabilities in one forward pass, and keep the hidden states of the pass on the host.
 
-    Collective over the ranks of a layout. Each rank returns its pieces; `assembled` makes whole tensors of the pieces
-    of all ranks. Every real token of the microbatches is kept by exactly one rank at every point, whatever the layout:
-    of tensor-parallel ranks with equal values the first one keeps them, and padding is left out.
-
-    Args:
-        rank: the policy's rank.
-        batch: this replica's sequences.
-        microbatches: numbers of the sequences in each microbatch of the pass.
-        places: [tokens of `batch`], int64: index of each token in the whole batch of all replicas; -1: not kept.
+    Collective over the ranks of a layout. Each rank returns its pieces (`captured_states`, whose arguments these are);
+    `assembled` makes whole tensors of the pieces of all ranks.
 
     Returns:
         The log-probabilities as `PolicyRank.logprobs` returns them, and the pieces.
     """
     pieces: list[Piece] = []
-    sources = [_sources(rank, batch, indices, places) for indices in microbatches]
-    handles = [
-        module.register_forward_hook(_Hook(point, sources, pieces, rank.config.parallel.sequence))
-        for chunk in rank.whole_chunks()
-        for point, module in _points(chunk)
-    ]
-    try:
+    with captured_states(
+        rank, batch, microbatches, places, lambda piece: pieces.append(replace(piece, values=piece.values.cpu()))
+    ):
         return rank.logprobs(batch, microbatches), pieces
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def assembled(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
-    """The pieces of all ranks as whole tensors, by point in the order of computation.
-
-    Args:
-        pieces: pieces of every rank of one layout.
-        tokens: tokens of the whole batch.
-
-    Returns:
-        [tokens, width] for each point, in the type of the computation; NaN at tokens that no rank captured.
-    """
-    by_point: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_point.setdefault(piece.point, []).append(piece)
-    whole = {}
-    for point in sorted(by_point, key=point_order):
-        found = by_point[point]
-        width = max(piece.column + piece.values.shape[1] for piece in found)
-        whole[point] = found[0].values.new_full((tokens, width), torch.nan)
-        for piece in found:
-            whole[point][piece.tokens, piece.column : piece.column + piece.values.shape[1]] = piece.values
-    return whole
 
 
 def trainer_again(
@@ -170,64 +83,3 @@ def trainer_again(
         destroy_parallel()
     logprobs = [part[one.places] for part, one in zip(given(found).split(lengths), sequences, strict=True)]
     return torch.cat(logprobs), assembled(pieces, len(everywhere))
-
-
-def _points(chunk: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The captured modules of one chunk of a model, with the names of their points."""
-    if chunk.pre_process:
-        yield EMBEDDING, chunk.embedding
-    for layer in chunk.decoder.layers:
-        modules = dict(layer.named_modules())
-        for inner, name in _OF_LAYER.items():
-            module = modules.get(inner)
-            if module is not None and not isinstance(module, IdentityOp):
-                yield f"layers.{layer.layer_number - 1}{'.' if name else ''}{name}", module
-    if chunk.post_process and chunk.decoder.final_layernorm is not None:
-        yield NORM, chunk.decoder.final_layernorm
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The tokens of one microbatch on this rank, as indices in the whole batch; -1 on padding."""
-
-    whole: NDArray[np.int64]
-    """[tokens of this context-parallel rank], int64."""
-    own: NDArray[np.int64]
-    """[tokens of this rank's part under sequence parallelism], int64."""
-
-
-def _sources(rank: PolicyRank, batch: TokenBatch, indices: Sequence[int], places: NDArray[np.int64]) -> _Source:
-    layout = rank.maker.place([batch.lengths[index] for index in indices])
-    flat = places[token_places(np.asarray(batch.lengths), np.asarray(indices))]
-    parallel = rank.config.parallel
-    part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
-    of_part = held_source(layout, part=part, parts=parts, real=True)
-    return _Source(*(np.where(source < 0, -1, flat[source]) for source in (layout.source, of_part)))
-
-
-class _Hook:
-    """A forward hook that keeps the outputs of a module, one for each microbatch in turn.
-
-    Each chunk of a pipeline stage runs its microbatches in their order. Microbatches without sequences, which ranks
-    append where experts are shared, come last and are not kept.
-    """
-
-    def __init__(self, point: str, sources: Sequence[_Source], pieces: list[Piece], sequence: bool) -> None:
-        self._point, self._sources, self._pieces, self._sequence = point, sources, pieces, sequence
-        self._calls = 0
-
-    def __call__(self, _module: Any, _given: Any, output: Any) -> None:
-        number, self._calls = self._calls, self._calls + 1
-        if number >= len(self._sources):
-            return
-        first: Tensor = output[0] if isinstance(output, tuple) else output
-        values = first.detach().reshape(-1, first.shape[-1])
-        heads, part = self._point.endswith(HEADS), parallel_state.get_tensor_model_parallel_rank()
-        if part and not heads and not self._sequence:
-            return  # equal on all tensor-parallel ranks
-        source = self._sources[number].whole if heads else self._sources[number].own
-        assert len(values) == len(source), f"{self._point}: {len(values)} rows for {len(source)} tokens"
-        real = torch.from_numpy(np.flatnonzero(source >= 0))
-        tokens = torch.from_numpy(source)[real]
-        column = part * values.shape[1] if heads else 0
-        self._pieces.append(Piece(self._point, tokens, values[real.to(values.device)].cpu(), column))

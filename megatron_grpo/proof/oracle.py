@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,103 +12,32 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.proof.law import Law, Tokens
 
 BATCH_TOKENS = 4096
 """Most tokens of one forward pass, padding included; more if a single sequence is longer."""
-GREEDY = 1e-5
-"""vLLM samples greedily below this temperature, and then does not divide the logits."""
-
-
+_EPSILONS = ("variance_epsilon", "eps")
+"""Names of a norm's epsilon in transformers."""
 TIE = 3e-5
 """Experts whose float32 scores differ by less than this may change their order by rounding."""
 RouterPart = Literal["inputs", "weights", "logits", "scores"]
 """Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A sequence, and those of its tokens whose log-probabilities are computed."""
+def eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
+    """Load a model whose attention and experts are transformers' plain torch code, without fused kernels.
 
-    ids: Tensor
-    """[tokens], int64."""
-    places: Tensor
-    """[chosen tokens], int64, ascending, above 0: positions of the tokens."""
-    begins: Tensor
-    """[chosen tokens], int64: position at which the response of each token begins; penalties count its tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Law:
-    """The distribution that tokens are drawn from: vLLM's options, applied to logits in vLLM's order."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    """0: no filter."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-
-    @property
-    def penalises(self) -> bool:
-        """Whether logits depend on the tokens that came before."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @property
-    def filters(self) -> bool:
-        """Whether unlikely tokens are removed."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
-    def logprobs(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Log-probabilities of the chosen tokens.
-
-        Args:
-            logits: [chosen tokens, vocabulary], float32, before each chosen token.
-            tokens: the sequence.
-
-        Returns:
-            [chosen tokens], float32; -inf for a token that a filter removes.
-        """
-        if self.penalises:
-            logits = self._penalised(logits, tokens)
-        if self.temperature > GREEDY:
-            logits = logits / self.temperature
-        if self.filters:
-            logits = self._filtered(logits)
-        return logits.log_softmax(-1).gather(1, tokens.ids[tokens.places][:, None])[:, 0]
-
-    def _penalised(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Logits after the penalties; `repetition_penalty` counts the prompt too, the others only the response."""
-        said = torch.zeros(len(tokens.ids) + 1, logits.shape[1])
-        said[1:].scatter_(1, tokens.ids[:, None], 1.0)
-        counts = said.cumsum(0)  # of each token, how often it occurs before a position
-        before, own = counts[tokens.places], counts[tokens.places] - counts[tokens.begins]
-        penalty = torch.where(before > 0, self.repetition_penalty, 1.0)
-        logits = torch.where(logits > 0, logits / penalty, logits * penalty)
-        return logits - self.frequency_penalty * own - self.presence_penalty * (own > 0)
-
-    def _filtered(self, logits: Tensor) -> Tensor:
-        if self.min_p > 0:
-            probabilities = logits.softmax(-1)
-            logits = logits.masked_fill(probabilities < self.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
-        values, order = logits.sort(-1)  # ascending, as in vLLM
-        if self.top_k:
-            values = values.masked_fill(values < values[:, -min(self.top_k, values.shape[1])][:, None], -torch.inf)
-        if self.top_p < 1:
-            removed = values.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            removed[:, -1] = False
-            values = values.masked_fill(removed, -torch.inf)
-        return torch.empty_like(logits).scatter_(1, order, values)
-
-
-def eager_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Load a model whose attention and experts are transformers' plain torch code, without fused kernels."""
+    `settings`: entries of the model's configuration that are not those of the folder.
+    """
     # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
-    kind = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    if settings:
+        kind["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for name, value in settings.items():
+            setattr(kind["config"], name, value)
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **kind).eval()
 
 
@@ -126,17 +54,27 @@ class Oracle:
     Args:
         folder: the model in Hugging Face format.
         dtype: type of weights and activations.
+        settings: entries of the model's configuration that are not those of the folder.
 
     Raises:
         RunError: transformers cannot load the model.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
+    ) -> None:
         try:
-            model = eager_model(folder, dtype)
+            model = eager_model(folder, dtype, settings)
         except Exception as error:  # a model's own code may raise anything
             raise RunError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
+        self.folder = folder
         self.model: Any = model.requires_grad_(False)
+        self._head: Tensor | None = None
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head has the weights of the embedding."""
+        return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights by their names in transformers, in memory: experts are stacked, tied weights named once."""
@@ -160,11 +98,89 @@ class Oracle:
             padded = torch.nn.utils.rnn.pad_sequence([one.ids for one in batch], batch_first=True)
             lengths = torch.tensor([len(one.ids) for one in batch])
             mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()  # the padding follows the tokens
-            hidden = self.model.model(padded, attention_mask=mask, use_cache=False).last_hidden_state
+            options = {"attention_mask": mask, "use_cache": False}
+            if any(one.positions is not None for one in batch):
+                plain = [torch.arange(len(one.ids)) if one.positions is None else one.positions for one in batch]
+                options["position_ids"] = torch.nn.utils.rnn.pad_sequence(plain, batch_first=True)
+            hidden = self.model.model(padded, **options).last_hidden_state
             for number, tokens, states in zip(numbers, batch, hidden, strict=True):
-                logits = self.model.get_output_embeddings()(states[tokens.places - 1]).float()
+                logits = self._logits(states[tokens.places - 1])
                 found[number] = torch.stack([law.logprobs(logits, tokens) for law in laws])
         return torch.cat([found[number] for number in range(len(sequences))], dim=1)
+
+    @torch.no_grad()
+    def chances(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
+        """Probabilities of all tokens at the chosen ones: [chosen tokens, vocabulary], float32, by sequence."""
+        chances = []
+        for tokens in sequences:
+            states = self.model.model(tokens.ids[None], use_cache=False).last_hidden_state[0]
+            chances.append(law.distribution(self._logits(states[tokens.places - 1]), tokens).exp())
+        return chances
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[tokens, vocabulary], float32, of the last hidden states, [tokens, width]."""
+        head = self.model.get_output_embeddings()
+        logits = head(states) if self._head is None else torch.nn.functional.linear(states, self._head)
+        limit = getattr(self.model.config, "final_logit_softcapping", None)
+        return (logits if limit is None else torch.tanh(logits / limit) * limit).float()
+
+    @torch.no_grad()
+    def logprobs_behind(self, other: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law) -> Tensor:
+        """Log-probabilities with keys and values of another model for the first tokens of each sequence.
+
+        Args:
+            other: the model of the first tokens.
+            sequences: the tokens.
+            cuts: for each sequence the number of its first tokens; below the position of its first chosen token.
+            law: the distribution.
+
+        Returns:
+            [chosen tokens of all sequences], float32.
+        """
+        logprobs = []
+        for tokens, cut in zip(sequences, cuts, strict=True):
+            if cut == 0:
+                logprobs.append(self.logprobs([tokens], [law])[0])
+                continue
+            cache = other.model.model(tokens.ids[None, :cut], use_cache=True).past_key_values
+            states = self.model.model(tokens.ids[None, cut:], past_key_values=cache, use_cache=True).last_hidden_state
+            logprobs.append(law.logprobs(self._logits(states[0][tokens.places - 1 - cut]), tokens))
+        return torch.cat(logprobs)
+
+    @contextmanager
+    def other_head(self, weight: Tensor) -> Iterator[None]:
+        """Multiply the last hidden states by another matrix, [vocabulary, width]; the embedding stays."""
+        self._head = weight
+        try:
+            yield
+        finally:
+            self._head = None
+
+    @contextmanager
+    def other_scale(self, factor: float) -> Iterator[None]:
+        """Compute attention whose query-key products are multiplied by a factor."""
+        attentions = [layer.self_attn for layer in self.layers]
+        scales = [attention.scaling for attention in attentions]
+        for attention, scale in zip(attentions, scales, strict=True):
+            attention.scaling = scale * factor
+        try:
+            yield
+        finally:
+            for attention, scale in zip(attentions, scales, strict=True):
+                attention.scaling = scale
+
+    @contextmanager
+    def other_epsilon(self, epsilon: float) -> Iterator[None]:
+        """Compute norms with another epsilon."""
+        norms = [(module, name) for module in self.model.modules() for name in _EPSILONS if name in vars(module)]
+        before = [getattr(module, name) for module, name in norms]
+        for module, name in norms:
+            setattr(module, name, epsilon)
+        try:
+            yield
+        finally:
+            for (module, name), value in zip(norms, before, strict=True):
+                setattr(module, name, value)
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:

@@ -17,7 +17,14 @@ from megatron_grpo.controller.checkpoint_files import read_state, verify
 from megatron_grpo.controller.recorded_config import config_of_run, config_of_values
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.replay_files import StepFigures, figures_file, read_figures
-from megatron_grpo.data.rollout_files import examine_file, read_recorded, recorded_steps, rollouts_file, rows_of_file
+from megatron_grpo.data.rollout_files import (
+    DAMAGE_ADVICE,
+    examine_file,
+    read_recorded,
+    recorded_steps,
+    rollouts_file,
+    rows_of_file,
+)
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.weights.source import model_folder, require_folder
 
@@ -49,11 +56,27 @@ class RecordedStep:
         """[sequences], int64: tokens of each rollout, prompt included."""
         return np.array([len(one.token_ids) for one in self.trajectories], dtype=np.int64)
 
+    @property
+    def predicts(self) -> NDArray[np.bool_]:
+        """[tokens], bool: whether a sampled token's log-probability depends on the hidden state of the token.
+
+        True up to the token before the last sampled one: later tokens of the sequence attend to earlier ones. The last
+        sampled token, such as a stop token, and an environment's words behind it predict nothing.
+        """
+        lasts = [max((span.end for span in one.spans if span.end > span.start), default=0) for one in self.trajectories]
+        positions = [np.arange(length) < last - 1 for length, last in zip(self.lengths, lasts, strict=True)]
+        return np.concatenate(positions)
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """[tokens], bool: whether the model sampled the token."""
+        return self.at_sampled([np.ones(one.response_tokens) for one in self.trajectories]) > 0
+
     def tokens(self) -> TokenBatch:
         """All rollouts end to end: token_ids (int32), sampled (bool) and generation_logprobs (float32)."""
         fields = TokenFields(
             token_ids=torch.from_numpy(np.concatenate([one.token_ids for one in self.trajectories])),
-            sampled=torch.from_numpy(self.at_sampled([np.ones(one.response_tokens) for one in self.trajectories]) > 0),
+            sampled=torch.from_numpy(self.sampled),
             generation_logprobs=torch.from_numpy(self.at_sampled([one.logprobs for one in self.trajectories])),
         )
         return TokenBatch(self.lengths.tolist(), fields)
@@ -130,7 +153,7 @@ def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
     try:
         found = examine_file(file)
     except ValueError as error:
-        raise ConfigError([Problem(f"step={step}", f"{file} {error}")]) from None
+        raise ConfigError([Problem(f"step={step}", f"{file} {error}; {DAMAGE_ADVICE}")]) from None
     run = found.record.run
     expected = run.prompts_per_step * run.samples_per_prompt
     if found.rollouts != expected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.preflight.layout import split_rules
-from megatron_grpo.proof.hidden_states import Piece, assembled, logprobs_and_states
+from megatron_grpo.proof.hidden_states import logprobs_and_states
 from megatron_grpo.proof.processes import run_on_ranks
 from megatron_grpo.proof.record import RecordedStep
 from megatron_grpo.trainer.group import Microbatches, TrainResult, cost_of, planned, shares_of
+from megatron_grpo.trainer.hidden_states import Piece, assembled
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 
@@ -69,7 +70,12 @@ class Replayed:
     result: TrainResult | None
     tensors: list[TensorFigure]
     hidden: dict[str, Tensor]
-    """[tokens, width] for each point of the model, in the order of computation (`hidden_states.assembled`)."""
+    """[captured, width] for each point of the model, in the order of computation (`hidden_states.assembled`); of a
+    record [captured, SKETCH], a sketch of each token's state (`step_record.sketch_rows`)."""
+    captured: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[captured], int64, ascending: numbers of the tokens, in the step, whose hidden states are known."""
+    is_sketched: bool = False
+    """Whether `hidden` has sketches."""
 
 
 def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, gpus: int) -> Replayed:
@@ -77,8 +83,8 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
 
     Args:
         record: the step, whose rollouts, rewards and advantages are taken as they are.
-        hidden_tokens: tokens whose hidden states are kept: the first sequences with so many tokens together, at least
-            one sequence.
+        hidden_tokens: tokens whose hidden states are kept: the first sequences with so many tokens together that
+            predict others, at least one sequence; and the tokens whose states the run recorded.
         timeout_s: deadline of the replay.
         gpus: GPUs of this machine, one for each rank; 0: the ranks compute on the CPU.
 
@@ -92,12 +98,13 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
     found = run_on_ranks(
         replay_on_rank, task, config.policy.parallel, seed=config.loop.seed, timeout_s=timeout_s, gpus=gpus
     )
-    tokens = int(record.lengths.sum())
+    captured = np.flatnonzero(task.captured)
     return Replayed(
         logprobs=found[0]["logprobs"],
         result=_result(task, found),
         tensors=[TensorFigure(**row) for one in found for row in one["tensors"]],
-        hidden=assembled((Piece(**row) for one in found for row in one["pieces"]), tokens),
+        hidden=assembled((Piece(**row) for one in found for row in one["pieces"]), len(captured)),
+        captured=captured,
     )
 
 
@@ -128,18 +135,29 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     ]
     if not steps:
         raise ValueError(f"step {record.step} of {record.run_dir} has no token in the loss: nothing was learnt from it")
-    chosen = np.cumsum(record.lengths) <= max(hidden_tokens, record.lengths[0])
     return ReplayTask(
         settings=settings,
         checkpoint=None if record.checkpoint is None else str((record.checkpoint / POLICY_FOLDER).absolute()),
         batch=batch,
         members=[np.concatenate(step.shards[mine]) for mine in shares_of(step, policy.parallel.data)],
-        captured=np.repeat(chosen, record.lengths),
+        captured=_captured(record, hidden_tokens),
         logprobs=planned(policy, cost, step, np.arange(len(step)), forward_tokens),
         steps=steps,
         loss=config.loss_fn,
         uses_prev=config.needs_prev_logprobs,
     )
+
+
+def _captured(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
+    """[tokens], bool: whether the hidden states of the token are kept (`replay_step`)."""
+    predicts, ends = record.predicts, np.cumsum(record.lengths)
+    counts = np.cumsum(predicts)[ends - 1]  # tokens that predict others, up to each sequence's end
+    first = counts[counts > 0][:1]
+    chosen = counts <= max(hidden_tokens, *first)
+    captured = predicts & np.repeat(chosen, record.lengths)
+    if record.figures is not None:
+        captured[[one.token for one in record.figures.states]] = True
+    return captured & predicts
 
 
 def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
@@ -184,7 +202,8 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     enter("log-probabilities")
     forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
     plan = _own(task.logprobs, mine)
-    own, pieces = logprobs_and_states(rank, forward, plan, np.where(task.captured[places], places, -1))
+    numbers = np.cumsum(task.captured) - 1  # of the captured tokens alone, whose states are gathered in one tensor
+    own, pieces = logprobs_and_states(rank, forward, plan, np.where(task.captured[places], numbers[places], -1))
     logprobs = _shared(task, own, places)
     if task.uses_prev:
         batch.fields.prev_logprobs = logprobs[places]

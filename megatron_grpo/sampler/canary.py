@@ -1,4 +1,4 @@
-"""The canary of a refit: a fixed prompt, by whose log-probabilities an engine is compared with the policy."""
+"""The canary of a refit: fixed sequences, by whose log-probabilities an engine is compared with the policy."""
 
 from __future__ import annotations
 
@@ -15,43 +15,54 @@ cache has, and returns the log-probability of each, before temperature and filte
 
 NEARER = 2.0
 """An engine without the policy's adapters is at least this many times nearer to the base model than to the policy."""
-ROUNDING_SHARE = 0.01
-"""Share of the limit below which a difference is rounding, whatever it is nearer to."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryPrompt:
-    """The prompt of one refit, with the policy's log-probabilities under the weights that the refit has sent."""
+    """The sequences of one refit, with the policy's log-probabilities under the weights that the refit has sent.
+
+    The policy computes them in one microbatch, and an engine in one batch, so that leaks between neighbours show.
+    """
 
     version: int
-    token_ids: tuple[int, ...]
-    expected: tuple[float, ...]
-    """Log-probability of every token but the first, at temperature 1."""
+    sequences: tuple[tuple[int, ...], ...]
+    """Token ids of each sequence; no two are equally long."""
+    expected: tuple[tuple[float, ...], ...]
+    """Log-probability of every token but the first of each sequence, at temperature 1."""
     limit: float
-    """Largest median difference, in nats, that rounding explains."""
-    base: tuple[float, ...] | None = None
+    """Largest difference, in nats, that rounding explains (`require`)."""
+    rounding: float = 0.0
+    """Difference, in nats, below which an engine is not taken for one without adapters."""
+    base: tuple[tuple[float, ...], ...] | None = None
     """Log-probabilities without the policy's adapters; None: it has none."""
 
-    def require(self, found: Sequence[float]) -> float:
-        """Compare an engine's log-probabilities, of every token but the first, with the policy's.
+    def require(self, actual: Sequence[Sequence[float]]) -> float:
+        """Compare an engine's log-probabilities with the policy's.
+
+        Args:
+            actual: log-probability of every token but the first, of each sequence.
 
         Returns:
-            Median of the absolute differences, in nats.
+            Median of the absolute differences in the sequence where it is largest, in nats.
 
         Raises:
-            CanaryError: the median is beyond the limit, or a number is not finite; or the engine computes what the
+            CanaryError: this difference is beyond the limit, or a number is not finite; or the engine computes what the
                 policy does without its adapters.
         """
-        error = _median_difference(self.expected, found)
+        medians = _median_differences(self.expected, actual)
+        error = max(medians)
         if error > self.limit:
+            lengths = [len(sequence) for sequence in self.sequences]
+            each = ", ".join(f"{median:.3g} ({tokens} tokens)" for median, tokens in zip(medians, lengths, strict=True))
             raise CanaryError(
                 f"with version {self.version} of the weights its log-probabilities of the canary differ from the "
-                f"policy's by {error:.3g} (median), more than {self.limit:g} (refit.canary_limit)"
+                f"policy's by {error:.3g} (median), more than {self.limit:.3g} (refit.canary_limit); sequence by "
+                f"sequence, in the order in which they are packed: {each}"
             )
         # The limit cannot tell a policy of few steps from its base model. How far the engine is from the one and from
         # the other can, as soon as the adapters move log-probabilities by about twice the rounding.
-        from_base = math.inf if self.base is None else _median_difference(self.base, found)
-        if error > max(NEARER * from_base, ROUNDING_SHARE * self.limit):
+        from_base = math.inf if self.base is None else max(_median_differences(self.base, actual))
+        if error > max(NEARER * from_base, self.rounding):
             raise CanaryError(
                 f"with version {self.version} of the weights its log-probabilities of the canary are the base model's: "
                 f"they differ from those by {from_base:.3g} and from the policy's by {error:.3g} (medians), so it has "
@@ -60,8 +71,12 @@ class CanaryPrompt:
         return error
 
 
-def _median_difference(expected: Sequence[float], found: Sequence[float]) -> float:
-    """Median of the absolute differences; infinite if one is not finite."""
-    # The median, because in bfloat16 a near tie sends some token to another expert, whose difference is large.
-    differences = [abs(one - other) for one, other in zip(expected, found, strict=True)]
-    return median(differences) if all(map(math.isfinite, differences)) else math.inf
+def _median_differences(expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]]) -> list[float]:
+    """Median of the absolute differences of each sequence; infinite where one is not finite."""
+    # The median, because in bfloat16 a near tie sends some token to another expert, whose difference is large. One a
+    # sequence, because a fault of packing leaves the first sequence of a pack as it is.
+    medians = []
+    for ours, theirs in zip(expected, actual, strict=True):
+        differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        medians.append(median(differences) if all(map(math.isfinite, differences)) else math.inf)
+    return medians

@@ -228,13 +228,13 @@ class VllmEngine:
 
     @phase("canary")
     async def admit_weights(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the engine's log-probabilities of the canary prompt agree with the policy's.
+        """Serve the committed weights if the engine's log-probabilities of the canary agree with the policy's.
 
         Requests in flight continue meanwhile, since the scheduler runs all or none. If the comparison fails, they are
         paused again, and the run ends without using their tokens.
 
         Returns:
-            Median difference of the log-probabilities, in nats.
+            Median difference of the log-probabilities in the worst sequence, in nats.
 
         Raises:
             CanaryError: the log-probabilities differ; the engine does not serve.
@@ -244,16 +244,24 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         llm = await self._pauses.paused()
-        tokens = list(prompt.token_ids)
-        parameters = SamplingParams(**ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY)
         with deaths_explained():
-            queue = await llm.add_request("canary", tokens_input(tokens, cache_salt="canary"), parameters)
-            async with self._pauses.lifted():
-                final = await queue.get()
+            queues = [
+                await llm.add_request(
+                    f"canary.{number}",
+                    tokens_input(list(tokens), cache_salt="canary"),
+                    SamplingParams(**ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
+                )
+                for number, tokens in enumerate(prompt.sequences)
+            ]
+            async with self._pauses.lifted():  # only now the scheduler runs, so that it sees all of them
+                finals = await asyncio.gather(*(queue.get() for queue in queues))
                 if self._settings.routed is not None:  # recorded for every request, and kept until it is taken
-                    await while_alive(llm, chosen_experts(llm, [final], self._settings.routed))
-                found = zip(tokens[1:], final.prompt_logprobs[1:], strict=True)
-                error = prompt.require([one[token].logprob for token, one in found])
+                    await while_alive(llm, chosen_experts(llm, finals, self._settings.routed))
+                logprobs = [
+                    [one[token].logprob for token, one in zip(tokens[1:], final.prompt_logprobs[1:], strict=True)]
+                    for tokens, final in zip(prompt.sequences, finals, strict=True)
+                ]
+                error = prompt.require(logprobs)
         await self._serve()
         return error
 

@@ -148,15 +148,22 @@ class ServerEngine:
     async def admit_weights(self, prompt: CanaryPrompt) -> float:
         await self._post("/resume")
         try:
-            body = {"request_id": "canary", "token_ids": list(prompt.token_ids), "sampling_params": ARGUMENTS}
-            answer = await self._post("/inference/v1/generate", body)
-            found = zip(prompt.token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-            error = prompt.require([one[str(token)]["logprob"] for token, one in found])
+            error = prompt.require(
+                await asyncio.gather(*(self._canary_logprobs(n, one) for n, one in enumerate(prompt.sequences)))
+            )
         except CanaryError as failure:
             await self._post("/pause", mode="keep", clear_cache="true")
             raise CanaryError(f"{self._url}: {failure}") from None
         self._serving.set()
         return error
+
+    async def _canary_logprobs(self, number: int, tokens: tuple[int, ...]) -> list[float]:
+        """The server's log-probabilities of all tokens but the first of a sequence of the canary."""
+        body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": ARGUMENTS}
+        answer = await self._post("/inference/v1/generate", body)
+        return [
+            one[str(token)]["logprob"] for token, one in zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
+        ]
 
     @phase("fingerprint weights")
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:

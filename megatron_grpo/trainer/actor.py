@@ -113,10 +113,10 @@ class RankActor:
             return fn(self.model, *args)
 
     @phase("train")
-    def train(self, work: ReplicaWork, loss_fn: Any, counts: Any) -> Any:
+    def train(self, work: ReplicaWork, loss_fn: Any, counts: Any, limit: float | None = None) -> Any:
         """One optimizer step on the replica's work (`ModelRank.train`)."""
         batch, microbatches = work
-        return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts)
+        return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts, limit)
 
     def forward(self, work: ReplicaWork, method: str) -> ForwardShare | None:
         """Put a number for every token of the replica's shards into the object store; None except on the output rank.

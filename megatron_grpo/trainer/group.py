@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,8 +16,9 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.data.batch import token_places
 from megatron_grpo.data.packing import Cost, planner
-from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.data.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.trainer.actor import RankActor
@@ -52,6 +53,14 @@ class NonFiniteGradientError(RunError):
         super().__init__(f"the gradient norm is {grad_norm}; the weights were left as they were")
         self.grad_norm = grad_norm
         self.sequences = sequences
+
+
+class RefusedStepError(RunError):
+    """The probability error is beyond its limit; the optimizer step was not made, and `metrics` has the error."""
+
+    def __init__(self, metrics: Mapping[str, float]) -> None:
+        super().__init__(f"token_mult_prob_error is {metrics['token_mult_prob_error']:g}")
+        self.metrics = metrics
 
 
 def cost_of(shape: ModelShape) -> Cost:
@@ -164,14 +173,18 @@ class RankGroup:
 
         Raises:
             NonFiniteGradientError: the gradient is not finite; the weights are unchanged.
+            RefusedStepError: the probability error is beyond its limit; the weights are unchanged.
         """
         counts = GlobalCounts.of(batch, sequences)
         plans = self._plan(batch, sequences, self._config.microbatch_tokens)
-        refs = [actor.train.remote(work, loss_fn, counts) for actor, work in self._works(batch, plans)]
+        limit = self._prob_error_limit(batch)
+        refs = [actor.train.remote(work, loss_fn, counts, limit) for actor, work in self._works(batch, plans)]
         shares = self._gather(refs, "training step")
         if not math.isfinite(shares[0].grad_norm):
             raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, plans, shares))
         metrics = combine_metrics(one for share in shares for one in share.metrics or [])
+        if shares[0].is_refused:
+            raise RefusedStepError(metrics)
         return TrainResult(
             loss=metrics.pop("loss"),
             grad_norm=shares[0].grad_norm,
@@ -179,6 +192,10 @@ class RankGroup:
             metrics=metrics,
             gpu_memory_gib=max(share.gpu_memory_gib for share in shares),
         )
+
+    def _prob_error_limit(self, batch: StepBatch) -> float | None:
+        """Largest probability error that ranks may learn from; None: they do not check it."""
+        return None
 
     @property
     def startup_s(self) -> list[dict[str, float]]:
@@ -243,6 +260,22 @@ class RankGroup:
         """
         found = self._gather(self.submit("recorder.end"), "recording the update")
         return [figure for figures in found for figure in figures]
+
+    def watch_states(self, batch: StepBatch) -> None:
+        """Sketch the hidden states of the watched tokens in the next pass for log-probabilities (`end_states`)."""
+        watched = watched_tokens(int(batch.lengths.sum()))
+        watches = []
+        for mine in shares_of(batch, self._config.parallel.data):
+            numbers = token_places(batch.lengths, np.concatenate(batch.shards[mine]))
+            places = np.flatnonzero(np.isin(numbers, watched))
+            watches.append((places, numbers[places]))
+        pairs = zip(self.actors, self._places, strict=True)
+        refs = [actor.run.remote("recorder.watch", *watches[place.data]) for actor, place in pairs]
+        self._gather(refs, "choosing the recorded hidden states")
+
+    def end_states(self) -> list[StateFigure]:
+        """Sketches of the watched tokens' hidden states, at every point of the model; a point has each token once."""
+        return sum_states(self._gather(self.submit("recorder.end_states"), "recording hidden states"))
 
     def begin_profile(self) -> None:
         """Record operators and memory of every rank until `end_profile`."""
@@ -327,6 +360,10 @@ class MegatronPolicy(RankGroup):
 
     label = "policy"
     output_method = "logprobs"
+
+    def _prob_error_limit(self, batch: StepBatch) -> float | None:
+        # With prev_logprobs the driver has checked the whole step; a minibatch would be refused after earlier ones.
+        return None if "prev_logprobs" in batch.fields else batch.prob_error_limit
 
     def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Add prev_logprobs to the batch: log-probabilities of every token under the current weights.

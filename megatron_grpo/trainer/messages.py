@@ -77,3 +77,5 @@ class StepShare:
     """Loss and metrics of each microbatch of the rank; None on ranks without the loss."""
     gpu_memory_gib: float = 0.0
     """Peak memory of the rank's tensors on its GPU since the previous optimizer step, GiB; 0 on a CPU."""
+    is_refused: bool = False
+    """Whether the probability error was beyond its limit, so that the optimizer step was not made."""

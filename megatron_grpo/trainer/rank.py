@@ -24,6 +24,7 @@ from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
+from megatron_grpo.trainer.disagreement import is_beyond_limit
 from megatron_grpo.trainer.messages import RankSettings, StepShare
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.trainer.model.build import DecoderModel, build_model
@@ -135,13 +136,22 @@ class ModelRank(ABC):
         return ("token_ids", "sampled", *routed)
 
     def train(
-        self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
+        self,
+        batch: TokenBatch,
+        microbatches: Microbatches,
+        loss_fn: LossFunction,
+        counts: GlobalCounts,
+        limit: float | None = None,
     ) -> StepShare:
         """One optimizer step on this replica's `batch`; `counts` are global, over all replicas.
 
-        When the gradient's norm (`grad_norm` of the result) is not finite, the weights do not change.
+        When the gradient's norm (`grad_norm` of the result) is not finite, or the probability error is beyond `limit`
+        (`is_refused`), the weights do not change.
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
+        device = self.platform.device
+        if limit is not None and is_beyond_limit(metrics if self._has_loss else [], limit, counts.tokens, device):
+            return StepShare(0.0, 0.0, _on_host(metrics) if self._has_loss else None, is_refused=True)
         grad_norm = self.optimizer.grad_norm()
         self.recorder.add_gradient()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
@@ -297,7 +307,8 @@ class PolicyRank(ModelRank):
 
         With a filter (`RankSettings.token_filter`) over the tokens that it keeps; -inf for a token that it removes.
         """
-        return self._forward_tokens(self.whole_chunks(), batch, microbatches)
+        with self.recorder.watching(batch, microbatches):
+            return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
     def whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """As `logprobs`, over the whole vocabulary whatever the filter."""

@@ -1,20 +1,25 @@
-"""Figures of a recorded step for each tensor of a rank: the weight before it, its gradients, and its change."""
+"""Figures of a recorded step on a rank: each tensor's weight, gradients and change, and some tokens' hidden states."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.trainer.hidden_states import Piece, captured_states
 from megatron_grpo.weights.hf_weights import iter_adapter_tensors, iter_hf_tensors
 
 if TYPE_CHECKING:
-    from megatron_grpo.trainer.rank import ModelRank
+    from megatron_grpo.trainer.rank import Microbatches, ModelRank
 
 SKETCH = 64
 """Number of sums in a sketch."""
@@ -32,7 +37,7 @@ def sketch(tensor: Tensor, name: str) -> list[float]:
     elements of one block of SKETCH are in different ones. Signs and sums follow from the name and the element's number;
     sums are in float64.
     """
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    seed = _seed(name)
     flat, sums = tensor.detach().reshape(-1), torch.zeros(SKETCH, dtype=torch.float64, device=tensor.device)
     columns = torch.arange(SKETCH, device=flat.device)
     for begin in range(0, len(flat), _PIECE):
@@ -45,6 +50,22 @@ def sketch(tensor: Tensor, name: str) -> list[float]:
     return sums.tolist()
 
 
+def sketch_rows(rows: Tensor, name: str, column: int = 0) -> Tensor:
+    """The sketch of each row by itself: [rows, width] to [rows, SKETCH], float64.
+
+    Rows that are parts of wider rows, from `column` on, have sketches that add up to those of the wider rows.
+    """
+    seed, numbers = _seed(name), torch.arange(column, column + rows.shape[1], device=rows.device)
+    signs = 1 - 2 * (_mixed(numbers + seed) & 1)
+    turned = (numbers - _mixed(numbers - numbers % SKETCH - seed)) % SKETCH
+    sums = torch.zeros(len(rows), SKETCH, dtype=torch.float64, device=rows.device)
+    return sums.index_add_(1, turned, rows.double() * signs)
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+
+
 def _mixed(numbers: Tensor) -> Tensor:
     """Pseudo-random bits of integers, int64 to int64: the mixing function of SplitMix64 (Steele et al. 2014)."""
     mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15; products wrap around
@@ -53,8 +74,15 @@ def _mixed(numbers: Tensor) -> Tensor:
     return mixed ^ (mixed >> 31)
 
 
+StateSketches = tuple[str, NDArray[np.int64], NDArray[np.float64]]
+"""A rank's part of a point's sketches: name of the point, numbers of the tokens in the step, [tokens], and
+[tokens, SKETCH]."""
+
+
 class StepRecorder:
     """Sketches of a rank's tensors between `begin` and `end`; all methods are collective over the ranks of the model.
+
+    Before `begin`, the pass for log-probabilities can sketch hidden states (`watch`).
 
     The first rank of each pipeline stage has the figures of the stage's tensors, the others have none. The change of
     the weights is gathered through the gradient buffers: they have a float32 number for each trained weight, and are
@@ -67,6 +95,39 @@ class StepRecorder:
         self._figures: list[TensorFigure] | None = None
         self._before: list[Tensor] = []
         self._steps = 0
+        self._watched: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._states: list[tuple[str, Tensor, Tensor]] = []
+
+    def watch(self, places: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Sketch the hidden states of some tokens in the next pass for log-probabilities.
+
+        Args:
+            places: [watched], int64: places of the tokens in this replica's batch.
+            numbers: [watched], int64: numbers of the tokens in the step.
+        """
+        self._watched = places, numbers
+
+    @contextmanager
+    def watching(self, batch: TokenBatch, microbatches: Microbatches) -> Iterator[None]:
+        """Sketch the watched tokens in the body's forward pass; nothing unless `watch` was called before it."""
+        if self._watched is None:
+            yield
+            return
+        (places, numbers), self._watched = self._watched, None
+        whole = np.full(sum(batch.lengths), -1)
+        whole[places] = numbers
+        self._states = []
+        with captured_states(self._rank, batch, microbatches, whole, self._add_states):
+            yield
+
+    def _add_states(self, piece: Piece) -> None:
+        """Sketch a piece on its device: fetching it would make the pass wait at every module."""
+        self._states.append((piece.point, piece.tokens, sketch_rows(piece.values, piece.point, piece.column)))
+
+    def end_states(self) -> list[StateSketches]:
+        """This rank's parts of the sketches of the watched tokens, which add up over all ranks."""
+        parts, self._states = self._states, []
+        return [(point, tokens.numpy(), sketches.cpu().numpy()) for point, tokens, sketches in parts]
 
     def begin(self) -> None:
         """Note the weights, and from now on the gradient of each optimizer step (`add_gradient`)."""

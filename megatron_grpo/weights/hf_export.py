@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import HashStore
 
@@ -17,7 +16,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.weights.adapter_check import check_adapters
 from megatron_grpo.weights.families import is_untied_by_weights
-from megatron_grpo.weights.hf_folder import new_folder, write_hf_folder
+from megatron_grpo.weights.hf_folder import new_folder, save_tensors, write_hf_folder
 from megatron_grpo.weights.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
 from megatron_grpo.weights.shape import ModelShape, read_config_json
 
@@ -152,7 +151,7 @@ def write_peft_folder(
         "inference_mode": True,
     }
     with new_folder(output) as folder:
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_tensors(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -128,6 +128,9 @@ def write_hf_folder(
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Make a folder under a temporary name for the body; then rename it to `output`, or delete it if the body raises.
 
+    An empty folder that was there lends its permissions. Whoever may read the folder may read its files, and whoever
+    may write into it may write them.
+
     Args:
         output: folder to make; must not exist, or be empty.
 
@@ -141,9 +144,27 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        if target.exists():
+            partial.chmod(target.stat().st_mode & 0o7777)
+        _share(partial)
         partial.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Give all files and folders in a folder its permissions; files are not executable."""
+    mode = folder.stat().st_mode & 0o7777
+    for entry in folder.rglob("*"):
+        entry.chmod(mode if entry.is_dir() else mode & 0o666)
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file of safetensors with the permissions of any other new file: the library's are the user's alone."""
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    save_file(tensors, file, metadata=metadata)  # renames a temporary file
+    file.chmod(mode)
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
@@ -154,7 +175,7 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
     dtype: torch.dtype | None = None
 
     def flush() -> None:
-        save_file(pending, folder / f"shard-{len(names)}", metadata={"format": "pt"})
+        save_tensors(pending, folder / f"shard-{len(names)}", {"format": "pt"})
         names.append(list(pending))
         pending.clear()
 

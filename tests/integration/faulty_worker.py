@@ -12,11 +12,30 @@ FLIPPED = ("model.layers.1.self_attn.o_proj", "weight")
 """The parameter whose sign a fault changes."""
 
 
+def take_neighbours_positions(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Shift the positions by a token where there are several sequences."""
+    positions = named["positions"]
+    if int((positions == 0).sum()) > 1:
+        named = {**named, "positions": positions.roll(1)}
+    return args, named
+
+
 class FaultyWorker(RefitWorker):
     """The worker extension of the engines of test_canary.py."""
 
+    shift: Any = None
+    """Hook on the model that plants "positions"; None: it is not planted."""
+
     def plant(self, fault: str) -> None:
-        """Let the following refits go wrong: "flipped", "swapped", "stale", or "none"."""
+        """Let the following refits go wrong: "flipped", "swapped", "stale", or "none".
+
+        "positions": refits are right, and tokens of a batch of several sequences take their neighbours' positions.
+        """
+        if self.shift is not None:
+            self.shift.remove()
+            self.shift = None
+        if fault == "positions":
+            self.shift = self.model_runner.model.register_forward_pre_hook(take_neighbours_positions, with_kwargs=True)
 
         def write(self: Any, message: int, position: int, values: Any, scales: Any = None) -> None:
             regions = self._messages[message]

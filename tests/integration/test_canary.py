@@ -24,7 +24,7 @@ from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit import reshard
-from megatron_grpo.weights.refit.canary import Canary, canary_tokens
+from megatron_grpo.weights.refit.canary import Canary, canary_sequences
 from megatron_grpo.weights.refit.reshard import ReshardTransport
 from megatron_grpo.weights.refit.transport import RefitError, TransferReport
 from tests.integration.test_refit import ray_cluster
@@ -81,7 +81,7 @@ def healthy(pair: tuple[MegatronPolicy, VllmGeneration]) -> Iterator[None]:
 
 def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> ReshardTransport:
     config = replace(REFIT, **changes)
-    transport = ReshardTransport(*pair, config, Canary(config, canary_tokens(7, VOCAB, 32)))
+    transport = ReshardTransport(*pair, config, Canary(config, canary_sequences(7, VOCAB, 32)))
     transport.connect()
     return transport
 
@@ -133,6 +133,19 @@ def test_the_canary_alone_finds_it_and_the_weights_are_compared_then(
     _plant(pair[1], "none")
     assert isinstance(publish(transport, Placement(), 22, StepTimer()), TransferReport)
     _answer(pair[1])
+
+
+def test_an_engine_that_mixes_up_the_sequences_of_a_batch_never_serves(
+    pair: tuple[MegatronPolicy, VllmGeneration],
+) -> None:
+    """All its weights are right, and a sequence alone is computed rightly."""
+    transport = _transport(pair)
+    assert isinstance(publish(transport, Placement(), 24, StepTimer()), TransferReport)
+    _plant(pair[1], "positions")
+    failure = publish(transport, Placement(), 25, StepTimer())
+    assert "generation engine 0 must not serve: with version 25 of the weights" in str(failure)
+    assert "sequence by sequence, in the order in which they are packed" in str(failure)
+    assert "all weights are the policy's as the kernels hold them, so the computation differs" in str(failure)
 
 
 @pytest.mark.parametrize("period", [1, None], ids=["weights", "canary"])

@@ -193,6 +193,15 @@ def test_bfloat16(weights: Path, tmp_path: Path) -> None:
     assert verdict(run, tmp_path / "a")[0] == []
 
 
+def test_bfloat16_in_a_run_of_float32(weights: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", weights)
+    answers = Answers(run.versions[0], run, dtype="bfloat16")
+    run.write(1, answers.rollouts(answers.plain, version=0))
+    names, found = verdict(run, tmp_path / "a")
+    assert names == ["precision"]
+    assert "in the same direction at the same tokens" in found.findings[0].text
+
+
 @pytest.mark.parametrize("right", [True, False], ids=["as transformers", "another epsilon"])
 def test_an_engine_is_asked_again(weights: Path, answers: Answers, tmp_path: Path, right: bool) -> None:
     options = [] if right else ["generation.engine_args.hf_overrides={rms_norm_eps: 0.05}"]

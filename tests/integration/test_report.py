@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,24 @@ def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
     assert (errors(page), requested(page)) == ([], set())
 
 
+def test_the_first_step_in_which_training_and_generation_disagree_stands_in_the_head(
+    page: Page, tmp_path: Path
+) -> None:
+    """The last line is that of a step that was refused, which has little else."""
+    run = make_run(tmp_path / "run", steps=4, model=tmp_path / "model", trajectories=[])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    page.open(write_report([run]))
+    assert "disagree" not in text_of(page, "#head")
+    rows = [row | {"token_mult_prob_error_off": float(row["step"] == 3)} for row in rows]
+    rows.append({"step": 5, "token_mult_prob_error_off": 1.0, "timing": {"total": 1.0}, "throughput": {}})
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    page.events.clear()
+    page.open(write_report([run]))
+    head = text_of(page, "#head")
+    assert "disagree more than noise explains in 2 of 5 steps, first in step 3: python -m megatron_grpo.doctor" in head
+    assert errors(page) == []
+
+
 def test_a_megabyte_of_text_is_shown_piece_by_piece(page: Page, tmp_path: Path) -> None:
     rows = [spoken(byte_tokenizer(tmp_path / "model"), LONG)]
     page.open(write_report([make_run(tmp_path / "run", steps=1, model=tmp_path / "model", trajectories=rows)]))
@@ -181,3 +201,76 @@ def test_two_runs_stand_side_by_side(page: Page, tmp_path: Path) -> None:
     page.wait("document.querySelectorAll('.part.model .tokens').length === 2")
     shown = page.evaluate("[...document.querySelectorAll('.part.model .tokens')].map(one => one.textContent)")
     assert (page.evaluate("trajectories.step"), shown) == (2, ["first", "second"])
+
+
+def tiles(page: Page) -> dict[str, str]:
+    """Texts of the tiles at the head of the page, by name."""
+    texts = "[...document.querySelectorAll('.tile')].map(one => [...one.children].map(part => part.textContent))"
+    return dict(page.evaluate(texts))
+
+
+def empty_run(folder: Path, **summary: Any) -> Path:
+    """The folder of a run without steps; without a summary it has not ended."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_a_run_without_steps_has_ended_or_it_has_not(page: Page, tmp_path: Path) -> None:
+    page.open(write_report([empty_run(tmp_path / "going")]))
+    whole = page.evaluate("document.body.innerText")
+    assert "not ended" in whole
+    assert "No step has been written yet." in whole
+    assert "The run ended" not in whole
+    page.press("2", "2")
+    page.wait("!document.getElementById('view-Trajectories').hidden")
+    assert "ended before" not in page.evaluate("document.body.innerText")
+    page.open(write_report([empty_run(tmp_path / "failed", outcome="failed", reason="no memory")]))
+    whole = page.evaluate("document.body.innerText")
+    assert "failed" in whole
+    assert "The run ended before its first step." in whole
+    assert "not ended" not in whole
+
+
+@pytest.mark.parametrize("summary", [{}, {"outcome": "completed", "reward_first": 0.4, "reward_last": 0.5}])
+def test_the_reward_is_that_of_the_last_step_and_of_the_first(
+    page: Page, tmp_path: Path, summary: dict[str, Any]
+) -> None:
+    run = empty_run(tmp_path / "run", **summary)
+    timing = {"train": 0.5, "total": 1.0}
+    rows = [{"step": 2 + n, "reward": reward, "timing": timing} for n, reward in enumerate((0.125, 0.9, 0.75))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = [{"step": 0, "val_accuracy": 0.25}, {"step": 4, "val_accuracy": 0.5}]
+    (run / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    page.open(write_report([run]))
+    found = tiles(page)
+    assert found["Reward"] == "0.75from 0.125 at step 2"
+    assert found["Held-out accuracy"] == "0.5from 0.25 at step 0"
+    (run / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    page.open(write_report([run]))
+    assert tiles(page)["Reward"] == "0.125"
+
+
+def test_the_mismatch_is_on_a_logarithmic_axis(page: Page, tmp_path: Path) -> None:
+    """A healthy step, one of bfloat16, a broken one and an exact one can all be told apart."""
+    run = empty_run(tmp_path / "run")
+    values = [1.0000004, 1.002, 14_838.0, 1.0, *[1.000001] * 40]
+    timing = {"train": 0.5, "total": 1.0}
+    rows = [{"step": n + 1, "token_mult_prob_error": error, "timing": timing} for n, error in enumerate(values)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page.open(write_report([run]))
+    chart = "[...document.querySelectorAll('figure.chart')].find(one => one.textContent.includes('Mismatch'))"
+    page.wait(f"{chart}.querySelector('path.line') !== null")
+    path = page.evaluate(f"{chart}.querySelector('path.line').getAttribute('d')")
+    heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
+    least, half, broken, exact, *others = heights
+    assert len(heights) == len(values), "every step is drawn"
+    decade = (half - broken) / (math.log10(14_837.0) - math.log10(0.002))
+    assert decade > 10
+    assert least - half == pytest.approx(decade * (math.log10(0.002) - math.log10(4e-7)), abs=0.3)
+    assert exact == max(heights) >= least
+    assert least - others[0] == pytest.approx(decade * math.log10(1e-6 / 4e-7), abs=0.3)
+    ticks = page.evaluate(f"[...{chart}.querySelectorAll('.grid')].map(one => Number(one.getAttribute('y1')))")
+    assert [low - high for low, high in pairwise(ticks)] == pytest.approx([ticks[0] - ticks[1]] * (len(ticks) - 1))

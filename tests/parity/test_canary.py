@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
+from megatron_grpo.sampler.canary import CanaryPrompt
+from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.layouts import RankShard, engine_shards
-from megatron_grpo.weights.refit.canary import canary_tokens, policy_logprobs
+from megatron_grpo.weights.refit.canary import LENGTHS, canary_sequences, policy_logprobs
 from megatron_grpo.weights.refit.fingerprints import (
     OF_OUTPUTS,
     Fingerprint,
@@ -29,15 +36,16 @@ from megatron_grpo.weights.refit.fingerprints import (
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.tiny_models import TinyModel, make_tiny_model
 
-Found = tuple[list[dict[str, Fingerprint]], tuple[float, ...] | None]
+Sequences = tuple[tuple[int, ...], ...]
+Found = tuple[list[dict[str, Fingerprint]], tuple[tuple[float, ...], ...] | None]
 
 
-def checks_of_rank(layout: Layout, model: TinyModel, engine: list[RankShard], token_ids: tuple[int, ...]) -> Found:
+def checks_of_rank(layout: Layout, model: TinyModel, engine: list[RankShard], sequences: Sequences) -> Found:
     """A rank's fingerprints for each rank of an engine, and its log-probabilities of the canary."""
     config = PolicyConfig(model=ModelConfig(path=str(model.path)), parallel=layout.parallel, precision="float32")
     folder = str(model.path)
     rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=folder, decay_steps=100, temperature=0.6))
-    return policy_fingerprints(rank, engine), policy_logprobs(rank, token_ids)
+    return policy_fingerprints(rank, engine), policy_logprobs(rank, sequences)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +62,8 @@ def test_ranks_compute_what_the_folder_says(
 ) -> None:
     tiny = make_tiny_model(name, tmp_path)
     engine = engine_shards(generation, tiny.shape)
-    token_ids = canary_tokens(1, tiny.shape.vocab, 32)
-    by_rank = run_on_ranks(layout, checks_of_rank, tiny, engine, token_ids)
+    sequences = canary_sequences(1, tiny.shape.vocab, 32)
+    by_rank = run_on_ranks(layout, checks_of_rank, tiny, engine, sequences)
     for number, shard in enumerate(engine):
         expected = _of_folder(tiny, shard)
         parts = [part[number] for part, _ in by_rank]
@@ -67,9 +75,54 @@ def test_ranks_compute_what_the_folder_says(
         assert all(difference(expected[name], found[name]) == 0 for name in tensors)
     logprobs = [values for _, values in by_rank if values is not None]
     for values in logprobs:
-        actual = torch.tensor([0.0, *values])[None]
-        torch.testing.assert_close(actual, tiny.logprobs(torch.tensor([token_ids])), atol=2e-5, rtol=0)
+        for actual, expected_one in zip(values, _by_transformers(tiny, sequences), strict=True):
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected_one), atol=2e-5, rtol=0)
     assert len(logprobs) == layout.data
+
+
+def _by_transformers(tiny: TinyModel, sequences: Sequences) -> tuple[tuple[float, ...], ...]:
+    """Log-probabilities of all tokens but the first, each sequence computed alone."""
+    return tuple(tuple(tiny.logprobs(torch.tensor([one]))[0, 1:].tolist()) for one in sequences)
+
+
+def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault: str) -> Any:
+    """A rank's log-probabilities of the canary, if sequences of one pack see each other or take others' positions."""
+    config = PolicyConfig(model=ModelConfig(path=str(model.path)), parallel=layout.parallel, precision="float32")
+    folder = str(model.path)
+    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=folder, decay_steps=100))
+    original = microbatch.packed_sequences
+
+    def faulty(packed: PackedLayout, *arguments: Any, **named: Any) -> Any:
+        if fault == "leak":  # one boundary is lost: keys of all sequences before are seen
+            whole = packed.widths.sum(keepdims=True)
+            packed = replace(packed, widths=whole, lengths=whole)
+        if fault == "positions":  # boundaries are a token late
+            packed = replace(packed, positions=np.roll(packed.positions, 1))
+        return original(packed, *arguments, **named)
+
+    microbatch.packed_sequences = faulty
+    try:
+        return policy_logprobs(rank, sequences)
+    finally:
+        microbatch.packed_sequences = original
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pipeline=2), Layout(context=2)], ids=str)
+def test_a_pack_shows_what_a_sequence_alone_does_not(layout: Layout, tmp_path: Path) -> None:
+    tiny = make_tiny_model("qwen3_tied", tmp_path)
+    sequences = canary_sequences(1, tiny.shape.vocab, 64)
+    assert tuple(map(len, sequences)) == LENGTHS
+    theirs = _by_transformers(tiny, sequences)
+    for fault in ("none", "leak", "positions"):
+        (ours,) = [one for one in run_on_ranks(layout, packed_wrongly, tiny, sequences, fault) if one is not None]
+        prompt = CanaryPrompt(1, sequences, ours, limit=1e-4)
+        if fault == "none":
+            assert prompt.require(theirs) < 1e-5
+            continue
+        with pytest.raises(CanaryError, match=r"sequence by sequence"):
+            prompt.require(theirs)
+    (alone,) = [one for one in run_on_ranks(layout, packed_wrongly, tiny, sequences[:1], "leak") if one is not None]
+    assert CanaryPrompt(1, sequences[:1], alone, limit=1e-4).require(theirs[:1]) < 1e-5
 
 
 def _of_folder(tiny: TinyModel, shard: RankShard) -> dict[str, Fingerprint]:

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo import replay
 from megatron_grpo.data.rollout_files import read_rollouts
-from tests.support.recorded_run import make_recorded_run
+from megatron_grpo.proof import problem
+from megatron_grpo.proof.compare import TOLERANCES
+from tests.support.recorded_run import add_figures, make_recorded_run
 
 KL = {"loss_fn": {"reference_policy_kl_penalty": 0.05}}
 LORA = {"policy": {"lora": {"rank": 4, "alpha": 8}}}
@@ -120,6 +122,119 @@ def test_a_changed_embedding_is_found_at_the_first_token_that_has_it(
     assert code == 1
     assert place["tensor"] == "model.embed_tokens.weight"
     assert (place["point"], place["sequence"], place["token"], place["token_id"]) == ("embedding", 0, 4, token_id)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", ["policy.precision=float32"]),
+        pytest.param("mixtral", layout(tensor=2, sequence=True), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", layout(tensor=2, sequence=True), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", ["policy.precision=float32"], marks=pytest.mark.slow),
+        pytest.param("qwen3", layout(context=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_healthy_bfloat16_steps_agree(
+    family: str, changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With experts too, of which rounding gives some tokens others."""
+    run_dir = make_recorded_run(tmp_path, family, policy={"precision": "bfloat16"})
+    code, found = replayed(run_dir, capsys, *changes)
+    assert code == 0, found["comparisons"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "seed"), [("qwen3", 0), ("llama", 1)])
+def test_healthy_bfloat16_steps_of_deep_models_agree(
+    family: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(problem.TINY, family, {"model_type": family, "num_hidden_layers": 28 + 4 * seed})
+    run_dir = make_recorded_run(tmp_path, family, policy={"precision": "bfloat16"})
+    for changes in (["policy.precision=float32"], layout(tensor=2, sequence=True)):
+        code, found = replayed(run_dir, capsys, *changes)
+        assert code == 0, found["comparisons"]
+    override = altered(run_dir, f"model.layers.{20 + seed}.mlp.down_proj.weight", 0.05, 3)
+    code, found = replayed(run_dir, capsys, override)
+    assert (code, found["comparisons"][0]["place"]["point"]) == (1, f"layers.{20 + seed}.mlp")
+
+
+def test_an_unrecorded_step_without_changes_is_compared_with_a_second_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_recorded_run(tmp_path)
+    code, found = replayed(run_dir, capsys)
+    (compared,) = found["comparisons"]
+    assert (code, compared["first"], compared["second"]) == (0, "replayed again", "replayed")
+    differences = {one["quantity"]: one["difference"] for one in compared["differences"]}
+    assert set(differences) == set(TOLERANCES["float32"])
+    assert set(differences.values()) == {0.0}
+    assert replay.main([str(run_dir), "step=1", "device=cpu", "baseline=record"]) == 2
+    assert "leave baseline=record out" in capsys.readouterr().err
+
+
+def edit_config(run_dir: Path, **changes: Any) -> None:
+    """Change the model's operations behind the record's back."""
+    file = run_dir.with_name("model") / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ROPE = {"rope_type": "default", "rope_theta": 3e4}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "changes", "point"),
+    [
+        ("qwen3", {}, {"rms_norm_eps": 1e-3}, "layers.0.input_layernorm"),
+        (
+            "gemma3",
+            {"tensor": 2, "sequence": True},
+            {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
+            "layers.1.self_attn.heads",
+        ),
+        pytest.param(
+            "qwen3", {"context": 2}, {"rope_parameters": ROPE}, "layers.0.self_attn.heads", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama", {"pipeline": 2}, {"rms_norm_eps": 1e-2}, "layers.0.input_layernorm", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "qwen3_moe",
+            {"expert": 2, "data": 2},
+            {"norm_topk_prob": False},
+            "layers.0.mlp.router",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "gemma3", {"pipeline": 2}, {"query_pre_attn_scalar": 16}, "layers.0.self_attn.heads", marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_a_changed_operation_is_named_against_the_record(
+    family: str,
+    sizes: dict[str, Any],
+    changes: dict[str, Any],
+    point: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The record is made in one layout, and replayed in it and on one rank."""
+    run_dir = make_recorded_run(tmp_path, family)
+    add_figures(run_dir, *layout(**sizes))
+    on_one_rank = [f"policy.parallel.{name}={'false' if name == 'sequence' else 1}" for name in sizes]
+    code, found = replayed(run_dir, capsys, *on_one_rank)
+    assert code == 0, found["comparisons"]
+    unchanged = next(one for one in found["comparisons"] if (one["first"], one["second"]) == ("replayed", "recorded"))
+    hidden = next(one for one in unchanged["differences"] if one["quantity"] == "hidden states")
+    assert hidden["difference"] <= 1e-6
+    edit_config(run_dir, **changes)
+    code, found = replayed(run_dir, capsys)
+    (compared,) = found["comparisons"]
+    place = compared["place"]
+    assert (code, place["quantity"], place["tensor"], place["point"]) == (1, "hidden states", point, point)
+    assert place["layer"] == int(point.split(".")[1])
 
 
 def test_what_cannot_be_replayed_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import Cost
-from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.data.replay_files import StateFigure, TensorFigure, watched_tokens
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.group import TrainResult, cost_of
@@ -120,6 +120,12 @@ class FakePolicy(FakeModel):
     def end_record(self) -> list[TensorFigure]:
         self.log.append("record ends")
         return [TensorFigure("weight", 0, "model.norm.weight", 2.0, [1.0, -0.5])]
+
+    def watch_states(self, batch: StepBatch) -> None:
+        self.watched = watched_tokens(int(batch.lengths.sum()))
+
+    def end_states(self) -> list[StateFigure]:
+        return [StateFigure("norm", int(token), [0.5]) for token in self.watched]
 
     def sync_reference(self, alpha: float) -> None:
         self.moved.append(alpha)

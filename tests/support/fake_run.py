@@ -80,7 +80,10 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
     parts: dict[str, Any] = {
         **vars(make_sampling_run(config, folder, rollouts, log)),
         "policy": FakePolicy(shape, log),
-        "transport": SimpleNamespace(publish=publish, admit=lambda report: report),
+        "transport": SimpleNamespace(
+            publish=publish, admit=lambda report: report, require_checks=lambda: log.append("checks are due")
+        ),
+        "checkpointer": SimpleNamespace(steps=list),
         "loss_fn": ClippedPGLossFn(config.loss_fn),
     }
     if config.value_model is None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from megatron.core import parallel_state
 
 from megatron_grpo.config.typed import typed
 from megatron_grpo.controller.directory import record_start
+from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
+from megatron_grpo.data.replay_files import StepFigures, figures_file, sum_states, watched_tokens, write_figures
 from megatron_grpo.data.rollout_files import Learnt, RunFacts, StepRecord, rollouts_file, write_rollouts
 from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.proof.problem import prepare_model
+from megatron_grpo.proof.processes import run_on_ranks
+from megatron_grpo.proof.record import open_step
+from megatron_grpo.proof.replay import ReplayTask, replay_step, replay_task
+from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 from tests.support.recording import make_facts
 
@@ -51,6 +61,45 @@ def make_recorded_run(
     record = StepRecord(facts, make_facts())
     write_rollouts(rollouts_file(run_dir, step), list(_groups(vocab, prev)), record.metadata())
     return run_dir
+
+
+def add_figures(run_dir: Path, *overrides: str) -> None:
+    """Write the figures of step 1 as a run records them, in the layout of `overrides`, which the record names."""
+    record = open_step(run_dir, 1, overrides)
+    task = replay_task(record, 1)
+    ranks = run_on_ranks(_watch_on_rank, task, record.config.policy.parallel, seed=0, timeout_s=300)
+    computed = replay_step(record, hidden_tokens=1, timeout_s=300, gpus=0)
+    assert computed.result is not None
+    figures = StepFigures(
+        loss=computed.result.loss,
+        grad_norm=computed.result.grad_norm,
+        learning_rate=computed.result.learning_rate,
+        tensors=computed.tensors,
+        states=sum_states(
+            [(point, *(one.numpy() for one in part)) for point, *part in rank["states"]] for rank in ranks
+        ),
+        config=asdict(record.config),
+        device="cpu",
+    )
+    write_figures(figures_file(run_dir, 1), figures)
+
+
+def _watch_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str, Any]:
+    """The pass for log-probabilities of a recorded step, as the driver has a rank of a run make it."""
+    enter("log-probabilities")
+    rank = PolicyRank(task.settings)
+    replica = parallel_state.get_data_parallel_rank()
+    mine = task.members[replica]
+    numbers = token_places(np.asarray(task.batch.lengths), mine)
+    places = np.flatnonzero(np.isin(numbers, watched_tokens(sum(task.batch.lengths))))
+    rank.recorder.watch(places, numbers[places])
+    own = {int(number): index for index, number in enumerate(mine)}
+    plan = [[own[int(number)] for number in microbatch] for microbatch in task.logprobs[replica]]
+    batch = task.batch.select(mine.tolist())
+    for _ in range(2):  # only the first pass is recorded
+        rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), plan)
+    parts = rank.recorder.end_states()
+    return {"states": [(point, torch.from_numpy(tokens), torch.from_numpy(values)) for point, tokens, values in parts]}
 
 
 def _groups(vocab: int, prev: bool) -> Any:

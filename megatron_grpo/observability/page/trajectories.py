@@ -102,7 +102,9 @@ def step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[i
         try:
             rows = _first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
             yield step, count_rollouts(file), _table(rows, vocabulary, TOKENS // len(files))
-        except (ValueError, TypeError, LookupError, OSError) as error:  # pyarrow raises these, without the file's name
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            if str(file) in str(error):
+                raise
             reason = " ".join(str(error).split())
             raise ValueError(f"{file} cannot be read as rollouts: {type(error).__name__}: {reason}") from error
 

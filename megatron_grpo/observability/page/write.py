@@ -30,8 +30,8 @@ from megatron_grpo.observability.run_files import (
 
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 """JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters."""
-_DIGITS = 7
-"""Significant digits of a number in the page."""
+_DIGITS = 10
+"""Significant digits of a number in the page: some metrics are 1 and a millionth."""
 
 
 def json_element(name: str, value: Any) -> str:
@@ -176,18 +176,22 @@ SCRIPTS = tuple(
 
 
 def write_report(folders: Sequence[Path]) -> Path:
-    """Write the page of one run, or of two that are shown side by side.
-
-    Args:
-        folders: folders of the runs; the page is written atomically into the first one.
+    """Write the page of one run, or of two that are shown side by side, into the first run's folder.
 
     Returns:
-        Path of the page.
+        Path of the page, which is written atomically.
 
     Raises:
         ValueError: a folder is not the folder of a run.
         OSError: a file cannot be read or written.
     """
+    file = folders[0] / REPORT_FILE
+    write_text(file, report_page(folders))
+    return file
+
+
+def report_page(folders: Sequence[Path]) -> str:
+    """HTML of the page of one run, or of two side by side; errors are those of `write_report`."""
     runs, data = [], []
     for number, folder in enumerate(folders):
         run = run_data(folder)
@@ -206,9 +210,7 @@ def write_report(folders: Sequence[Path]) -> Path:
     assets = resources.files("megatron_grpo.observability.page") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *SCRIPTS)}
     script = '"use strict";\n' + "\n".join(texts[name] for name in SCRIPTS)
-    file = folders[0] / REPORT_FILE
-    write_text(file, page(texts[STYLE], script, texts["body.html"], [json_element("runs", runs), *data]))
-    return file
+    return page(texts[STYLE], script, texts["body.html"], [json_element("runs", runs), *data])
 
 
 def try_to_write_report(folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The canary: a prompt whose log-probabilities are compared between policy and engines after a refit. Here are its
+"""The canary: sequences whose log-probabilities are compared between policy and engines after a refit. Here are their
 tokens, the largest allowed difference, the policy's log-probabilities, and which refits it follows."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +21,36 @@ from megatron_grpo.weights.shape import ModelShape
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
 
-TOKENS = 32
-"""Tokens of the prompt, unless sequences are shorter."""
+LENGTHS = (32, 9, 20, 13)
+"""Tokens of each sequence, unless sequences of the run are shorter. They differ, so that a position or a boundary that
+is taken from a neighbour shows, and each has enough tokens for a median."""
 
-# Largest median differences of log-probabilities, in nats, that rounding explains; docs/refit.md has measurements.
-_LIMITS = {"float32": 0.01, "bfloat16": 0.5}
-_QUANTISED_LIMIT = 1.5
+
+@dataclass(frozen=True, slots=True)
+class CanaryBounds:
+    """Bounds of the largest difference that rounding explains, in nats; docs/refit.md has the measurements."""
+
+    first: float
+    """Limit until a canary of this run has measured the noise, and the largest limit afterwards."""
+    floor: float
+    """Smallest limit: noise changes with the weights."""
+    margin: float
+    """Limit as a multiple of the measured noise."""
+
+    def limit(self, noise: float | None) -> float:
+        """The limit after canaries that differed by `noise` although the weights were right; None: there was none."""
+        return self.first if noise is None else min(self.first, max(self.floor, self.margin * noise))
+
+
+_BOUNDS = {
+    "float32": CanaryBounds(1e-3, 1e-4, margin=20.0),
+    "tf32": CanaryBounds(0.01, 1e-4, margin=20.0),
+    "bfloat16": CanaryBounds(0.5, 0.1, margin=8.0),
+    "8 bits": CanaryBounds(1.5, 0.5, margin=5.0),
+}
+
+ROUNDING_SHARE = 0.01
+"""Share of the first limit below which a difference is rounding, whatever it is nearer to."""
 
 CONVERTED = 2.0**-7
 """Largest difference, relative to the norm, of a tensor that is rounded to bfloat16 on one side: 2^-9.2 is expected."""
@@ -37,26 +61,43 @@ class Canary:
 
     Args:
         config: which checks there are, and how often.
-        token_ids: the canary's prompt.
-        limit: largest median difference of log-probabilities that rounding explains, in nats.
+        sequences: token ids of the canary's sequences.
+        bounds: the differences of log-probabilities that rounding explains.
         rounding: largest difference of a tensor, relative to its norm, because engines keep another dtype.
     """
 
     def __init__(
-        self, config: RefitConfig, token_ids: tuple[int, ...], limit: float = 0.01, rounding: float = 0.0
+        self,
+        config: RefitConfig,
+        sequences: tuple[tuple[int, ...], ...],
+        bounds: CanaryBounds = _BOUNDS["tf32"],
+        rounding: float = 0.0,
     ) -> None:
-        self.token_ids, self.limit, self.rounding = token_ids, limit, rounding
-        self._config = config
+        self.sequences, self.rounding = sequences, rounding
+        self._config, self._bounds = config, bounds
+        self._noise: float | None = None
+        """Largest difference of a canary after a refit whose weights were right; None: none was measured."""
         self._next = -math.inf
         """Time (monotonic) from which on a refit is followed by the canary."""
+        self._weights_are_due = False
 
     @staticmethod
     def of_run(config: Config, shape: ModelShape) -> Canary:
         """The checks of a run, whose policy has these sizes."""
-        token_ids = canary_tokens(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
-        limit = limit_of(config) if config.refit.canary_limit is None else config.refit.canary_limit
+        sequences = canary_sequences(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
         same = config.engine_dtype == config.policy.precision
-        return Canary(config.refit, token_ids, limit, 0.0 if same else CONVERTED)
+        return Canary(config.refit, sequences, bounds_of(config), 0.0 if same else CONVERTED)
+
+    @property
+    def limit(self) -> float:
+        """Largest difference of log-probabilities with which an engine serves, in nats."""
+        fixed = self._config.canary_limit
+        return self._bounds.limit(self._noise) if fixed is None else fixed
+
+    @property
+    def adapter_rounding(self) -> float:
+        """Difference of log-probabilities, in nats, below which an engine is not taken for one without adapters."""
+        return ROUNDING_SHARE * (self._config.canary_limit or self._bounds.first)
 
     def is_due(self) -> bool:
         """Whether the canary follows the next refit."""
@@ -65,60 +106,76 @@ class Canary:
     def compares_weights(self, version: int, *, new: bool) -> bool:
         """Whether all weights are compared before a version is committed; `new`: the engines have had none before."""
         period = self._config.weight_check_period
-        return period is not None and (new or version % period == 0)
+        return period is not None and (new or self._weights_are_due or version % period == 0)
+
+    def require_checks(self) -> None:
+        """Let both checks follow the next refit, unless the configuration has switched them off."""
+        self._next, self._weights_are_due = -math.inf, True
+
+    def compared(self) -> None:
+        """Record that all weights have just been compared."""
+        self._weights_are_due = False
 
     def took(self, seconds: float) -> None:
         """Record the seconds by which the canary has just delayed a refit, which decide when the next one is due."""
         self._next = time.monotonic() + seconds / self._config.canary_share
 
+    def measure(self, error: float) -> None:
+        """Record the difference of an admitted canary after a refit whose weights are known to be right."""
+        self._noise = max(error, self._noise or 0.0)
 
-def canary_tokens(seed: int, vocabulary: int, longest: int) -> tuple[int, ...]:
-    """Token ids of the prompt: drawn at random, so that as many rows and experts as possible take part.
+
+def canary_sequences(seed: int, vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
+    """Draw the token ids of the canary at random, so that as many rows and experts as possible take part.
 
     Args:
         seed: seed of the run.
         vocabulary: number of token ids.
         longest: most tokens of a prompt and a response, which has one token here.
+
+    Returns:
+        Sequences of several lengths (`LENGTHS`).
     """
-    return tuple(random.Random(seed).choices(range(vocabulary), k=min(TOKENS, longest - 1)))
+    draw = random.Random(seed)
+    return tuple(tuple(draw.choices(range(vocabulary), k=min(length, longest - 1))) for length in LENGTHS)
 
 
-def limit_of(config: Config) -> float:
-    """The largest median difference that the rounding of policy and engines explains, in nats."""
-    policy, generation = config.policy, config.generation
-    in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
-    if in_fp8 or policy.quantization or generation.engine_args.get("quantization"):
-        return _QUANTISED_LIMIT
-    return max(_LIMITS[policy.precision], _LIMITS[config.engine_dtype])
+def bounds_of(config: Config) -> CanaryBounds:
+    """The differences that the rounding of policy and engines explains."""
+    return _BOUNDS[config.coarsest_precision]
 
 
-def policy_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float, ...] | None:
-    """Log-probabilities of all tokens but the first, at temperature 1; None except on output ranks.
+Logprobs = tuple[tuple[float, ...], ...]
+"""Log-probabilities of all tokens but the first of each sequence."""
+
+
+def policy_logprobs(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) -> Logprobs | None:
+    """Log-probabilities of the canary at temperature 1, in one microbatch; None except on output ranks.
 
     Every rank of the policy calls it; all replicas compute the same, since they may share experts.
     """
-    fields = TokenFields(token_ids=torch.tensor(token_ids, dtype=torch.int32))
+    lengths = [len(sequence) for sequence in sequences]
+    fields = TokenFields(token_ids=torch.tensor([token for one in sequences for token in one], dtype=torch.int32))
     if rank.routing is not None and rank.routing.replays:  # nothing is recorded, so that routers choose
         form = RoutedForm.of(rank.shape)
-        fields.routed_experts = torch.full((len(token_ids), form.columns), UNKNOWN, dtype=torch.int16)
-    batch = TokenBatch([len(token_ids)], fields)
+        fields.routed_experts = torch.full((sum(lengths), form.columns), UNKNOWN, dtype=torch.int16)
     settings = rank.settings
     # vLLM computes those of a prompt without a temperature and without filters.
     rank.settings = replace(settings, temperature=1.0, token_filter=None)
     try:
-        found = rank.logprobs(batch, [[0]])
+        logprobs = rank.logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
     finally:
         rank.settings = settings
-    return None if found is None else tuple(found[1:].tolist())
+    return None if logprobs is None else tuple(tuple(part[1:].tolist()) for part in logprobs.split(lengths))
 
 
-def base_logprobs(rank: PolicyRank, token_ids: tuple[int, ...]) -> tuple[float, ...] | None:
+def base_logprobs(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) -> Logprobs | None:
     """`policy_logprobs` without the policy's adapters: those of the base model."""
     # Imported here because the driver imports this module too, and does not need Megatron.
     from megatron_grpo.trainer.model.lora import adapters_off
 
     with adapters_off(rank.chunks):
-        return policy_logprobs(rank, token_ids)
+        return policy_logprobs(rank, sequences)
 
 
 def rank_adapters(rank: PolicyRank) -> AdapterCheck:

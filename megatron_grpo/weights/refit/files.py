@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.observability.run_files import written_whole
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.weights.hf_folder import save_tensors
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
 from megatron_grpo.weights.refit.canary import Canary
 from megatron_grpo.weights.refit.engine_layers import ModelReload
@@ -161,13 +161,13 @@ class FileWriter:
                 found[name] = known
                 continue
             if bucket and used + held.nbytes > self.bucket_bytes:
-                written_whole(self.folder / file, partial(save_file, bucket))
+                written_whole(self.folder / file, partial(save_tensors, bucket))
                 bucket, used, file = {}, 0, next(files)
             bucket[name] = held
             used += held.nbytes
             found[name] = StoredTensor(file, found_digest, held.nbytes)
         if bucket:
-            written_whole(self.folder / file, partial(save_file, bucket))
+            written_whole(self.folder / file, partial(save_tensors, bucket))
         self._stored = found  # set at the end: after a failure all tensors are written again
         return found
 

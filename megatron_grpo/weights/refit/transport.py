@@ -121,6 +121,8 @@ class WeightTransport(ABC):
         """The check of the policy's adapters (`check_adapters`), by rank; empty if it has none."""
         self._unchecked = True
         """Whether links were made since the weights were compared, or adapters were still zero then."""
+        self._are_equal = False
+        """Whether engines are known to have the policy's weights of the version that was committed last."""
         self._checks: dict[str, float] = {}
         self._policy = policy
         self._generation = generation
@@ -196,6 +198,11 @@ class WeightTransport(ABC):
             "transformers), and set generation.engine.enforce_eager=true"
         )
 
+    def require_checks(self) -> None:
+        """Let the canary and the comparison of all weights follow the next refit, since something is off."""
+        if self._canary is not None:
+            self._canary.require_checks()
+
     def restore(self, lost: Mapping[int, str]) -> None:
         """Replace engines that were lost between refits, and send the published weights to the new ones only.
 
@@ -267,13 +274,15 @@ class WeightTransport(ABC):
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
         """Let engines serve a version that all of them have verified, or, if the canary is due, only commit it."""
         has_moved = self._require_adapters(version, deadline)
+        self._are_equal = version == 0  # the weights of the model folder, which engines had loaded themselves
         if self._canary is not None and self._canary.compares_weights(version, new=self._unchecked):
             began = time.monotonic()
             found = self._differences(engines, deadline)
             self._checks["weight_check_s"] = time.monotonic() - began
             if found:
                 raise RefitError(f"version {version} is not served: {'; '.join(found)}")
-            self._unchecked = not has_moved
+            self._canary.compared()
+            self._unchecked, self._are_equal = not has_moved, True
         guarded = self._scores is not None
         commits = self._on_engines("commit_weights", engines, version, guarded)
         self._complete([], commits, deadline, f"commit of version {version}")
@@ -299,9 +308,9 @@ class WeightTransport(ABC):
         if has_adapters:
             self._adapters = self._policy.submit(rank_adapters)
         if self._canary.is_due():
-            self._scores = self._policy.submit(policy_logprobs, self._canary.token_ids)
+            self._scores = self._policy.submit(policy_logprobs, self._canary.sequences)
             if has_adapters:
-                self._base_scores = self._policy.submit(base_logprobs, self._canary.token_ids)
+                self._base_scores = self._policy.submit(base_logprobs, self._canary.sequences)
 
     def _admit(self, version: int, engines: tuple[int, ...]) -> None:
         """Compare the canary's log-probabilities, and let the engines serve; does nothing if they serve already."""
@@ -312,13 +321,16 @@ class WeightTransport(ABC):
         found = self._complete([*self._scores, *self._base_scores], {}, deadline, "the policy's canary")
         expected = next(one for one in found if one is not None)
         base = next((one for one in found[len(self._scores) :] if one is not None), None)
-        prompt = CanaryPrompt(version, self._canary.token_ids, expected, self._canary.limit, base)
+        canary, limit = self._canary, self._canary.limit
+        prompt = CanaryPrompt(version, canary.sequences, expected, limit, canary.adapter_rounding, base)
         calls = self._on_engines("admit_weights", engines, prompt)
         errors = self._complete([], calls, deadline, f"canary of version {version}")
         self._scores = None
         seconds = time.monotonic() - began
-        self._canary.took(seconds)
-        self._checks |= {"canary_logprob_error": max(errors), "canary_s": seconds}
+        canary.took(seconds)
+        if self._are_equal:
+            canary.measure(max(errors))
+        self._checks |= {"canary_logprob_error": max(errors), "canary_limit": limit, "canary_s": seconds}
 
     def _differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """A text on each tensor, as an engine's worker holds it, that rounding does not explain."""

@@ -37,7 +37,7 @@ def test_the_stages_follow_each_other(tmp_path: Path, without_ray: FakeRay) -> N
     run.step()
     assert run.log[6:] == ["policy says", "reference says", "dump 2 begins", *learns, "version 2"]
     assert run.rollouts.fetched == [], "no token comes to the driver"
-    assert run.rollouts.computed == []
+    assert run.rollouts.computed == ["_measure_error"], "of the whole step, unless its tokens are of older weights"
     assert without_ray.gets == 0
 
 
@@ -56,6 +56,8 @@ def test_a_step_that_is_recorded_learns_as_any_other(tmp_path: Path) -> None:
     assert figures is not None
     assert (figures.loss, figures.grad_norm) == (report.metrics["loss"], report.metrics["grad_norm"])
     assert figures.tensors == run.policy.end_record()
+    assert figures.states == run.policy.end_states()
+    assert len(figures.states) > 1
     assert config_of_values(figures.config, [], "the file") == run.run.config
 
 

@@ -57,7 +57,7 @@ def step(run: Any) -> StepReport:
 def test_the_value_model_speaks_before_anything_is_learned(tmp_path: Path, without_ray: FakeRay) -> None:
     run, log = make_run(tmp_path, "ppo.policy_training_start_step=0", "ppo.ppo_epochs=2")
     report = step(run)
-    learns = [*["value learns"] * 2, *["policy learns"] * 2]
+    learns = [*["policy learns"] * 2, *["value learns"] * 2]
     assert log == ["policy says", "value says", "dump 1 begins", *learns, "version 1"]
     given = run.value.lessons[0]
     assert given.tokens.fields.present().keys() == {"sampled", "loss_mask", "values", "returns"}
@@ -78,7 +78,7 @@ def test_the_policy_waits_for_the_value_model(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         log.clear()
         report = step(run)
-        learns = ["value learns", *["policy learns"] * (number == 3)]
+        learns = [*["policy learns"] * (number == 3), "value learns"]
         assert log == ["value says", f"dump {number} begins", *learns, f"version {number}"]
         assert report.metrics["optimizer_steps"] == (number == 3)
         assert ("loss" in report.metrics) == (number == 3)

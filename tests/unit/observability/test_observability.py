@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -156,6 +157,23 @@ def test_a_run_without_steps_has_a_summary_and_a_plot(tmp_path: Path) -> None:
     assert summary["steps"] == 0
     assert summary["accuracy_after"] is summary["samples_per_s"] is summary["overhead_fraction"] is None
     assert plot_run(tmp_path).exists()
+
+
+@pytest.mark.parametrize(
+    ("errors", "scale"), [([1.0000003, 14_838.0, 1.0], "log"), ([1.0, 1.0], "linear"), ([], "linear")]
+)
+def test_the_plot_has_the_mismatch_on_a_logarithmic_axis(
+    errors: list[float], scale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: (drawn.append(figure), Path(file).touch()))
+    rows = [{"step": n + 1, "token_mult_prob_error": error, "timing": {"total": 1.0}} for n, error in enumerate(errors)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_run(tmp_path)
+    (axes,) = [axes for axes in drawn[0].axes if axes.get_title().startswith("Mismatch")]
+    assert axes.get_yscale() == scale
+    (line,) = axes.get_lines()
+    assert list(line.get_ydata()) == pytest.approx([error - 1 for error in errors])
 
 
 def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_grpo.config.schema import Fp8Config, PolicyConfig
-from megatron_grpo.data.replay_files import TensorFigure
-from megatron_grpo.proof.compare import TOLERANCES, Difference, compare, tolerances
+from megatron_grpo.data.replay_files import StateFigure, StepFigures, TensorFigure
+from megatron_grpo.proof.compare import TOLERANCES, Difference, compare, recorded, tolerances
 from megatron_grpo.proof.record import RecordedStep, open_step
 from megatron_grpo.proof.replay import Replayed
 from megatron_grpo.trainer.group import TrainResult
+from megatron_grpo.trainer.step_record import sketch
 from tests.support.recorded_run import make_recorded_run
 
 LIMITS = TOLERANCES["float32"]
@@ -41,6 +44,7 @@ def side(record: RecordedStep, **changes: Any) -> Replayed:
         "result": TrainResult(0.5, 2.0, 0.1),
         "tensors": tensors,
         "hidden": hidden,
+        "captured": np.arange(tokens),
     }
     return Replayed(**{**given, **changes})
 
@@ -70,11 +74,11 @@ def test_equal_sides_agree_in_everything(record: RecordedStep) -> None:
 
 def test_a_token_that_a_filter_removes_on_one_side_is_no_difference(record: RecordedStep) -> None:
     logprobs = side(record).logprobs
-    logprobs[1] = -math.inf
+    logprobs[4] = -math.inf
     assert apart(record, side(record, logprobs=logprobs))["log-probabilities"].difference == 0.0
     both = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record, logprobs=logprobs)), LIMITS)
     assert both.agrees
-    logprobs[2] = math.nan
+    logprobs[5] = math.nan
     assert not apart(record, side(record, logprobs=logprobs))["log-probabilities"].agrees
 
 
@@ -98,15 +102,121 @@ def test_the_first_point_in_the_order_of_computation_is_named_with_its_first_tok
     )
 
 
-def test_tokens_that_were_not_captured_are_left_out_and_nan_is_not(record: RecordedStep) -> None:
-    hidden = {"norm": side(record).hidden["norm"]}
-    hidden["norm"][5:] = math.nan
-    same = {"norm": hidden["norm"].clone()}
-    pair = (side(record, hidden=hidden), side(record, hidden=same))
-    assert compare(("a", "b"), record, pair, LIMITS).agrees
+def test_only_tokens_that_both_sides_captured_are_compared_and_nan_is_a_difference(record: RecordedStep) -> None:
+    hidden = {"norm": torch.ones(5, 4)}
+    part = side(record, hidden=hidden, captured=np.arange(5))
+    whole = side(record)
+    whole.hidden["norm"][5:] = 9.0
+    assert compare(("a", "b"), record, (part, whole), LIMITS).agrees
     hidden["norm"][2, 3] = math.nan
-    (broken,) = [one for one in compare(("a", "b"), record, pair, LIMITS).differences if not one.agrees]
+    (broken,) = [one for one in compare(("a", "b"), record, (part, whole), LIMITS).differences if not one.agrees]
     assert (broken.quantity, broken.token) == ("hidden states", 2)
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_hidden_states_of_tokens_that_predict_nothing_are_left_out(record: RecordedStep, precision: str) -> None:
+    """The last sampled token of a sequence, and an environment's words behind it."""
+    limits = TOLERANCES[precision]
+    long = [number for number, one in enumerate(record.trajectories) if one.spans[-1].end - one.spans[-1].start > 2]
+    others = list(record.trajectories)
+    for number in long:
+        one, last_span = others[number], others[number].spans[-1]
+        spans = [*one.spans[:-1], last_span._replace(end=last_span.end - 2)]
+        others[number] = replace(one, spans=spans, logprobs=one.logprobs[:-2])
+    ends = np.cumsum(record.lengths)
+    last = side(record)
+    for states in last.hidden.values():
+        states[ends - 1] += 5.0
+    assert compare(("a", "b"), record, (last, side(record)), limits).agrees
+    observed = replace(record, trajectories=others)
+    for states in last.hidden.values():
+        states[ends[long] - 2] += 5.0
+        states[ends[long] - 3] += 5.0
+    pair = (last, side(record))
+    assert compare(("a", "b"), observed, pair, limits).agrees
+    assert not compare(("a", "b"), record, pair, limits).agrees, "there they are sampled, and predict the next"
+    prompt = side(record)
+    prompt.hidden["embedding"][0] += 5.0
+    first = compare(("a", "b"), record, (prompt, side(record)), limits).place
+    assert first is not None
+    assert (first["sequence"], first["token"]) == (0, 0), "the response attends to the prompt"
+    between = record.trajectories[1].spans[0].end
+    turns = side(record)
+    turns.hidden["embedding"][int(ends[0]) + between] += 5.0
+    second = compare(("a", "b"), record, (turns, side(record)), limits).place
+    assert second is not None
+    assert (second["sequence"], second["token"]) == (1, between), "so does a second turn to the words between"
+
+
+def test_a_few_stray_tokens_are_rounding_in_bfloat16_but_not_in_float32(record: RecordedStep) -> None:
+    tokens = torch.from_numpy(np.flatnonzero(record.predicts))
+    half, single = TOLERANCES["bfloat16"], side(record)
+
+    def with_errors(*errors: tuple[int, float]) -> Difference:
+        hidden = side(record).hidden
+        for count, error in errors:
+            hidden["layers.1.mlp"][tokens[:count]] = 1.0 + error
+        found = compare(("a", "b"), record, (side(record, hidden=hidden), single), half).differences
+        return next(one for one in found if one.quantity == "hidden states")
+
+    assert with_errors((1, 0.15)).agrees
+    assert with_errors((len(tokens) // 3, 0.09), (2, 0.15)).agrees
+    assert not with_errors((1, 0.25)).agrees, "no rounding is as large"
+    many = with_errors((len(tokens) // 10, 0.15))
+    assert (many.agrees, many.tensor, many.sequence, many.token) == (False, "layers.1.mlp", 0, 0)
+    assert not with_errors((len(tokens), 0.06)).agrees, "rounding does not move every token as far"
+    hidden = side(record).hidden
+    hidden["layers.1.mlp"][tokens[0]] *= 1 + 2e-4
+    assert not compare(("a", "b"), record, (side(record, hidden=hidden), single), LIMITS).agrees
+
+
+def test_a_tie_of_experts_is_rounding_and_a_router_that_differs_is_not(record: RecordedStep) -> None:
+    tokens = torch.from_numpy(np.flatnonzero(record.predicts))
+
+    def routed(count: int) -> Replayed:
+        """The first of these tokens go to the third expert in place of the second, and end in another state."""
+        weights = torch.tensor([0.5, 0.5, 0.0, 0.0]).repeat(len(record.predicts), 1)
+        weights[tokens[:count]] = torch.tensor([0.5, 0.0, 0.5, 0.0])
+        states = torch.ones(len(record.predicts), 4)
+        states[tokens[:count]] = -1.0
+        return side(
+            record, hidden={"layers.0": side(record).hidden["norm"], "layers.1.mlp.router": weights, "norm": states}
+        )
+
+    half = TOLERANCES["bfloat16"]
+    assert compare(("a", "b"), record, (routed(3), routed(0)), half).agrees
+    place = compare(("a", "b"), record, (routed(len(tokens) // 4), routed(0)), half).place
+    assert place is not None
+    assert (place["layer"], place["point"]) == (1, "layers.1.mlp.router")
+    assert not compare(("a", "b"), record, (routed(3), routed(0)), LIMITS).agrees, "float32 has no such ties"
+
+
+def test_recorded_sketches_name_point_and_token(record: RecordedStep) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tokens = int(record.lengths.sum())
+    states = {point: torch.randn(tokens, 200, generator=draw) for point in ("embedding", "layers.0.mlp", "layers.0")}
+    watched = [int(token) for token in np.flatnonzero(record.predicts)[5:40:7]]
+    sketches = [
+        StateFigure(point, token, sketch(rows[token], point))
+        for point, rows in reversed(states.items())
+        for token in watched
+    ]
+    figures = StepFigures(
+        loss=0.5, grad_norm=2.0, learning_rate=0.1, tensors=[], states=sketches, config={}, device="cpu"
+    )
+    of_run = recorded(replace(record, figures=figures))
+    assert list(of_run.hidden) == list(states), "in the order of computation"
+    again = {point: rows.clone() for point, rows in states.items()}
+    again["embedding"][watched[0] - 1] += 1.0  # not recorded
+    assert compare(("a", "b"), record, (side(record, hidden=again), of_run), LIMITS).agrees
+    again["layers.0.mlp"][watched[2]] *= 1.01
+    again["layers.0"][watched[1]] *= 1.01
+    compared = compare(("a", "b"), record, (side(record, hidden=again), of_run), LIMITS)
+    found = next(one for one in compared.differences if one.quantity == "hidden states")
+    sequence = int(np.searchsorted(np.cumsum(record.lengths), watched[2], side="right"))
+    assert (found.tensor, found.layer, found.sequence) == ("layers.0.mlp", 0, sequence)
+    assert found.token == watched[2] - int(record.lengths[:sequence].sum())
+    assert found.difference == pytest.approx(0.01, rel=0.4), "an estimate"
 
 
 def test_weights_are_named_forwards_and_gradients_backwards(record: RecordedStep) -> None:
@@ -144,14 +254,14 @@ def test_the_update_is_compared_as_a_whole(record: RecordedStep) -> None:
 def test_log_probabilities_and_numbers_of_the_step(record: RecordedStep) -> None:
     logprobs = side(record).logprobs
     assert logprobs is not None
-    logprobs[int(record.lengths[0]) + 4] += 1e-3
+    logprobs[int(record.lengths[0]) + 5] += 1e-3
     found = apart(record, side(record, logprobs=logprobs, result=TrainResult(0.5 + 1e-4, 2.0 + 1e-3, 0.1)))
-    assert (found["log-probabilities"].sequence, found["log-probabilities"].token) == (1, 4)
+    assert (found["log-probabilities"].sequence, found["log-probabilities"].token) == (1, 5)
     assert found["loss"].difference == pytest.approx(1e-4), "absolute below 1"
     assert found["gradient norm"].difference == pytest.approx(5e-4)
     place = compare(("a", "b"), record, (side(record, logprobs=logprobs), side(record)), LIMITS).place
     assert place is not None
-    assert (place["quantity"], place["sequence"], place["token"]) == ("log-probabilities", 1, 4)
+    assert (place["quantity"], place["sequence"], place["token"]) == ("log-probabilities", 1, 5)
 
 
 def test_the_coarser_precision_decides() -> None:

@@ -18,10 +18,9 @@ from megatron_grpo import doctor
 from megatron_grpo.data.rollout_files import Learnt
 from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.proof import hidden_states
-from megatron_grpo.proof.diagnosis import Distance, best_explanation
 from megatron_grpo.proof.doctor import Diagnosis, diagnose
 from megatron_grpo.proof.prompts import TEMPLATES
-from megatron_grpo.proof.suspects import Suspect, pursue
+from megatron_grpo.proof.suspects.weights import pursue
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.support.rare import rare
 from tests.support.recorded_runs import EOS, RecordedRun, edited_copy, make_run, sampled
@@ -325,32 +324,6 @@ def test_mistakes_of_the_user(
     dense.write(1, sampled(dense.versions[0], dense.prompts()[:4]))
     assert doctor.main([one.replace("{run}", str(dense.run_dir)) for one in arguments]) == 2
     assert text in capsys.readouterr().err
-
-
-def _suspect(name: str) -> Suspect:
-    return Suspect(name, "weights", name, "a key")
-
-
-ROUNDING = Distance(1e-3, 1e-2)
-
-
-def test_the_first_group_that_reproduces_the_record_is_the_last_one() -> None:
-    recorded, base = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])
-
-    def never() -> Any:
-        raise AssertionError("this group need not be computed")
-        yield
-
-    groups = [[(_suspect("far"), recorded + 0.3)], [(_suspect("near"), recorded + 1e-4)], never()]
-    found = best_explanation("engine", recorded, base, groups, ROUNDING)
-    assert found is not None
-    assert found.name == "near"
-    assert found.explained > 0.99
-
-
-def test_a_suspect_that_leaves_most_of_the_gap_explains_nothing() -> None:
-    recorded, base = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])
-    assert best_explanation("engine", recorded, base, [[(_suspect("half"), base + 0.25)]], ROUNDING) is None
 
 
 def test_effects_that_add_up_are_found_together() -> None:

@@ -177,7 +177,7 @@ def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any)
             assert "/resume" not in server.calls
             with pytest.raises(RuntimeError, match="the weights are incomplete"):
                 await sampled(engine)
-            prompt = CanaryPrompt(version, (3, 4, 5), (expected, expected), limit=0.1)
+            prompt = CanaryPrompt(version, ((3, 4, 5), (4, 3)), ((expected, expected), (expected,)), limit=0.1)
             if version == 4:
                 assert await engine.admit_weights(prompt) == 0
                 assert len(await sampled(engine)) == 3

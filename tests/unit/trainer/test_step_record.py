@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_grpo.trainer import step_record
-from megatron_grpo.trainer.step_record import SKETCH, sketch
+from megatron_grpo.trainer.step_record import SKETCH, sketch, sketch_rows
 
 
 def distance(one: torch.Tensor, other: torch.Tensor, name: str = "weight") -> float:
@@ -50,3 +50,17 @@ def test_a_tensor_sketched_in_pieces_has_the_same_sketch(monkeypatch: pytest.Mon
     whole = sketch(tensor, "w")
     monkeypatch.setattr(step_record, "_PIECE", 2 * SKETCH)
     torch.testing.assert_close(torch.tensor(sketch(tensor, "w")), torch.tensor(whole))
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 65, 300])
+def test_rows_have_the_sketches_that_they_have_by_themselves(width: int) -> None:
+    rows = torch.randn(7, width)
+    expected = torch.tensor([sketch(row, "norm") for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(sketch_rows(rows, "norm"), expected)
+
+
+def test_sketches_of_parts_of_rows_add_up() -> None:
+    """Tensor parallelism splits the heads at any column."""
+    rows = torch.randn(7, 300)
+    parts = [sketch_rows(rows[:, begin:end], "heads", begin) for begin, end in ((0, 50), (50, 190), (190, 300))]
+    torch.testing.assert_close(torch.stack(parts).sum(dim=0), sketch_rows(rows, "heads"))

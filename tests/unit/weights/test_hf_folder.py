@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import GenerationConfig as EngineSettings
 from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_export import changed_settings
-from megatron_grpo.weights.hf_folder import write_hf_folder
+from megatron_grpo.weights.hf_folder import save_tensors, write_hf_folder
 from tests.support.ordinary_user import as_ordinary_user
 from tests.support.tiny_models import make_tiny_model
 
@@ -143,3 +143,34 @@ def test_layers_that_predict_further_tokens_are_not_announced(tmp_path: Path) ->
     raw = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(raw))
     assert changed_settings(source, shape_of_folder(source))["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o775, 0o700])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_files_have_the_permissions_of_their_folder(mode: int, is_there: bool, tmp_path: Path) -> None:
+    """safetensors alone would make files that nobody else may read."""
+    source, output = tmp_path / "source", tmp_path / "exported"
+    write_model(source, {"default": PLAIN, "tool_use": WITH_TOOLS})
+    if is_there:
+        output.mkdir()
+        output.chmod(mode)
+    umask = os.umask(0o777 & ~mode if not is_there else 0o077)
+    try:
+        write_hf_folder(WEIGHTS, source, output, max_shard_bytes=1)
+    finally:
+        os.umask(umask)
+    assert output.stat().st_mode & 0o777 == mode
+    entries = list(output.rglob("*"))
+    assert (output / "model.safetensors") in entries
+    assert any(entry.is_dir() for entry in entries)
+    for entry in entries:
+        assert entry.stat().st_mode & 0o777 == (mode if entry.is_dir() else mode & 0o666), entry
+
+
+def test_tensors_are_written_as_any_other_file(tmp_path: Path) -> None:
+    umask = os.umask(0o027)
+    try:
+        save_tensors(dict(WEIGHTS), tmp_path / "model.safetensors")
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640

@@ -21,6 +21,14 @@ function ticks(low, high, count) {
   return found;
 }
 
+/** Powers of ten across a range, about `count` of them. */
+function decades(low, high, count) {
+  const [first, last] = [low, high].map((value) => Math.round(Math.log10(value)));
+  const size = Math.max(1, Math.ceil((last - first) / count)), found = [];
+  for (let power = first; power <= last; power += size) found.push(10 ** power);
+  return found;
+}
+
 /** The point at a step, or the last one before it. */
 function pointAt(points, step) {
   let low = 0, high = points.length - 1, found = null;
@@ -32,7 +40,8 @@ function pointAt(points, step) {
 }
 
 /**
- * A chart: { title, note, lines, areas, floor, ceiling, open }.
+ * A chart: { title, note, lines, areas, floor, ceiling, log, open }.
+ * log: the axis is logarithmic, and values of 0 lie on its lower end.
  * lines: { name, points, colour, faint, dotted, marks }; areas: { name, points, colour } stacked from below;
  * open(step): what a click or Enter does.
  */
@@ -74,7 +83,8 @@ class Chart {
     const [low, high] = this.domain();
     const inner = { x: width - MARGIN.left - MARGIN.right, y: CHART_HEIGHT - MARGIN.top - MARGIN.bottom };
     this.x = (step) => MARGIN.left + ((step - steps[0]) / (steps[1] - steps[0] || 1)) * inner.x;
-    this.y = (value) => MARGIN.top + (1 - (value - low) / (high - low)) * inner.y;
+    const scaled = this.log ? (value) => Math.log10(Math.max(value, low)) : (value) => value;
+    this.y = (value) => MARGIN.top + (1 - (scaled(value) - scaled(low)) / (scaled(high) - scaled(low))) * inner.y;
     this.stepAt = (x) => Math.round(steps[0] + ((x - MARGIN.left) / inner.x) * (steps[1] - steps[0]));
     this.limits = steps;
     this.rule = svg("line", { class: "rule", y1: MARGIN.top, y2: CHART_HEIGHT - MARGIN.bottom, visibility: "hidden" });
@@ -83,7 +93,15 @@ class Chart {
     this.drawing.replaceChildren(...this.axes(low, high, steps, width), ...this.stack(), ...this.linePaths(), this.rule, this.dots, ...this.labels());
   }
 
+  /** Whole powers of ten around the values. */
+  decadesAround() {
+    const powers = this.lines.flatMap((line) => line.points.map(([, value]) => value)).filter((value) => value > 0).map(Math.log10);
+    const low = Math.floor(powers.reduce((a, b) => Math.min(a, b), Infinity)), high = Math.ceil(powers.reduce((a, b) => Math.max(a, b), -Infinity));
+    return powers.length ? [10 ** low, 10 ** Math.max(high, low + 1)] : [1e-7, 1e-6];
+  }
+
   domain() {
+    if (this.log) return this.decadesAround();
     const values = this.areas.length ? this.totals().map(([, value]) => value).sort((a, b) => a - b)
       : this.lines.flatMap((line) => line.points.map(([, value]) => value));
     // The first steps warm caches up and would flatten the others.
@@ -101,7 +119,7 @@ class Chart {
   }
 
   axes(low, high, steps, width) {
-    const nodes = ticks(low, high, 4).map((value) => svg("g", {},
+    const nodes = (this.log ? decades : ticks)(low, high, 4).map((value) => svg("g", {},
       svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: this.y(value), y2: this.y(value) }),
       svg("text", { class: "tick", x: MARGIN.left - 8, y: this.y(value) + 4, "text-anchor": "end", text: short(value) })));
     for (const step of ticks(steps[0], steps[1] || 1, Math.max(2, Math.floor(width / 130)))) {

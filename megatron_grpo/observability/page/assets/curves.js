@@ -4,7 +4,7 @@ const SMOOTH_FROM = 30; // points from which a curve is drawn smoothed, with its
 const RUN_COLOURS = ["var(--a)", "var(--b)"];
 const PHASE_COLOURS = ["--p1", "--p2", "--p3", "--p4", "--p5", "--p6", "--p7", "--p8", "--p9"];
 
-/** Main charts: title, floor, ceiling, and the curves as [group, metric, name, how]. */
+/** Main charts: title, floor, ceiling, whether the axis is logarithmic, and the curves as [group, metric, name, how]. */
 const MAIN = [
   { title: "Reward", note: "mean over all responses that were sampled", curves: [["metrics", "reward", "reward", "main"]] },
   { title: "Accuracy", note: "of training samples and of held-out prompts", floor: 0, ceiling: 1.02,
@@ -14,7 +14,7 @@ const MAIN = [
   { title: "Entropy", note: "nats per token", floor: 0,
     curves: [["metrics", "entropy", "exact", "main"], ["metrics", "approx_entropy", "estimate", "main"]] },
   { title: "KL to the reference policy", note: "kl_penalty", curves: [["metrics", "kl_penalty", "KL", "main"]] },
-  { title: "Mismatch of training and generation", note: "token_mult_prob_error − 1: 0 when both frameworks agree", shift: -1,
+  { title: "Mismatch of training and generation", note: "token_mult_prob_error − 1, on a logarithmic axis: 0 when both frameworks agree", shift: -1, log: true,
     curves: [["metrics", "token_mult_prob_error", "mean", "main"]] },
   { title: "KL of generation and training", note: "gen_kl_error", curves: [["metrics", "gen_kl_error", "KL", "main"]] },
   { title: "Gradient norm", note: "before clipping", floor: 0, curves: [["metrics", "grad_norm", "norm", "main"]] },
@@ -28,7 +28,8 @@ function stepRange() {
   return steps.length ? [Math.min(...steps), Math.max(...steps)] : [0, 1];
 }
 
-function linesOf(curves, shift = 0) {
+/** A logarithmic axis is for single steps that stand out, so its curves are not smoothed. */
+function linesOf(curves, { shift = 0, log = false } = {}) {
   const lines = [];
   runs.forEach((_, run) => {
     const present = curves.filter(([group, metric]) => series(run, group, metric).length);
@@ -36,7 +37,7 @@ function linesOf(curves, shift = 0) {
       const points = series(run, group, metric).map(([step, value]) => [step, value + shift]);
       const colour = how === "second" ? `var(--${run ? "b" : "a"}-soft)` : RUN_COLOURS[run];
       const two = runs.length > 1, full = two ? `${LETTERS[run]} ${present.length > 1 ? name : ""}`.trim() : name;
-      const smooth = points.length >= SMOOTH_FROM && group === "metrics";
+      const smooth = points.length >= SMOOTH_FROM && group === "metrics" && !log;
       if (smooth) lines.push({ name: full, points, colour, faint: true });
       lines.push({ name: full, points: smooth ? smoothed(points) : points, colour, ink: RUN_COLOURS[run], marks: how === "marked", dotted: how === "second" });
     });
@@ -60,11 +61,14 @@ function curvesView() {
   const range = stepRange(), shown = new Set();
   const charts = MAIN.map((one) => {
     one.curves.forEach(([, metric]) => shown.add(metric));
-    const lines = linesOf(one.curves, one.shift);
+    const lines = linesOf(one.curves, one);
     return lines.length ? new Chart({ ...one, lines, range, open: openStep }) : null;
   }).filter((chart) => chart !== null);
   const phases = runs.map((_, run) => phaseChart(run, range)).filter((chart) => chart !== null);
-  if (!charts.length && !phases.length) return el("p", { class: "empty", text: "The run ended before its first step." });
+  if (!charts.length && !phases.length) {
+    const ended = runs.every((run) => run.summary.outcome);
+    return el("p", { class: "empty", text: ended ? "The run ended before its first step." : "No step has been written yet." });
+  }
   return el("div", {}, el("div", { class: "charts" }, [...charts, ...phases].map((chart) => chart.element)), others(shown, range));
 }
 

@@ -12,20 +12,32 @@ function tile(name, value, note) {
   return el("div", { class: "tile" }, el("dt", { text: name }), el("dd", {}, value, note ? el("small", { text: note }) : null));
 }
 
+/** The last value of a metric, and the first one with its step; null: the run has none. */
+function changeOf(number, name, group, metric) {
+  const points = series(number, group, metric), [first, last] = [points[0], points[points.length - 1]];
+  return points.length ? tile(name, short(last[1]), points.length > 1 ? `from ${short(first[1])} at step ${short(first[0])}` : "") : null;
+}
+
 function headOf(run, number) {
   const { summary } = run, metrics = run.metrics.step || [], total = runs.length > 1;
   const outcome = (summary.outcome || "not ended").replaceAll("_", " ");
-  const before = summary.accuracy_before ?? null, after = summary.accuracy_after ?? null;
   const tiles = [
-    before === null && after === null ? null : tile("Held-out accuracy", short(after), before === null ? "" : `from ${short(before)}`),
-    summary.reward_last === undefined || summary.reward_last === null ? null : tile("Reward", short(summary.reward_last), `from ${short(summary.reward_first)}`),
+    changeOf(number, "Held-out accuracy", "validation", "val_accuracy"),
+    changeOf(number, "Reward", "metrics", "reward"),
     tile("Steps", short(metrics.length ? metrics[metrics.length - 1] : 0), summary.samples ? `${short(summary.samples)} samples` : ""),
-    tile("Training", duration(summary.train_s), summary.startup_s ? `start ${duration(summary.startup_s)}` : ""),
+    summary.train_s === undefined || summary.train_s === null ? null : tile("Training", duration(summary.train_s), summary.startup_s ? `start ${duration(summary.startup_s)}` : ""),
     summary.samples_per_s ? tile("Samples per second", short(summary.samples_per_s), `${short(summary.step_s)} s a step`) : null,
   ];
   return el("section", { class: `run-head run-${number}` },
     el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${summary.outcome || ""}`, text: outcome })),
-    summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, el("dl", { class: "tiles" }, ...tiles));
+    summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, disagreement(run), el("dl", { class: "tiles" }, ...tiles));
+}
+
+/** The steps whose probability error left the noise, with the command that examines the first; null: there is none. */
+function disagreement(run) {
+  const steps = run.metrics.step || [], off = run.metrics.token_mult_prob_error_off || [], marked = steps.filter((_, place) => off[place] === 1);
+  const text = `Training and generation disagree more than noise explains in ${marked.length} of ${steps.length} steps, first in step ${marked[0]}: python -m megatron_grpo.doctor RUN_DIR step=${marked[0]}`;
+  return marked.length ? el("p", { class: "reason" }, isolated(text)) : null;
 }
 
 function show(name, focus = false) {

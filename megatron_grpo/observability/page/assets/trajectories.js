@@ -166,7 +166,7 @@ class TrajectoriesView {
       choice, el("div", { class: "searching" }, this.search, everywhere));
     const notes = runs.map((run, number) => this.note(run, number));
     this.element = this.steps.length ? el("div", { class: "trajectories" }, bar, el("div", { class: `panels of-${runs.length}` }, ...this.panels.map((panel) => panel.element)), ...notes)
-      : el("p", { class: "empty", text: "This run wrote no rollouts (logger.rollouts=off), or ended before its first step." });
+      : el("p", { class: "empty", text: "This run has no rollouts: it made no step, or logger.rollouts=off." });
   }
 
   note(run, number) {

@@ -7,7 +7,10 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import re
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from megatron_grpo.observability.page import trajectories, write
 from megatron_grpo.observability.page.trajectories import TokenBytes, byte_alphabet
 from megatron_grpo.observability.page.write import escaped_json, packed_element, page, try_to_write_report, write_report
 from megatron_grpo.report import main
-from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, spoken
+from tests.support.ordinary_user import as_ordinary_user
+from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, metrics_of, spoken
+from tests.support.trajectories import make_trajectory
 
 ELEMENT = re.compile(r'<script type="(?:application/json|text/plain)" id="([^"]*)">([^<]*)</script>')
 
@@ -51,9 +56,9 @@ def test_no_text_leaves_its_element(text: str) -> None:
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:
-    assert json.loads(escaped_json([math.nan, math.inf, 1 / 3])) == [None, None, 0.3333333]
+    assert json.loads(escaped_json([math.nan, math.inf, 1 / 3])) == [None, None, 0.3333333333]
     _, text = ELEMENT.findall(packed_element("x", [math.nan, 1 / 3]))[0]
-    assert json.loads(gzip.decompress(base64.b64decode(text))) == [None, 0.3333333]
+    assert json.loads(gzip.decompress(base64.b64decode(text))) == [None, 0.3333333333]
 
 
 def test_the_policy_names_exactly_what_is_there() -> None:
@@ -177,7 +182,7 @@ def test_rollouts_that_cannot_be_read_are_named(run: Path, capsys: pytest.Captur
     file = run / "rollouts" / "step_2.parquet"
     file.write_bytes(b"PAR1 nothing PAR1")
     assert main([str(run)]) == 2
-    assert f"report: {file} cannot be read as rollouts: " in capsys.readouterr().err
+    assert f"report: {file} is damaged or was not written to its end: " in capsys.readouterr().err
 
 
 def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +198,45 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(arguments) == 2
         assert reason in capsys.readouterr().err
     assert main(["--help"]) == 0
+
+
+def test_the_page_of_a_read_only_run_comes_into_the_current_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        byte_tokenizer(folder / "model")
+        run = make_run(folder / "run", steps=2, model=folder / "model", trajectories=[make_trajectory(2)])
+        writable, closed = folder / "writable", folder / "closed"
+        for path in (writable, closed):
+            path.mkdir()
+        for path in (folder, writable):
+            path.chmod(0o777)
+        for path in (closed, run):
+            path.chmod(0o555)
+
+        def written_from(place: Path, *arguments: str) -> Any:
+            os.chdir(place)
+            return main([str(run), *arguments])
+
+        assert as_ordinary_user(partial(written_from, writable)) == 0
+        page = writable / "run_report.html"
+        told = capfd.readouterr().out
+        assert f"{run} cannot be written (Permission denied); output=FILE chooses another file" in told
+        assert f"wrote {page}\n" in told
+        assert embedded(page)["runs"][0]["name"] == "run"
+        assert as_ordinary_user(partial(written_from, closed)) == 2
+        told = capfd.readouterr().err
+        assert f"report: give output=FILE: neither {run} nor {closed} cannot be written: Permission denied" in told
+        assert as_ordinary_user(partial(written_from, closed, f"output={writable}")) == 0
+        assert (writable / "report.html").is_file()
+        assert as_ordinary_user(partial(written_from, writable, f"output={closed / 'page.html'}")) == 2
+        assert f"output={closed / 'page.html'} cannot be written: Permission denied" in capfd.readouterr().err
+
+
+def test_a_mismatch_of_a_millionth_is_in_the_page(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**metrics_of(4), "token_mult_prob_error": 1.0000003}) + "\n")
+    (found,) = embedded(write_report([run]))["runs"]
+    assert found["metrics"]["token_mult_prob_error"][-1] == 1.0000003
 
 
 def test_bytes_of_a_trained_tokenizer_make_its_texts(tmp_path: Path) -> None:

@@ -1,0 +1,309 @@
+"""Notices that training and generation disagree more than noise explains, and refuses to learn beyond a hard limit.
+
+The figure is token_mult_prob_error, the mean over a step's tokens of exp(|training - generation|): 1 when both give the
+sampled tokens the same probabilities. Its excess over 1 is rounding. The noise of a run is that of its first steps, and
+stays the reference, so that an error that grows slowly leaves it, too. Until these steps are measured, and as the
+smallest bound, there are figures by precision, so that a run that is wrong from its first step on is noticed.
+
+Tokens of older weights (asynchronous runs) also differ by what the policy has learnt since. Rounding is nothing beside
+that, and the exponential of such differences has a tail that jumps by a factor of ten from step to step in healthy
+runs. Steps with such tokens are judged by gen_kl_error instead, which is steady, against the latest such steps, since
+what a step learns changes with the learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_grpo.config.errors import DisagreementError
+from megatron_grpo.losses.divergence import error_without_worst
+from megatron_grpo.losses.loss import bounded_exp
+from megatron_grpo.sampler.metrics import age_metrics
+
+if TYPE_CHECKING:
+    from megatron_grpo.algorithms.context import GRPORun
+    from megatron_grpo.algorithms.records import StepGuard
+    from megatron_grpo.config.schema import Config
+    from megatron_grpo.data.step_batch import StepBatch
+    from megatron_grpo.data.trajectory import Outcome
+    from megatron_grpo.observability.timing import StepTimer
+    from megatron_grpo.sampler.pool import RolloutPool
+    from megatron_grpo.weights.shape import ModelShape
+
+ERROR = "token_mult_prob_error"
+WORST = "token_mult_prob_error_max"
+BOUND = "token_mult_prob_error_bound"
+IS_OFF = "token_mult_prob_error_off"
+DIVERGENCE = "gen_kl_error"
+DIVERGENCE_BOUND = "gen_kl_error_bound"
+
+MEASURED_STEPS = 5
+"""First steps that measure the noise of rounding."""
+MARGIN = 3.0
+"""Bound as a multiple of the median excess of these steps."""
+
+LATEST_STEPS = 20
+"""Steps with older tokens whose divergence is remembered."""
+STALE_MARGIN = 4.0
+"""Bound as a multiple of the median divergence of these steps."""
+STALE_FIRST = 1.0
+"""Divergence, in nats, that is within the bound until such steps are measured."""
+STALE_FLOOR = 0.05
+"""Smallest bound of the divergence, in nats, for each update that the tokens are behind."""
+
+CALM_STEPS = 10
+"""Steps in a row within the bound that end an episode, after which the next step beyond it is told again."""
+
+
+class ProbErrorState(TypedDict):
+    """Noise that a run has measured, and the episode under way; part of the checkpoint."""
+
+    precision: str
+    """Precision of policy and engines (`noise_kind`) that the noise is of."""
+    fresh: list[float]
+    """Excess of the first steps within the bound, of tokens drawn from the weights that train."""
+    stale: list[float]
+    """Divergence of the latest steps within the bound, of older tokens."""
+    calm_steps: int | None
+    """Steps within the bound since the last one beyond it; None: there is no episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseBounds:
+    """Excess of the probability error over 1 that rounding explains; docs/metrics.md has the measurements."""
+
+    first: float
+    """Largest before the noise is measured."""
+    floor: float
+    """Smallest bound afterwards, since noise changes with the policy."""
+
+    @staticmethod
+    def of(config: Config, shape: ModelShape) -> NoiseBounds:
+        """Bounds of a run; infinite at first where sampling differs from training on purpose."""
+        if config.generation.hides_distribution:
+            return NoiseBounds(math.inf, 0.25)
+        precision = config.coarsest_precision
+        if precision == "8 bits":
+            return NoiseBounds(0.5, 0.25)
+        # A near tie of scores sends a token to another expert on one side, unless the experts are replayed.
+        flips = 3.0 if shape.experts is not None and not config.policy.moe.replay_routing else 1.0
+        if precision in ("float32", "tf32"):
+            return NoiseBounds((1e-3 if precision == "float32" else 5e-3) * flips, 1e-4 * flips)
+        # Errors of layers that round independently add up as in a random walk; measured with 8 layers.
+        first = min(0.1, 0.03 * math.sqrt(shape.layers / 8))
+        return NoiseBounds(first * flips, first * flips / 2)
+
+
+def noise_kind(config: Config) -> str:
+    """Name of what determines the noise; noise that was measured for another one does not count."""
+    hides = " with penalties or a form" if config.generation.hides_distribution else ""
+    return f"{config.coarsest_precision}{hides}"
+
+
+def empty_state(kind: str) -> ProbErrorState:
+    """The state of a run that has measured nothing."""
+    return ProbErrorState(precision=kind, fresh=[], stale=[], calm_steps=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Judgement of one step."""
+
+    figure: str
+    """Metric by which the step is judged: ERROR or DIVERGENCE."""
+    bound: float
+    """Largest value of the figure that noise explains; infinite while that is not known."""
+    is_off: bool
+    begins_episode: bool
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step."""
+        name = BOUND if self.figure == ERROR else DIVERGENCE_BOUND
+        return {**({name: self.bound} if math.isfinite(self.bound) else {}), IS_OFF: float(self.is_off)}
+
+
+def observe(
+    state: ProbErrorState, bounds: NoiseBounds, metrics: Mapping[str, float], age: int, limit: float | None
+) -> Observation:
+    """Judge a step by the noise so far, and add the step to the noise if it is within the bound.
+
+    Args:
+        state: noise and episode, changed in place.
+        bounds: bounds of rounding.
+        metrics: the step's metrics, with ERROR, WORST, DIVERGENCE and valid_tokens.
+        age: updates between the weights that drew the oldest token and those that train on it.
+        limit: hard limit of the error. A step whose single worst token moves the mean beyond it is off as well.
+    """
+    if age > 0:
+        memory, keep, value = state["stale"], LATEST_STEPS, metrics[DIVERGENCE]
+        bound = max(STALE_FLOOR * age, STALE_MARGIN * median(memory)) if len(memory) >= MEASURED_STEPS else STALE_FIRST
+    else:
+        memory, keep = state["fresh"], MEASURED_STEPS
+        value = error_without_worst(metrics[ERROR], metrics[WORST], metrics["valid_tokens"]) - 1.0
+        bound = max(bounds.floor, MARGIN * median(memory)) if len(memory) >= MEASURED_STEPS else bounds.first
+    is_off = not value <= bound or (limit is not None and metrics[ERROR] > limit)  # also if it is not a number
+    if not is_off and (age > 0 or len(memory) < keep):
+        memory.append(max(value, 0.0))
+        del memory[:-keep]
+    figure, bound = (DIVERGENCE, bound) if age > 0 else (ERROR, 1.0 + bound)
+    return Observation(figure, bound, is_off, _advance_episode(state, is_off))
+
+
+def _advance_episode(state: ProbErrorState, is_off: bool) -> bool:
+    """Count a step; returns whether an episode begins with it."""
+    calm = state["calm_steps"]
+    if is_off:
+        state["calm_steps"] = 0
+        return calm is None
+    if calm is not None:
+        state["calm_steps"] = calm + 1 if calm + 1 < CALM_STEPS else None
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a step adds to its report because of its probability error."""
+
+    metrics: Mapping[str, float]
+    remarks: Sequence[str] = ()
+    saves: bool = False
+    """Whether a checkpoint after the step lets the doctor examine the next one."""
+
+
+NOTHING = Notice({})
+
+
+def notice(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Notice:
+    """Judge the error of a step that has been learnt, before its weights are published.
+
+    If an episode begins, both checks of weights follow the refit of this step. The state of the run is updated.
+
+    Args:
+        run: the run.
+        step: number of the step.
+        metrics: metrics of learning; without an optimizer step they lack the error.
+        outcomes: outcomes of the rollouts that were trained on.
+    """
+    config = run.config
+    if ERROR not in metrics:
+        return NOTHING
+    kind = noise_kind(config)
+    state = run.state.get("prob_error")
+    remarks = []
+    if state is None or state["precision"] != kind:
+        if run.state["total_steps"]:
+            before = (
+                "the checkpoint has none" if state is None else f"that of the checkpoint is of {state['precision']}"
+            )
+            remarks.append(f"the noise of {ERROR} is measured from this step on, since {before}")
+        run.state["prob_error"] = state = empty_state(kind)
+    age = oldest_age(run, outcomes)
+    seen = observe(state, NoiseBounds.of(config, run.policy.shape), metrics, age, config.prob_error_limit(age))
+    if not config.generates:  # recorded tokens may be of other weights on purpose
+        return Notice(seen.metrics)
+    if not seen.begins_episode:
+        return Notice(seen.metrics, remarks)
+    if run.transport is not None:
+        run.transport.require_checks()
+    can_examine = step == 1 or step - 1 in run.checkpointer.steps()
+    remarks.append(_warning(run, step, metrics, seen, can_examine))
+    return Notice(seen.metrics, remarks, saves=config.saves and not can_examine)
+
+
+def oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
+    """Updates between the weights that drew the oldest token of a step and those that train on it."""
+    return int(age_metrics(outcomes, run.state["total_steps"])["trajectory_age_max"])
+
+
+def _warning(run: GRPORun, step: int, metrics: Mapping[str, float], seen: Observation, can_examine: bool) -> str:
+    """The one message of an episode."""
+    config, refit = run.config, run.config.refit
+    doctor = f"{doctor_command(run.run_dir, step)} names the reason"
+    if config.saves and not can_examine:
+        doctor = (
+            f"a checkpoint is saved after this step, so that {doctor_command(run.run_dir, step + 1)} names the reason "
+            "once the next step is done"
+        )
+    checks = [*(["the canary"] if refit.canary else []), *(["all weights"] if refit.weight_check_period else [])]
+    compared = f" This step's refit compares {' and '.join(checks)}." if checks and run.transport is not None else ""
+    divergence = f", {DIVERGENCE} {metrics[DIVERGENCE]:.6g}" if seen.figure == DIVERGENCE else ""
+    return (
+        f"training and generation disagree more than noise explains: {ERROR} is {metrics[ERROR]:.6g} (largest of a "
+        f"token: {metrics[WORST]:.6g}){divergence}, and {seen.figure} up to {seen.bound:.6g} would be noise.{compared} "
+        f"{doctor}. refit.canary_share=1 and refit.weight_check_period=1 compare engines with the policy in every "
+        "refit; refit.prob_error_limit ends the run before it learns from such a step. Further steps are marked by the "
+        f"metric {IS_OFF}, and told again after {CALM_STEPS} steps without"
+    )
+
+
+def require_agreement(
+    config: Config, batch: StepBatch, rollouts: RolloutPool, guard: StepGuard, timer: StepTimer
+) -> None:
+    """Refuse a step whose prev_logprobs are beyond the hard limit, before anything is learnt from it.
+
+    Without prev_logprobs the ranks check their own, before the only optimizer step (`trainer/disagreement.py`).
+
+    Raises:
+        DisagreementError: the error is beyond the limit.
+    """
+    limit, tokens = batch.prob_error_limit, float(batch.loss_tokens)
+    if limit is None or "prev_logprobs" not in batch.fields or not tokens:
+        return
+    entries = ("sampled", "prev_logprobs", "generation_logprobs")
+    with timer.phase("logprobs"):
+        error, worst = rollouts.tokens.compute(_measure_error, batch, entries, batch.in_loss)
+    if error_without_worst(error, worst, tokens) > limit:
+        refuse(config, batch, guard, {ERROR: error, WORST: worst})
+
+
+def _measure_error(
+    lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_]
+) -> tuple[dict[str, NDArray[np.float32]], tuple[float, float]]:
+    """ERROR and WORST of a step, as the policy's loss computes them, and no entries to store."""
+    mask = arrays["sampled"] & np.repeat(in_loss, lengths)
+    prev, generation = (torch.from_numpy(arrays[name][mask]) for name in ("prev_logprobs", "generation_logprobs"))
+    is_kept = ~prev.isneginf()  # tokens that the filter removes count as agreement
+    errors = torch.where(is_kept, bounded_exp((prev - generation).abs()), torch.ones_like(prev))
+    return {}, (float(errors.double().mean()), float(errors.max()))
+
+
+def refuse(config: Config, batch: StepBatch, guard: StepGuard, metrics: Mapping[str, float]) -> NoReturn:
+    """End the run before it learns from a step.
+
+    Args:
+        config: the run's configuration.
+        batch: the step's batch, which has a limit.
+        guard: number of the step, and the run's folder.
+        metrics: metrics of the error, for the step's line in metrics.jsonl.
+
+    Raises:
+        DisagreementError: always.
+    """
+    limit, step = batch.prob_error_limit, guard.step
+    assert limit is not None
+    rollouts = (
+        "its rollouts are recorded" if config.logger.rollouts == "all" else "logger.rollouts=all records rollouts"
+    )
+    text = (
+        f"step {step}: {ERROR} is {metrics[ERROR]:.6g} (largest of a token: {metrics[WORST]:.6g}), more than "
+        f"refit.prob_error_limit={limit:g}: training and generation disagree about the probabilities of the sampled "
+        f"tokens. Nothing was learnt from the step, and {rollouts}. {doctor_command(guard.run_dir, step)} names the "
+        "reason; refit.prob_error_limit=null learns all the same"
+    )
+    figures = {BOUND: limit, IS_OFF: 1.0, "optimizer_steps": 0.0, "valid_tokens": float(batch.loss_tokens)}
+    raise DisagreementError(text, {**metrics, **figures})
+
+
+def doctor_command(run_dir: Path, step: int) -> str:
+    """The command that examines a step."""
+    return f"python -m megatron_grpo.doctor {run_dir} step={step}"

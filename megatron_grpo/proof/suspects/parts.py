@@ -1,0 +1,158 @@
+"""Parts of a model that go wrong together: a tensor, a layer, a stage, the head, a rank's shard, an expert, a kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Region = tuple[slice, ...]
+"""Rows, columns and so on of a tensor; empty: all of it."""
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+_COLUMN = re.compile(r"(q_proj|k_proj|v_proj|gate_proj|up_proj|q_b_proj|kv_b_proj)\.(weight|bias)$")
+_ROW = re.compile(r"(o_proj|down_proj)\.weight$")
+_NUMBER = re.compile(r"\.layers\.\d+\.")
+FUSED = {
+    "query, key and value weights": r"self_attn\.[qkv]_proj\.weight$",
+    "query, key and value biases": r"self_attn\.[qkv]_proj\.bias$",
+    "gate and up weights": r"(gate_proj|up_proj)\.weight$|gate_up_proj$",
+    "norm weights": r"norm\.weight$",
+    "attention weights": r"self_attn\..*\.weight$",
+    "weights of the experts": r"mlp\.experts\.",
+    "weights of the shared experts": r"mlp\.shared_experts?\.",
+    "biases": r"\.bias$",
+}
+"""Kinds of tensors that programs keep in one, or load by one rule, as expressions of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some tensors of a model, or regions of them."""
+
+    name: str
+    """The part for messages, such as layer 3."""
+    regions: Mapping[str, Region]
+    """By the tensor's name in transformers."""
+
+    def mixed(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors with the other model's numbers in the part, by name; those that do not change are left out."""
+        values = {}
+        for name, region in self.regions.items():
+            value = ours[name].clone()
+            value[region] = theirs[name][region]
+            if not torch.equal(value, ours[name]):
+                values[name] = value
+        return values
+
+    def changed(self, ours: Mapping[str, Tensor], factor: float, added: float = 0.0) -> dict[str, Tensor]:
+        """Tensors with the numbers of the part multiplied by `factor`, plus `added`, by name."""
+        values = {}
+        for name, region in self.regions.items():
+            value = ours[name].clone()
+            value[region] = value[region] * factor + added
+            values[name] = value
+        return values
+
+
+def single_tensors(tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Each tensor."""
+    return [Part(name, {name: ()}) for name in tensors]
+
+
+def layers_of(tensors: Mapping[str, Tensor], count: int) -> list[Part]:
+    """Each layer."""
+    return [
+        Part(f"layer {number}", _whole(tensors, _of_layers(tensors, number, number + 1))) for number in range(count)
+    ]
+
+
+def _of_layers(tensors: Mapping[str, Tensor], begin: int, end: int) -> list[str]:
+    return [name for name in tensors if any(f".layers.{number}." in name for number in range(begin, end))]
+
+
+def _whole(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Region]:
+    return {name: () for name in names if name in tensors}
+
+
+def stages_of(tensors: Mapping[str, Tensor], layers: int, sizes: Sequence[int]) -> Iterator[Part]:
+    """The pipeline stages of layouts with `sizes` stages, embedding and head included."""
+    for size in sorted(set(sizes)):
+        if not 1 < size <= layers:
+            continue
+        bounds = [layers * number // size for number in range(size + 1)]
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            names = _of_layers(tensors, begin, end)
+            names += [EMBEDDING] if number == 0 else []
+            names += [HEAD, NORM] if number == size - 1 else []
+            yield Part(f"stage {number} of {size} (layers {begin} to {end - 1})", _whole(tensors, names))
+
+
+def kinds_of(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
+    """One kind of tensor in every layer, and kinds that programs keep together."""
+    for kind, expression in FUSED.items():
+        names = [name for name in tensors if re.search(expression, name)]
+        if len(names) > 1:
+            yield Part(f"all {kind}", _whole(tensors, names))
+    kinds: dict[str, list[str]] = {}
+    for name in tensors:
+        if _NUMBER.search(name):
+            kinds.setdefault(_NUMBER.split(name)[1], []).append(name)
+    for kind, names in kinds.items():
+        if len(names) > 1:
+            yield Part(f"{kind} of every layer", _whole(tensors, names))
+
+
+def shards_of(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> Iterator[Part]:
+    """What each of `size` tensor-parallel ranks has, and each expert-parallel rank, over all layers."""
+    for size in sorted(set(sizes)):
+        for rank in range(size if size > 1 else 0):
+            shard = {name: region for name, value in tensors.items() if (region := _shard(name, value, rank, size))}
+            yield Part(f"the shard of rank {rank} of {size} (tensor parallel)", shard)
+            experts = {name: (_slice(len(value), rank, size),) for name, value in tensors.items() if value.dim() == 3}
+            if experts:
+                yield Part(f"the experts of rank {rank} of {size} (expert parallel)", experts)
+
+
+def _shard(name: str, value: Tensor, rank: int, size: int) -> Region | None:
+    if _COLUMN.search(name) or name in (HEAD, EMBEDDING):
+        return (_slice(len(value), rank, size),)
+    if _ROW.search(name):
+        return (slice(None), _slice(value.shape[1], rank, size))
+    return None
+
+
+def _slice(length: int, rank: int, size: int) -> slice:
+    return slice(length * rank // size, length * (rank + 1) // size)
+
+
+def experts_of(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
+    """Each expert of each layer, and each matrix of it, by the names that model files have.
+
+    Transformers stacks the experts of a layer: [experts, rows, columns].
+    """
+    for name, value in tensors.items():
+        if value.dim() != 3:
+            continue
+        prefix, _, last = name.rpartition(".")
+        pieces = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        rows = value.shape[1] // len(pieces)
+        for expert in range(len(value)):
+            for number, piece in enumerate(pieces):
+                region = (slice(expert, expert + 1), slice(number * rows, (number + 1) * rows))
+                yield Part(f"{prefix}.{expert}.{piece}.weight", {name: region})
+    stacks = sorted({name.rpartition(".")[0] for name, value in tensors.items() if value.dim() == 3})
+    for stack in stacks:
+        names = [name for name in tensors if name.startswith(f"{stack}.") and tensors[name].dim() == 3]
+        for expert in range(len(tensors[names[0]])):
+            yield Part(f"{stack}.{expert}", {name: (slice(expert, expert + 1),) for name in names})
+
+
+def width_of_heads(config: Any) -> int:
+    """Width of an attention head."""
+    width = getattr(config, "head_dim", None)
+    return int(width or config.hidden_size // config.num_attention_heads)
