@@ -4,9 +4,9 @@
 
 By run: `errors`, token_mult_prob_error by step; `begins`, the first step where it exceeds 1.01; `noticed`, the first
 step that the run itself marked or refused, with its words; `doctor`, exit code and findings of the doctor on the newest
-step that it can examine; `verdict`: named, unnamed, healthy, wrong, or refused by the run
-before a token was wrong (for a healthy run: clean or wrong). `within_two`
-counts, among the runs whose error exceeds 1.01, those that noticed it at once or a step later, with defaults.
+step that it can examine; `verdict`: named, unnamed, healthy, wrong, or refused by the run before a token was wrong (for
+a healthy run: clean or wrong). `within_two` counts, among the runs whose error exceeds 1.01, those that noticed it at
+once or a step later, with defaults.
 """
 
 from __future__ import annotations
