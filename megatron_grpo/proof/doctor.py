@@ -16,8 +16,9 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.special_tokens import StopConditions, stop_conditions
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.data.tokenizer_files import declared_end_tokens
-from megatron_grpo.proof.causes import Causes
+from megatron_grpo.proof.causes import OTHER_WEIGHTS, Causes
 from megatron_grpo.proof.diagnosis import Distance, Finding, record_findings, rounding_of, stop_token_finding
+from megatron_grpo.proof.engine_settings import differing_modes
 from megatron_grpo.proof.evidence import Evidence, Rollout, Weights, read_evidence
 from megatron_grpo.proof.hidden_states import trainer_again
 from megatron_grpo.proof.law import OPTIONS, Law, engine_law, residual, training_law
@@ -134,7 +135,7 @@ class Examination:
         if weights.shape.experts is not None:
             self._leave_out_ties()
         self._trainer_version = evidence.version
-        recorded = figures.get(evidence.step, RecordedFigures(None, None, None))
+        recorded = figures.get(evidence.step, RecordedFigures())
         self._recorded = recorded
         self._diagnosis.recorded_error, self._diagnosis.recorded_worst = recorded.error, recorded.worst
 
@@ -269,6 +270,11 @@ class Examination:
         return self._trainer_version == self._evidence.step - 1 and len(versions) == 1
 
     @property
+    def _is_off(self) -> bool:
+        """Whether the run noticed the step, or its error is more than older weights explain."""
+        return bool(self._recorded.is_off) or not self._recorded.excess <= STALE_EXCESS
+
+    @property
     def shows_less_than_recorded(self) -> bool:
         """Whether the run recorded a larger error of the step than the scored tokens have."""
         if self._recorded.error is None or not self._is_comparable:
@@ -285,18 +291,25 @@ class Examination:
 
         `suspicious`: steps whose recorded figures are far from those of the others.
         """
-        diagnosis, step = self._diagnosis, self._evidence.step
+        diagnosis, step, config = self._diagnosis, self._evidence.step, self._config
         if self._recorded.error is None:
             diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
         elif self.shows_less_than_recorded:
             diagnosis.findings.append(self._against_record())
-        elif not self._is_comparable and not self._recorded.excess <= STALE_EXCESS and not diagnosis.findings:
+        elif not self._is_comparable and self._is_off and not diagnosis.findings:
             text = (
                 f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights of some steps "
             )
             text += "before explain, and both sides agree with transformers at the scored tokens"
             key = "checkpointing.save_period=1 keeps the weights of every step, which the other tokens need"
             diagnosis.findings.append(Finding("recorded_error", "layout", text, key))
+        version = self._evidence.version
+        of_refit = self._figures.get(version, RecordedFigures())
+        if of_refit.canary_failed:
+            text = f"the canary of the refit to version {version} differed by {of_refit.canary:.3g}, more than "
+            text += f"{of_refit.canary_limit:.3g}"
+            diagnosis.findings.append(Finding("canary", "weights", text, OTHER_WEIGHTS))
+        diagnosis.remarks += differing_modes(self._run_dir, config)
         others = [number for number in suspicious if number != step]
         if others:
             listed = ", ".join(f"{number} ({self._figures[number].error:.6g})" for number in others[:5])
