@@ -25,6 +25,7 @@ from megatron_grpo.proof.law import OPTIONS, Law, engine_law, residual, training
 from megatron_grpo.proof.prompt_findings import Prompts
 from megatron_grpo.proof.recorded_figures import (
     ERROR,
+    STALE_EXCESS,
     RecordedFigures,
     is_beyond,
     read_run_figures,
@@ -61,8 +62,6 @@ class Diagnosis:
     """Facts that are not mistakes, and checks that could not be made, with the reason."""
 
 
-STALE_EXCESS = 1.0
-"""Error less 1 that tokens of earlier versions explain in an asynchronous run, where it cannot be computed again."""
 MORE_TOKENS = 16
 """If the record says more than the scored tokens show, this many times as many tokens are scored."""
 
@@ -97,7 +96,7 @@ def diagnose(
     """
     weights = Weights(run_dir, config, model, shape_of_folder(model), scratch)
     figures = read_run_figures(run_dir)
-    suspicious = suspicious_steps(figures, config.policy.precision)
+    suspicious = suspicious_steps(figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled)
     examination = None
     for most in (tokens, MORE_TOKENS * tokens):
         evidence = read_evidence(run_dir, step, suspicious, weights, config, most)
@@ -161,7 +160,6 @@ class Examination:
         """
         evidence, version = self._evidence, self._evidence.step - 1
         recorded = evidence.column("prev_logprobs")
-        self._is_trainer_recorded = recorded is not None
         if version not in self._weights.versions:
             version, recorded = evidence.version, None
         if recorded is None:
@@ -277,7 +275,12 @@ class Examination:
     @property
     def shows_less_than_recorded(self) -> bool:
         """Whether the run recorded a larger error of the step than the scored tokens have."""
-        if self._recorded.error is None or not self._is_comparable:
+        if self._recorded.error is None:
+            return False
+        of_record = self._evidence.recorded_error
+        if of_record is not None:
+            return is_beyond(self._recorded.excess, of_record - 1, self._rounding)
+        if not self._is_comparable:
             return False
         worst = self._recorded.worst
         if worst is not None and worst > 1 and math.isfinite(worst):
@@ -327,9 +330,10 @@ class Examination:
         measured = (
             f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
         )
-        if self._is_trainer_recorded:
+        of_record = self._evidence.recorded_error
+        if of_record is not None:
             text = (
-                f"{measured} at step {step}, and the log-probabilities that it recorded have {diagnosis.error:.6g}: "
+                f"{measured} at step {step}, and the log-probabilities that it recorded have {of_record:.6g}: "
                 "its metrics and its rollouts are not of the same step, or one of them was changed"
             )
             return Finding("damaged_record", "record", text, "record the step again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,9 @@ FIGURES = (ERROR, f"{ERROR}_max", "canary_logprob_error", "canary_limit", f"{ERR
 TIMES = 5.0
 """A recorded excess over 1 agrees with a computed one up to this factor: they are means over different tokens."""
 OF_OTHER_STEPS = 10.0
-"""A step is suspicious whose excess is this many times the median of the run's steps."""
+"""A step is suspicious whose excess is this many times that of the run's better steps."""
+STALE_EXCESS = 1.0
+"""Largest excess that tokens of earlier versions explain where it cannot be computed again."""
 NOTICEABLE = {"float32": 1e-3, "bfloat16": 0.05}
 """Excess of a step's error over 1 that is never called suspicious below, by the precision of the run."""
 RANKS = 8
@@ -75,10 +76,20 @@ def _figure(row: Mapping[str, Any], name: str) -> float | None:
     return math.nan if row[name] is None else float(row[name])
 
 
-def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str) -> list[int]:
-    """Steps whose recorded error is far from the others', or that the run noticed, the worst first."""
-    usual = statistics.median(step.excess for step in figures.values()) if figures else 0.0
-    limit = max(OF_OTHER_STEPS * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
+def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool) -> list[int]:
+    """Steps whose recorded error is far from the others', or that the run noticed, the worst first.
+
+    Args:
+        figures: recorded figures by step.
+        precision: precision of the policy.
+        has_older_tokens: whether steps train on tokens of earlier versions, whose error varies a hundredfold.
+    """
+    limit = STALE_EXCESS
+    if not has_older_tokens:
+        excesses = sorted(step.excess for step in figures.values())
+        usual = excesses[len(excesses) // 4] if excesses else 0.0  # most steps of a run may be wrong
+        limit = max(OF_OTHER_STEPS * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
+        limit = min(limit, STALE_EXCESS)
     beyond = {number: step.excess for number, step in figures.items() if step.excess > limit or step.is_off}
     return sorted(beyond, key=lambda number: -beyond[number])
 
