@@ -221,7 +221,7 @@ def empty_run(folder: Path, **summary: Any) -> Path:
 def test_a_run_without_steps_has_ended_or_it_has_not(page: Page, tmp_path: Path) -> None:
     page.open(write_report([empty_run(tmp_path / "going")]))
     whole = page.evaluate("document.body.innerText")
-    assert "not ended" in whole
+    assert "no end recorded" in whole
     assert "No step has been written yet." in whole
     assert "The run ended" not in whole
     page.press("2", "2")
@@ -231,7 +231,7 @@ def test_a_run_without_steps_has_ended_or_it_has_not(page: Page, tmp_path: Path)
     whole = page.evaluate("document.body.innerText")
     assert "failed" in whole
     assert "The run ended before its first step." in whole
-    assert "not ended" not in whole
+    assert "no end recorded" not in whole
 
 
 @pytest.mark.parametrize("summary", [{}, {"outcome": "completed", "reward_first": 0.4, "reward_last": 0.5}])
