@@ -195,18 +195,14 @@ def notice(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequ
         outcomes: outcomes of the rollouts that were trained on.
     """
     config = run.config
-    if ERROR not in metrics:
-        return NOTHING
-    kind = noise_kind(config)
-    state = run.state.get("prob_error")
-    remarks = []
+    kind, state, remarks = noise_kind(config), run.state.get("prob_error"), []
     if state is None or state["precision"] != kind:
-        if run.state["total_steps"]:
-            before = (
-                "the checkpoint has none" if state is None else f"that of the checkpoint is of {state['precision']}"
-            )
-            remarks.append(f"the noise of {ERROR} is measured from this step on, since {before}")
+        if run.state["total_steps"]:  # a first step begins it, also one that lacks the error
+            of = "the checkpoint has none" if state is None else f"that of the checkpoint is of {state['precision']}"
+            remarks.append(f"the noise of {ERROR} is measured from this step on, since {of}")
         run.state["prob_error"] = state = empty_state(kind)
+    if ERROR not in metrics:
+        return Notice({}, remarks)
     age = oldest_age(run, outcomes)
     seen = observe(state, NoiseBounds.of(config, run.policy.shape), metrics, age, config.prob_error_limit(age))
     if not config.generates:  # recorded tokens may be of other weights on purpose

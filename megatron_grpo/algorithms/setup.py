@@ -24,7 +24,7 @@ from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, run_fa
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
+from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
 from megatron_grpo.controller.lifetime import Startup, started
 from megatron_grpo.controller.startup import (
     Models,
@@ -75,6 +75,8 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         startup.write_summary = run.logger.write_summary
         # Only now the folder records the run as started: every step that can fail on a mistake is done.
         record_start(startup.run_dir, config, startup.user_objects.tokenizer)
+        if startup.engine_settings:
+            record_engines(startup.run_dir, startup.engine_settings)
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         stack.callback(gc.unfreeze)
@@ -165,6 +167,7 @@ def _wait_ready(
     with startup.part("waiting"):
         for one in (*kinds.values(), rollouts):
             one.wait_ready()
+    startup.engine_settings = [] if generation is None else generation.settings_in_use
     for kind, group in kinds.items():
         for name in dict.fromkeys(name for report in group.startup_s for name in report):
             startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in group.startup_s)

@@ -287,8 +287,8 @@ class RefitConfig(Section):
     engine serves the new weights only if they agree; else the run ends."""
 
     canary_share: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Largest share of the time that the canary takes: a canary of s seconds is followed by at least s / canary_share
-    seconds without one, in which refits are not checked. 1: after every refit."""
+    """Largest share of the time that the canary takes: after the first four, a canary of s seconds is followed by at
+    least s / canary_share seconds without one, in which refits are not checked. 1: after every refit."""
 
     canary_limit: Annotated[float, Field(gt=0)] | None = None
     """Largest difference of log-probabilities, in nats (the median of the worst sequence), with which an engine serves.
@@ -303,7 +303,7 @@ class RefitConfig(Section):
 
     weight_check_period: Positive | None = 100
     """Steps between two comparisons of all weights, as the engines' kernels hold them, with the policy's. There is one
-    in the first refit too, and where an engine was replaced. A tensor that differs ends the run. null: never."""
+    in the first two refits too, and where an engine was replaced. A tensor that differs ends the run. null: never."""
 
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a failed refit is tried again, over new links. Generation serves nothing meanwhile; when the last

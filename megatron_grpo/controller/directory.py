@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ DATA_FILE = "data.json"
 """File with the digests of the run's data (`DataIdentity`)."""
 TEMPLATE_FILE = "chat_template.jinja"
 """File with the chat template of the run's prompts, if it is another than the model folder's; exports have it."""
+ENGINES_FILE = "engines.json"
+"""File with the settings with which each engine computes, as it reported them when it started."""
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"
 """A file that the user may put into a run's folder: training then ends after the step that it is in, and is saved."""
@@ -133,6 +135,11 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(folder.name)
     temporary.rename(link)
+
+
+def record_engines(folder: Path, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Write the settings with which each engine computes, as it reported them, into a run's folder."""
+    write_json(folder / ENGINES_FILE, list(settings))
 
 
 def read_config_file(file: Path) -> dict[str, Any]:

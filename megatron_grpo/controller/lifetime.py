@@ -86,6 +86,8 @@ class Startup:
     """Time in seconds since the epoch at which the start-up began."""
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start-up, by name. Parts overlap, so their sum exceeds the whole."""
+    engine_settings: list[dict[str, Any]] = field(default_factory=list)
+    """Settings with which each engine computes, in JSON types."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

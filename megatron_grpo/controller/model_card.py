@@ -49,6 +49,7 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
 """
     rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in shown.items())
     ModelCard(text + rows).save(output / CARD)
+    (output / CARD).chmod(output.stat().st_mode & 0o666)  # as the other files of an export
 
 
 def _rows(config: dict[str, Any]) -> str:

@@ -178,12 +178,12 @@ def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
         ValueError: the file is damaged, was not written to its end, or is of another version; the text names it.
         OSError: the file cannot be read.
     """
-    with _damage_told(f"{file} ", f"; {DAMAGE_ADVICE}"):
+    with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
         yield from _rows(step, file)
 
 
 @contextmanager
-def _damage_told(before: str = "", after: str = "") -> Iterator[None]:
+def _translate_damage(before: str = "", after: str = "") -> Iterator[None]:
     """Turn the errors of pyarrow, which do not name the file, into a ValueError that says what is wrong with it."""
     import pyarrow as pa
 
@@ -211,7 +211,7 @@ def count_rollouts(file: Path) -> int:
     """Number of rollouts in a file, read from its metadata; errors are those of `rows_of_file`."""
     import pyarrow.parquet as pq
 
-    with _damage_told(f"{file} ", f"; {DAMAGE_ADVICE}"):
+    with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
         rows: int = pq.read_metadata(file).num_rows
     return rows
 
@@ -315,7 +315,7 @@ def examine_file(file: Path) -> RecordedFile:
     """
     import pyarrow.parquet as pq
 
-    with _damage_told():
+    with _translate_damage():
         metadata = pq.read_metadata(file)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
@@ -333,7 +333,7 @@ def read_recorded(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
         OSError: the file cannot be read.
     """
     record = examine_file(file).record
-    with _damage_told():
+    with _translate_damage():
         rows = [{name: value for name, value in row.items() if name in _FIELDS} for row in _rows(0, file)]
     trajectories = [Trajectory.from_row(row) for row in rows]
     return record.step, [list(group) for _, group in groupby(trajectories, key=lambda one: one.group)]

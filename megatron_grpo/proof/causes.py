@@ -45,7 +45,7 @@ from megatron_grpo.proof.suspects.settings import (
     setting_suspects,
 )
 from megatron_grpo.proof.suspects.side import Cause, Group, Side
-from megatron_grpo.proof.suspects.versions import adapter_suspects, cache_suspects, version_suspects
+from megatron_grpo.proof.suspects.versions import REFIT, adapter_suspects, cache_suspects, version_suspects
 from megatron_grpo.proof.suspects.weights import missing_suspects, parts_of, scaled_suspects, stale_sets, stale_suspects
 
 NEAREST = 4
@@ -137,6 +137,8 @@ class Causes:
             text = f"not every cause was tried on the {side.name} within timeout_s={self._timeout_s:g}"
             self._remarks.append(text)
         finding = search.conclude()
+        if finding is not None and side.name == "trainer" and REFIT in finding.key:
+            finding = replace(finding, key=self._command(side))
         if finding is None and edits is not None:
             finding = edits[0]
         return finding or self._unexplained(side, base, version, search.mentioned())

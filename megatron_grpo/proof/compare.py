@@ -56,18 +56,30 @@ SMALL = 1e-3
 """A tensor's difference is taken relative to its norm, or to this share of the norm of all tensors if that is larger:
 some gradients are zero but for rounding, such as those of the biases of keys."""
 
-# In a precision coarser than float32, rounding has a long tail: a few tokens whose terms cancel are several times as
-# far apart as the others, and a token whose experts have nearly equal scores goes to another expert.
-STRAY_TOKENS = 0.02
-"""Share of tokens, at least one token, that may be past the tolerance by rounding alone."""
-STRAY_STATE, STRAY_LOGPROB = 2.0, 5.0
-"""How many times the tolerance such a token's hidden state, or log-probability, may be apart."""
-TYPICAL = 0.5
-"""Largest share of the tolerance by which rounding moves the hidden state of half of the tokens."""
 TIES, FEWEST_TIES = 0.05, 3
-"""Largest share of tokens that rounding sends to other experts at a router, and the number that is always allowed."""
-EXPERT_GRADIENT = 3.0
-"""How many times the tolerance the gradient of a router or an expert, which has few tokens, may be apart."""
+"""Largest share of tokens that rounding sends to other experts at a router, where precision is coarser than float32,
+and the number that is always allowed."""
+EXPERT_GRADIENT = 2.0
+"""How many times the tolerance a gradient may be apart because of them, in a model with experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How rounding in a precision coarser than float32 spreads over tokens, in shares and multiples of the tolerance.
+
+    A few tokens, whose terms cancel or which went to other experts, are several times as far apart as the others.
+    """
+
+    share: float
+    """Share of the tokens, at least one token, that may be past the tolerance."""
+    times: float
+    """How many times the tolerance these may be apart."""
+    typical: float
+    """Share of the tolerance by which half of all tokens may be apart."""
+
+
+STATES_TAIL, LOGPROBS_TAIL, ROUTED_LOGPROBS_TAIL = Tail(0.02, 2.0, 0.6), Tail(0.02, 5.0, 1.0), Tail(0.03, 8.0, 1.0)
+"""Tails of hidden states, and of log-probabilities without and with experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,7 @@ class Difference:
     quantity: Quantity
     difference: float
     """Absolute for log-probabilities and the loss, else relative; of tokens the largest one, or less where single
-    tokens may be further apart (`_of_tokens`)."""
+    tokens may be further apart (`Tail`)."""
     tolerance: float
     tensor: str | None = None
     """The first tensor, in the order of computation, that is past the tolerance; if none is, the one most apart."""
@@ -195,9 +207,12 @@ def compare(
         # A filter of sampling may remove a token at its edge on one side only, by rounding.
         removed = first.logprobs.isneginf() | second.logprobs.isneginf()
         apart = (first.logprobs - second.logprobs).abs().masked_fill(removed, 0.0)
-        everywhere = np.flatnonzero(record.sampled)
-        limit, stray = limits["log-probabilities"], STRAY_LOGPROB if _is_coarse(limits) else 1.0
-        found.append(_at_token(record, "log-probabilities", None, apart[record.sampled], limit, everywhere, stray))
+        tail = ROUTED_LOGPROBS_TAIL if _has_experts(sides) else LOGPROBS_TAIL
+        limit, tokens = limits["log-probabilities"], np.flatnonzero(record.sampled)
+        apart = apart[torch.from_numpy(tokens)]
+        found.append(
+            _at_token(record, "log-probabilities", None, apart, limit, tokens, tail if _is_coarse(limits) else None)
+        )
     if first.result is not None and second.result is not None:
         one, other = first.result, second.result
         loss = abs(one.loss - other.loss) / max(1.0, abs(other.loss))
@@ -237,8 +252,8 @@ def _of_hidden_states(
         scale = others.norm(dim=1)
         finite = scale[scale.isfinite()]
         apart = (rows - others).norm(dim=1) / scale.clamp(min=SMALL * float(finite.mean()) if len(finite) else 1.0)
-        stray = STRAY_STATE if is_coarse else 1.0
-        found = _at_token(record, "hidden states", point, apart, limit, captured, stray, TYPICAL if is_coarse else 1.0)
+        tail = STATES_TAIL if is_coarse else None
+        found = _at_token(record, "hidden states", point, apart, limit, captured, tail)
         if not found.agrees:
             yield found
             return
@@ -266,8 +281,7 @@ def _at_token(
     apart: Tensor,
     limit: float,
     numbers: NDArray[np.int64],
-    stray: float,
-    typical: float = 1.0,
+    tail: Tail | None,
 ) -> Difference:
     """The difference of a quantity that has a number for each token, with the first token past the limit.
 
@@ -278,8 +292,7 @@ def _at_token(
         apart: [tokens], float32: difference of each token.
         limit: the tolerance.
         numbers: [tokens], int64, ascending: numbers of these tokens in the step.
-        stray: how many times the tolerance a few tokens may be apart; 1: none may be past it.
-        typical: share of the tolerance by which half of the tokens may be apart.
+        tail: what rounding may do to single tokens; None: none may be past the tolerance.
     """
     apart = apart.nan_to_num(nan=math.inf)
     past = torch.nonzero(apart > limit)
@@ -287,19 +300,16 @@ def _at_token(
     sequence = int(np.searchsorted(np.cumsum(record.lengths), place, side="right"))
     position = place - int(record.lengths[:sequence].sum())
     token_id = int(record.trajectories[sequence].token_ids[position])
-    return Difference(quantity, _of_tokens(apart, stray, typical), limit, tensor, sequence, position, token_id)
+    largest = float(apart.max()) if tail is None else _of_tokens(apart, tail)
+    return Difference(quantity, largest, limit, tensor, sequence, position, token_id)
 
 
-def _of_tokens(apart: Tensor, stray: float, typical: float) -> float:
-    """One difference of all tokens, [tokens], float32: the largest that must not be past the tolerance.
-
-    The largest difference of all but the `STRAY_TOKENS`, a `stray`-th of the largest of all, or the median divided by
-    `typical`, whichever is largest.
-    """
+def _of_tokens(apart: Tensor, tail: Tail) -> float:
+    """One difference of all tokens, [tokens], float32: the largest that must not be past the tolerance."""
     largest = apart.sort(descending=True).values
-    strays = max(1, int(STRAY_TOKENS * len(apart))) if stray > 1 else 0
+    strays = max(1, int(tail.share * len(apart)))
     others = float(largest[strays]) if strays < len(apart) else 0.0
-    return max(others, float(largest[0]) / stray, float(apart.median()) / typical)
+    return max(others, float(largest[0]) / tail.times, float(apart.median()) / tail.typical)
 
 
 Figures = dict[tuple[int, str], tuple[float, float]]
@@ -329,24 +339,44 @@ def _of_tensors(
 ) -> Iterator[Difference]:
     """The largest difference, with the name of the first tensor past the limit in the order of computation.
 
-    Gradients are computed from the last layer to the first. In a coarse precision those of routers and experts count as
-    an `EXPERT_GRADIENT`-th, because tokens that go to another expert by rounding are many of an expert's tokens.
+    Gradients are computed from the last layer to the first. In a coarse precision rounding sends tokens to other
+    experts, so those of a layer's experts and router are compared together, and of all count an `EXPERT_GRADIENT`-th.
     """
     figures, limit = _distances(kind, sides), limits[quantity]
     if not figures:
         return
     total = {step: math.hypot(*(norm for (of, _), (_, norm) in figures.items() if of == step)) for step, _ in figures}
+    is_routed = kind == "gradient" and _is_coarse(limits) and _has_experts(sides)
+    if is_routed:
+        figures = _with_experts_together(figures)
     apart = {
         (step, name): distance / (max(norm, SMALL * total[step]) or 1.0)
         for (step, name), (distance, norm) in figures.items()
     }
-    if kind == "gradient" and _is_coarse(limits):
-        apart |= {key: value / EXPERT_GRADIENT for key, value in apart.items() if _is_routed(key[1])}
+    if is_routed:
+        apart = {key: value / EXPERT_GRADIENT for key, value in apart.items()}
     sign = -1 if kind == "gradient" else 1
     order = sorted(apart, key=lambda key: (key[0], sign * layer_of(key[1]), key[1]))
     worst = max(order, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key])
     past = [key for key in order if not apart[key] <= limit]
     yield Difference(quantity, apart[worst], limit, (past[0] if past else worst)[1])
+
+
+def _with_experts_together(figures: Figures) -> Figures:
+    """One figure for the router and all experts of a layer, under the name of the tensor that is most apart."""
+    together = {key: figure for key, figure in figures.items() if not _is_routed(key[1])}
+    layers: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    for step, name in figures.keys() - together.keys():
+        layers.setdefault((step, layer_of(name)), []).append((step, name))
+    for keys in layers.values():
+        distances, norms = zip(*(figures[key] for key in keys), strict=True)
+        together[max(keys, key=lambda key: (figures[key][0], key))] = math.hypot(*distances), math.hypot(*norms)
+    return together
+
+
+def _has_experts(sides: tuple[Replayed, Replayed]) -> bool:
+    """Whether the model is a mixture of experts, by the names of its tensors."""
+    return any(_is_routed(one.name) for side in sides for one in side.tensors)
 
 
 def _is_routed(name: str) -> bool:

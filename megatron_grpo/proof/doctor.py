@@ -16,14 +16,16 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.special_tokens import StopConditions, stop_conditions
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.data.tokenizer_files import declared_end_tokens
-from megatron_grpo.proof.causes import Causes
+from megatron_grpo.proof.causes import OTHER_WEIGHTS, Causes
 from megatron_grpo.proof.diagnosis import Distance, Finding, record_findings, rounding_of, stop_token_finding
+from megatron_grpo.proof.engine_settings import differing_modes
 from megatron_grpo.proof.evidence import Evidence, Rollout, Weights, read_evidence
 from megatron_grpo.proof.hidden_states import trainer_again
 from megatron_grpo.proof.law import OPTIONS, Law, engine_law, residual, training_law
 from megatron_grpo.proof.prompt_findings import Prompts
 from megatron_grpo.proof.recorded_figures import (
     ERROR,
+    STALE_EXCESS,
     RecordedFigures,
     is_beyond,
     read_run_figures,
@@ -60,8 +62,6 @@ class Diagnosis:
     """Facts that are not mistakes, and checks that could not be made, with the reason."""
 
 
-STALE_EXCESS = 1.0
-"""Error less 1 that tokens of earlier versions explain in an asynchronous run, where it cannot be computed again."""
 MORE_TOKENS = 16
 """If the record says more than the scored tokens show, this many times as many tokens are scored."""
 
@@ -96,7 +96,7 @@ def diagnose(
     """
     weights = Weights(run_dir, config, model, shape_of_folder(model), scratch)
     figures = read_run_figures(run_dir)
-    suspicious = suspicious_steps(figures, config.policy.precision)
+    suspicious = suspicious_steps(figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled)
     examination = None
     for most in (tokens, MORE_TOKENS * tokens):
         evidence = read_evidence(run_dir, step, suspicious, weights, config, most)
@@ -134,7 +134,7 @@ class Examination:
         if weights.shape.experts is not None:
             self._leave_out_ties()
         self._trainer_version = evidence.version
-        recorded = figures.get(evidence.step, RecordedFigures(None, None, None))
+        recorded = figures.get(evidence.step, RecordedFigures())
         self._recorded = recorded
         self._diagnosis.recorded_error, self._diagnosis.recorded_worst = recorded.error, recorded.worst
 
@@ -160,7 +160,6 @@ class Examination:
         """
         evidence, version = self._evidence, self._evidence.step - 1
         recorded = evidence.column("prev_logprobs")
-        self._is_trainer_recorded = recorded is not None
         if version not in self._weights.versions:
             version, recorded = evidence.version, None
         if recorded is None:
@@ -269,9 +268,19 @@ class Examination:
         return self._trainer_version == self._evidence.step - 1 and len(versions) == 1
 
     @property
+    def _is_off(self) -> bool:
+        """Whether the run noticed the step, or its error is more than older weights explain."""
+        return bool(self._recorded.is_off) or not self._recorded.excess <= STALE_EXCESS
+
+    @property
     def shows_less_than_recorded(self) -> bool:
         """Whether the run recorded a larger error of the step than the scored tokens have."""
-        if self._recorded.error is None or not self._is_comparable:
+        if self._recorded.error is None:
+            return False
+        of_record = self._evidence.recorded_error
+        if of_record is not None:
+            return is_beyond(self._recorded.excess, of_record - 1, self._rounding)
+        if not self._is_comparable:
             return False
         worst = self._recorded.worst
         if worst is not None and worst > 1 and math.isfinite(worst):
@@ -285,18 +294,25 @@ class Examination:
 
         `suspicious`: steps whose recorded figures are far from those of the others.
         """
-        diagnosis, step = self._diagnosis, self._evidence.step
+        diagnosis, step, config = self._diagnosis, self._evidence.step, self._config
         if self._recorded.error is None:
             diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
         elif self.shows_less_than_recorded:
             diagnosis.findings.append(self._against_record())
-        elif not self._is_comparable and not self._recorded.excess <= STALE_EXCESS and not diagnosis.findings:
+        elif not self._is_comparable and self._is_off and not diagnosis.findings:
             text = (
                 f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights of some steps "
             )
             text += "before explain, and both sides agree with transformers at the scored tokens"
             key = "checkpointing.save_period=1 keeps the weights of every step, which the other tokens need"
             diagnosis.findings.append(Finding("recorded_error", "layout", text, key))
+        version = self._evidence.version
+        of_refit = self._figures.get(version, RecordedFigures())
+        if of_refit.canary_failed:
+            text = f"the canary of the refit to version {version} differed by {of_refit.canary:.3g}, more than "
+            text += f"{of_refit.canary_limit:.3g}"
+            diagnosis.findings.append(Finding("canary", "weights", text, OTHER_WEIGHTS))
+        diagnosis.remarks += differing_modes(self._run_dir, config)
         others = [number for number in suspicious if number != step]
         if others:
             listed = ", ".join(f"{number} ({self._figures[number].error:.6g})" for number in others[:5])
@@ -314,9 +330,10 @@ class Examination:
         measured = (
             f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
         )
-        if self._is_trainer_recorded:
+        of_record = self._evidence.recorded_error
+        if of_record is not None:
             text = (
-                f"{measured} at step {step}, and the log-probabilities that it recorded have {diagnosis.error:.6g}: "
+                f"{measured} at step {step}, and the log-probabilities that it recorded have {of_record:.6g}: "
                 "its metrics and its rollouts are not of the same step, or one of them was changed"
             )
             return Finding("damaged_record", "record", text, "record the step again")

@@ -164,6 +164,16 @@ class Evidence:
         return len(self.rollouts) == len(self.rows)
 
     @property
+    def recorded_error(self) -> float | None:
+        """Mean of exp(abs(trainer - engine)) of all recorded tokens; None: the step did not record the trainer's."""
+        pairs = [(row["prev_logprobs"], row["logprobs"]) for row in self.rows]
+        if any(prev is None or len(prev) != len(logprobs) for prev, logprobs in pairs):
+            return None
+        trainer, engine = (torch.from_numpy(np.concatenate(column)).double() for column in zip(*pairs, strict=True))
+        kept = ~trainer.isneginf()  # a filter of sampling removes the others in training
+        return float(residual(engine[kept], trainer[kept]).exp().mean())
+
+    @property
     def tokens(self) -> list[Tokens]:
         """The scored sequences."""
         return [one.tokens for one in self.rollouts]

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import OF_TOKENS, planner
-from megatron_grpo.trainer.hidden_states import Piece, assembled, captured_states
+from megatron_grpo.trainer.hidden_states import Piece, assembled, capture_states
 from megatron_grpo.trainer.messages import RankSettings, training_filter
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, PolicyRank
@@ -31,14 +31,14 @@ def logprobs_and_states(
 ) -> tuple[Tensor | None, list[Piece]]:
     """Compute log-probabilities in one forward pass, and keep the hidden states of the pass on the host.
 
-    Collective over the ranks of a layout. Each rank returns its pieces (`captured_states`, whose arguments these are);
+    Collective over the ranks of a layout. Each rank returns its pieces (`capture_states`, whose arguments these are);
     `assembled` makes whole tensors of the pieces of all ranks.
 
     Returns:
         The log-probabilities as `PolicyRank.logprobs` returns them, and the pieces.
     """
     pieces: list[Piece] = []
-    with captured_states(
+    with capture_states(
         rank, batch, microbatches, places, lambda piece: pieces.append(replace(piece, values=piece.values.cpu()))
     ):
         return rank.logprobs(batch, microbatches), pieces

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,15 @@ from megatron_grpo.proof.compare import Comparison, compare, tolerances
 from megatron_grpo.proof.record import RecordedStep, open_step
 from megatron_grpo.proof.replay import replay_step
 
-ERROR, WORST, CANARY = "token_mult_prob_error", "token_mult_prob_error_max", "canary_logprob_error"
-"""Metrics of a step: mean and largest exp(abs(trainer - engine)) of its tokens, and the canary's median difference."""
+ERROR = "token_mult_prob_error"
+FIGURES = (ERROR, f"{ERROR}_max", "canary_logprob_error", "canary_limit", f"{ERROR}_off")
+"""Metrics of a step (docs/metrics.md), in the order of the fields of `RecordedFigures`."""
 TIMES = 5.0
 """A recorded excess over 1 agrees with a computed one up to this factor: they are means over different tokens."""
 OF_OTHER_STEPS = 10.0
-"""A step is suspicious whose excess is this many times the median of the run's steps."""
+"""A step is suspicious whose excess is this many times that of the run's better steps."""
+STALE_EXCESS = 1.0
+"""Largest excess that tokens of earlier versions explain where it cannot be computed again."""
 NOTICEABLE = {"float32": 1e-3, "bfloat16": 0.05}
 """Excess of a step's error over 1 that is never called suspicious below, by the precision of the run."""
 RANKS = 8
@@ -37,9 +39,18 @@ HIDDEN_TOKENS = 4096
 class RecordedFigures:
     """The figures of a step, as the run recorded them; NaN where a figure was not finite, None where there is none."""
 
-    error: float | None
-    worst: float | None
-    canary: float | None
+    error: float | None = None
+    worst: float | None = None
+    canary: float | None = None
+    """Difference that the canary after the refit of this step had."""
+    canary_limit: float | None = None
+    is_off: float | None = None
+    """1: the run itself noticed that the step leaves its noise."""
+
+    @property
+    def canary_failed(self) -> bool:
+        """Whether the canary differed by more than its limit."""
+        return self.canary is not None and self.canary_limit is not None and not self.canary <= self.canary_limit
 
     @property
     def excess(self) -> float:
@@ -56,7 +67,7 @@ def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
         ValueError: the file of metrics is damaged; the message names file and line.
     """
     rows = read_lines(run_dir / METRICS_FILE)
-    return {int(row["step"]): RecordedFigures(*(_figure(row, name) for name in (ERROR, WORST, CANARY))) for row in rows}
+    return {int(row["step"]): RecordedFigures(*(_figure(row, name) for name in FIGURES)) for row in rows}
 
 
 def _figure(row: Mapping[str, Any], name: str) -> float | None:
@@ -65,11 +76,21 @@ def _figure(row: Mapping[str, Any], name: str) -> float | None:
     return math.nan if row[name] is None else float(row[name])
 
 
-def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str) -> list[int]:
-    """Steps whose recorded error is far from that of the others, the worst first."""
-    usual = statistics.median(step.excess for step in figures.values()) if figures else 0.0
-    limit = max(OF_OTHER_STEPS * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
-    beyond = {number: step.excess for number, step in figures.items() if step.excess > limit}
+def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool) -> list[int]:
+    """Steps whose recorded error is far from the others', or that the run noticed, the worst first.
+
+    Args:
+        figures: recorded figures by step.
+        precision: precision of the policy.
+        has_older_tokens: whether steps train on tokens of earlier versions, whose error varies a hundredfold.
+    """
+    limit = STALE_EXCESS
+    if not has_older_tokens:
+        excesses = sorted(step.excess for step in figures.values())
+        usual = excesses[len(excesses) // 4] if excesses else 0.0  # most steps of a run may be wrong
+        limit = max(OF_OTHER_STEPS * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
+        limit = min(limit, STALE_EXCESS)
+    beyond = {number: step.excess for number, step in figures.items() if step.excess > limit or step.is_off}
     return sorted(beyond, key=lambda number: -beyond[number])
 
 

@@ -34,6 +34,7 @@ from megatron_grpo.sampler.requests import (
     in_bunches,
     responses,
     sampling_params,
+    settings_in_use,
     while_alive,
     without_problems,
 )
@@ -87,12 +88,13 @@ class VllmEngine:
         """Cache salt that separates prompts cached under different weights; None: the cache never outlasts weights."""
 
     @phase("start")
-    async def start(self) -> tuple[dict[str, float], EngineProcesses]:
+    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
         """Start the processes, load the weights of the model folder and run one small batch.
 
         Returns:
             Seconds by part: "imports" (vLLM in this process), "processes" (starting the others and loading weights),
-            "warm_up" (the batch). And the engine's processes, which the driver ends if this actor no longer can.
+            "warm_up" (the batch). The engine's processes, which the driver ends if this actor no longer can. And the
+            settings with which it computes (`requests.settings_in_use`).
         """
         times = [time.monotonic()]
         require_gpus(assigned_gpus())
@@ -123,7 +125,7 @@ class VllmEngine:
         times.append(time.monotonic())
         parts = ("imports", "processes", "warm_up")
         seconds = {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
-        return seconds, own_processes()
+        return seconds, own_processes(), settings_in_use(self._llm.vllm_config)
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""

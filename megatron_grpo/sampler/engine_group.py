@@ -53,6 +53,8 @@ class VllmGeneration:
         self._starting: list[ray.ObjectRef] = []
         self.startup_s: list[dict[str, float]] = []
         """Seconds that each engine took to start, by part, as `VllmEngine.start` returns them."""
+        self.settings_in_use: list[dict[str, Any]] = []
+        """Settings with which each engine computes, in JSON types, as it reported them at its start."""
         self.restarts = [0] * self.config.parallel.data
         """Number of replacements of each engine."""
 
@@ -70,8 +72,9 @@ class VllmGeneration:
         """
         left = self._startup_timeout_s - (time.monotonic() - self._started_at)
         started = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
-        self.startup_s = [seconds for seconds, _ in started]
-        self._processes = [processes for _, processes in started]
+        self.startup_s = [seconds for seconds, _, _ in started]
+        self._processes = [processes for _, processes, _ in started]
+        self.settings_in_use = [settings for _, _, settings in started]
 
     def replace(self, lost: Mapping[int, str]) -> None:
         """Replace engines after ending their processes; returns when the new engines are up.
@@ -104,7 +107,7 @@ class VllmGeneration:
             what="generation restart",
             name=lambda place: ENGINE_NAME(numbers[place]),
         )
-        for index, (_, processes) in zip(numbers, started, strict=True):
+        for index, (_, processes, _) in zip(numbers, started, strict=True):
             self._processes[index] = processes
 
     def submit(self, method: str, *args: Any, engines: Sequence[int] | None = None) -> list[ray.ObjectRef]:

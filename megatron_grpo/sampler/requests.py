@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from megatron_grpo.data.trajectory import Span
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -105,6 +107,26 @@ def sampling_params(request: GenerationRequest, settings: SamplingSettings, long
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
+
+
+def settings_in_use(config: VllmConfig) -> dict[str, Any]:
+    """The settings of an engine that decide its log-probabilities, in JSON types.
+
+    Returns:
+        "model": its configuration of the text model, by transformers' names; and dtypes, quantisation, longest sequence
+        and the mode of log-probabilities, by vLLM's names.
+    """
+    model = config.model_config
+    settings = {
+        "model": model.hf_text_config.to_dict(),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "max_model_len": model.max_model_len,
+        "logprobs_mode": model.logprobs_mode,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
 
 
 def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, longest: int) -> dict[str, Any]:

@@ -75,11 +75,12 @@ class ServerEngine:
         self._mending = asyncio.Lock()
 
     @phase("start")
-    async def start(self) -> tuple[dict[str, float], EngineProcesses]:
+    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
         """Find the server and check that it serves the run's model.
 
         Returns:
-            Seconds by part: "server", until it answered and was checked. And this actor's processes.
+            Seconds by part: "server", until it answered and was checked. This actor's processes. And no settings: a
+            server does not tell them.
         """
         began = time.monotonic()
         self._tokenizer = load_tokenizer(self._settings.model_path)
@@ -91,7 +92,7 @@ class ServerEngine:
         )
         await self._wait_until_up()
         await self._require_fitting()
-        return {"server": time.monotonic() - began}, own_processes()
+        return {"server": time.monotonic() - began}, own_processes(), {}
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""

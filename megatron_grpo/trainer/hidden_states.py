@@ -70,7 +70,7 @@ def point_order(point: str) -> tuple[int, int]:
 
 
 @contextmanager
-def captured_states(
+def capture_states(
     rank: ModelRank,
     batch: TokenBatch,
     microbatches: Microbatches,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.data.replay_files import TensorFigure
-from megatron_grpo.trainer.hidden_states import Piece, captured_states
+from megatron_grpo.trainer.hidden_states import Piece, capture_states
 from megatron_grpo.weights.hf_weights import iter_adapter_tensors, iter_hf_tensors
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class StepRecorder:
         whole = np.full(sum(batch.lengths), -1)
         whole[places] = numbers
         self._states = []
-        with captured_states(self._rank, batch, microbatches, whole, self._add_states):
+        with capture_states(self._rank, batch, microbatches, whole, self._add_states):
             yield
 
     def _add_states(self, piece: Piece) -> None:

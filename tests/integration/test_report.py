@@ -221,7 +221,7 @@ def empty_run(folder: Path, **summary: Any) -> Path:
 def test_a_run_without_steps_has_ended_or_it_has_not(page: Page, tmp_path: Path) -> None:
     page.open(write_report([empty_run(tmp_path / "going")]))
     whole = page.evaluate("document.body.innerText")
-    assert "not ended" in whole
+    assert "no end recorded" in whole
     assert "No step has been written yet." in whole
     assert "The run ended" not in whole
     page.press("2", "2")
@@ -231,7 +231,7 @@ def test_a_run_without_steps_has_ended_or_it_has_not(page: Page, tmp_path: Path)
     whole = page.evaluate("document.body.innerText")
     assert "failed" in whole
     assert "The run ended before its first step." in whole
-    assert "not ended" not in whole
+    assert "no end recorded" not in whole
 
 
 @pytest.mark.parametrize("summary", [{}, {"outcome": "completed", "reward_first": 0.4, "reward_last": 0.5}])
@@ -258,7 +258,8 @@ def test_the_mismatch_is_on_a_logarithmic_axis(page: Page, tmp_path: Path) -> No
     run = empty_run(tmp_path / "run")
     values = [1.0000004, 1.002, 14_838.0, 1.0, *[1.000001] * 40]
     timing = {"train": 0.5, "total": 1.0}
-    rows = [{"step": n + 1, "token_mult_prob_error": error, "timing": timing} for n, error in enumerate(values)]
+    names = ("token_mult_prob_error", "token_mult_prob_error_max")
+    rows = [{"step": n + 1, **dict.fromkeys(names, error), "timing": timing} for n, error in enumerate(values)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page.open(write_report([run]))
     chart = "[...document.querySelectorAll('figure.chart')].find(one => one.textContent.includes('Mismatch'))"
@@ -274,3 +275,9 @@ def test_the_mismatch_is_on_a_logarithmic_axis(page: Page, tmp_path: Path) -> No
     assert least - others[0] == pytest.approx(decade * math.log10(1e-6 / 4e-7), abs=0.3)
     ticks = page.evaluate(f"[...{chart}.querySelectorAll('.grid')].map(one => Number(one.getAttribute('y1')))")
     assert [low - high for low, high in pairwise(ticks)] == pytest.approx([ticks[0] - ticks[1]] * (len(ticks) - 1))
+    page.evaluate("document.querySelector('details.others').open = true")
+    other = chart.replace("'Mismatch'", "'token_mult_prob_error_max − 1'")
+    page.wait(f"{other} !== undefined && {other}.querySelector('path.line') !== null")
+    assert page.evaluate(f"{other}.querySelector('path.line').getAttribute('d').split('L').length") == len(values)
+    labels = page.evaluate(f"[...{other}.querySelectorAll('text.tick')].map(one => one.textContent)")
+    assert {"1e−7", "100,000"} <= set(labels)

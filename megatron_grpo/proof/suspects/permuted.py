@@ -115,19 +115,23 @@ def _orders(count: int) -> dict[str, list[int]]:
     if count < 2:
         return {}
     numbers = list(range(count))
-    orders = {"moved by one": [*numbers[1:], 0], "in reverse order": numbers[::-1]}
+    orders: dict[str, list[int]] = {}
+    pairs = combinations(numbers, 2) if count <= MOST_PAIRS else pairwise(numbers)
+    for first, second in pairs:
+        swapped = list(numbers)
+        swapped[first], swapped[second] = second, first
+        orders[f"{first} and {second} in each other's place"] = swapped
+    orders |= {"moved by one": [*numbers[1:], 0], "in reverse order": numbers[::-1]}
     for parts in (2, 4, 8):
         if count % parts == 0 and count > parts:
             grid = torch.arange(count).view(parts, -1)
             orders[f"in the order of {parts} interleaved ranks"] = grid.T.reshape(-1).tolist()
             orders[f"out of the order of {parts} interleaved ranks"] = grid.view(-1, parts).T.reshape(-1).tolist()
             orders[f"with the first of {parts} ranks last"] = grid.roll(-1, 0).reshape(-1).tolist()
-    pairs = combinations(numbers, 2) if count <= MOST_PAIRS else pairwise(numbers)
-    for first, second in pairs:
-        swapped = list(numbers)
-        swapped[first], swapped[second] = second, first
-        orders[f"{first} and {second} in each other's place"] = swapped
-    return orders
+    named: dict[tuple[int, ...], str] = {}
+    for text, order in orders.items():
+        named.setdefault(tuple(order), text)  # the simplest description of an order comes first
+    return {text: list(order) for order, text in named.items() if list(order) != numbers}
 
 
 def _order_heads(projection: str, order: list[int], layer: dict[str, Tensor]) -> dict[str, Tensor]:

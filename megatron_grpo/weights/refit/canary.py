@@ -26,6 +26,14 @@ LENGTHS = (32, 9, 20, 13)
 is taken from a neighbour shows, and each has enough tokens for a median."""
 
 
+FIRST_CANARIES = 4
+"""Canaries of a start that are not kept to their share of the time: the first weights and those of three steps, since a
+refit that goes wrong mostly does so from the first changed weights on."""
+FIRST_COMPARISONS = 2
+"""Comparisons of all weights at a start: of the first weights, which engines may have loaded themselves, and of the
+first that a step has changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class CanaryBounds:
     """Bounds of the largest difference that rounding explains, in nats; docs/refit.md has the measurements."""
@@ -79,7 +87,8 @@ class Canary:
         """Largest difference of a canary after a refit whose weights were right; None: none was measured."""
         self._next = -math.inf
         """Time (monotonic) from which on a refit is followed by the canary."""
-        self._weights_are_due = False
+        self._first_canaries, self._due_comparisons = FIRST_CANARIES, FIRST_COMPARISONS
+        """Numbers of checks that follow the next refits, whatever time has passed."""
 
     @staticmethod
     def of_run(config: Config, shape: ModelShape) -> Canary:
@@ -101,24 +110,26 @@ class Canary:
 
     def is_due(self) -> bool:
         """Whether the canary follows the next refit."""
-        return self._config.canary and (time.monotonic() >= self._next or self._config.canary_share == 1)
+        has_time = time.monotonic() >= self._next or self._config.canary_share == 1
+        return self._config.canary and (has_time or self._first_canaries > 0)
 
     def compares_weights(self, version: int, *, new: bool) -> bool:
         """Whether all weights are compared before a version is committed; `new`: the engines have had none before."""
         period = self._config.weight_check_period
-        return period is not None and (new or self._weights_are_due or version % period == 0)
+        return period is not None and (new or self._due_comparisons > 0 or version % period == 0)
 
     def require_checks(self) -> None:
         """Let both checks follow the next refit, unless the configuration has switched them off."""
-        self._next, self._weights_are_due = -math.inf, True
+        self._next, self._due_comparisons = -math.inf, max(1, self._due_comparisons)
 
     def compared(self) -> None:
         """Record that all weights have just been compared."""
-        self._weights_are_due = False
+        self._due_comparisons = max(0, self._due_comparisons - 1)
 
     def took(self, seconds: float) -> None:
         """Record the seconds by which the canary has just delayed a refit, which decide when the next one is due."""
         self._next = time.monotonic() + seconds / self._config.canary_share
+        self._first_canaries = max(0, self._first_canaries - 1)
 
     def measure(self, error: float) -> None:
         """Record the difference of an admitted canary after a refit whose weights are known to be right."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.algorithms.loop import StepReport
-from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
+from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.schema import EarlyStopConfig, LossConfig
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.weights.refit.transport import PolicyLostError, RefitError
@@ -37,6 +37,28 @@ def test_the_state_before_a_step_that_is_recorded_is_saved(tmp_path: Path) -> No
     run.config.logger = replace(run.config.logger, replay_every=5)
     run.train()
     assert run.checkpointer.steps() == [4, 9], "9 because it is the last"
+
+
+def test_a_refused_step_has_a_line_and_the_steps_before_are_saved(tmp_path: Path) -> None:
+    run, lines = Run(tmp_path), []
+    run.logger.log_step = lambda *line: lines.append(line)
+    figures = {"token_mult_prob_error": 9.2, "optimizer_steps": 0.0}
+    with pytest.raises(
+        DisagreementError, match=r"apart; checkpoints/step_3 is the last one: the run goes on from there"
+    ):
+        run.train(steps=3, error=DisagreementError("too far apart", figures))
+    (step, metrics, timing, throughput) = lines[-1]
+    assert (step, metrics, throughput) == (4, figures, {})
+    assert timing.keys() == {"total"}
+    state, loader = run.saved(3)
+    assert (state["save_state"]["total_steps"], loader["position"]) == (3, 3), "its prompts are sampled again"
+
+
+def test_a_step_that_is_off_leaves_weights_by_which_the_next_one_is_examined(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report = replace(run.report, saves=True)
+    run.train(steps=1)
+    assert run.checkpointer.steps() == [1], "whatever checkpointing.save_period says"
 
 
 def test_a_failure_that_may_have_touched_the_weights_saves_nothing(tmp_path: Path) -> None:

@@ -213,6 +213,16 @@ def test_noise_that_is_measured_anew_is_told(tmp_path: Path) -> None:
     assert "since that of the checkpoint is of bfloat16" in report.remarks[0]
 
 
+def test_a_run_whose_policy_begins_to_learn_later_measures_nothing_anew(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "ppo.policy_training_start_step=1")
+    for number in (1, 2):
+        report = ppo.ppo_step(run, prompts())
+        assert report is not None
+        assert list(report.remarks) == []
+        assert ("token_mult_prob_error_off" in report.metrics) == (number == 2)
+        run.state["total_steps"] += 1
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -30,12 +30,14 @@ def test_a_folder_is_sent_with_its_card(checkpoint: Path, tmp_path: Path, monkey
     monkeypatch.setattr(HfApi, "upload_folder", lambda self, **rest: calls.append(("upload", rest)))
     output = tmp_path / "out"
     output.mkdir()
+    output.chmod(0o750)
     assert push(output, "org/mine", "Qwen/Qwen3-0.6B", checkpoint, adapters=False) == "https://huggingface.co/org/mine"
     assert calls == [
         ("org/mine", {"private": True, "exist_ok": True}),
         ("upload", {"repo_id": "org/mine", "folder_path": output, "commit_message": "Upload the model"}),
     ]
     card = ModelCard.load(output / "README.md")
+    assert (output / "README.md").stat().st_mode & 0o777 == 0o640
     assert (card.data.base_model, card.data.library_name) == ("Qwen/Qwen3-0.6B", "transformers")
     assert card.data.tags == ["megatron_grpo", "grpo", "reinforcement-learning"]
     assert "with GRPO by megatron_grpo,\n7 steps on" in card.text

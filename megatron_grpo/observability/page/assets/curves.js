@@ -16,7 +16,7 @@ const MAIN = [
   { title: "KL to the reference policy", note: "kl_penalty", curves: [["metrics", "kl_penalty", "KL", "main"]] },
   { title: "Mismatch of training and generation", note: "token_mult_prob_error − 1, on a logarithmic axis: 0 when both frameworks agree", shift: -1, log: true,
     curves: [["metrics", "token_mult_prob_error", "mean", "main"]] },
-  { title: "KL of generation and training", note: "gen_kl_error", curves: [["metrics", "gen_kl_error", "KL", "main"]] },
+  { title: "KL of generation and training", note: "gen_kl_error, on a logarithmic axis", log: true, curves: [["metrics", "gen_kl_error", "KL", "main"]] },
   { title: "Gradient norm", note: "before clipping", floor: 0, curves: [["metrics", "grad_norm", "norm", "main"]] },
   { title: "Prompts without signal", note: "share of the prompts whose samples all have the same reward", floor: 0, ceiling: 1.02,
     curves: [["metrics", "groups_without_signal", "share", "main"]] },
@@ -72,6 +72,14 @@ function curvesView() {
   return el("div", {}, el("div", { class: "charts" }, [...charts, ...phases].map((chart) => chart.element)), others(shown, range));
 }
 
+const MISMATCH = /_(kl|divergence|prob)_error(_max)?$/;
+
+/** How a figure of less interest is drawn: those of the mismatch of both frameworks as the main ones are. */
+function settingsOf(name) {
+  const shift = name.includes("_mult_prob_error") ? -1 : 0;
+  return MISMATCH.test(name) ? { title: shift ? `${name} − 1` : name, shift, log: true } : { title: name };
+}
+
 /** Charts of all other figures, made when they are asked for. */
 function others(shown, range) {
   const found = ["metrics", "validation", "throughput"].flatMap((group) =>
@@ -81,8 +89,8 @@ function others(shown, range) {
   details.addEventListener("toggle", () => {
     if (!details.open || body.childElementCount) return;
     for (const [group, name] of found) {
-      const lines = linesOf([[group, name, "", "main"]]);
-      if (lines.length) body.append(new Chart({ title: name, lines, range, open: openStep }).element);
+      const settings = settingsOf(name), lines = linesOf([[group, name, "", "main"]], settings);
+      if (lines.length) body.append(new Chart({ ...settings, lines, range, open: openStep }).element);
     }
   });
   return details;

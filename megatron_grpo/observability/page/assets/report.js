@@ -20,7 +20,7 @@ function changeOf(number, name, group, metric) {
 
 function headOf(run, number) {
   const { summary } = run, metrics = run.metrics.step || [], total = runs.length > 1;
-  const outcome = (summary.outcome || "not ended").replaceAll("_", " ");
+  const outcome = (summary.outcome || "no end recorded").replaceAll("_", " ");
   const tiles = [
     changeOf(number, "Held-out accuracy", "validation", "val_accuracy"),
     changeOf(number, "Reward", "metrics", "reward"),
