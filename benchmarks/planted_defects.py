@@ -45,6 +45,7 @@ OPTIONS = (
 ALONE = ("policy.parallel.pipeline=1", "generation.parallel.pipeline=1")
 TENSOR = ("policy.parallel.pipeline=1", "policy.parallel.tensor=2", "generation.parallel.pipeline=1")
 DATA = ("policy.parallel.pipeline=1", "policy.parallel.data=2", "generation.parallel.pipeline=1")
+UNCHECKED = "refit.canary=false"
 ADAPTERS = ("policy.lora.rank=4", "policy.optimizer.lr=3e-3")
 
 
@@ -132,7 +133,17 @@ TRIALS = (
         (*ALONE, "generation.engine_args.hf_overrides={rms_norm_eps: 0.01}"),
     ),
     Trial("packed sequences leak", "leak", LAYOUT, ("pack|layout",), DATA),
-    Trial("packed sequences leak in the doctor too", "leak", LAYOUT, ("pack|layout|layer",), DATA, in_doctor=True),
+    Trial("packed sequences leak, no canary", "leak", LAYOUT, ("pack",), (*DATA, UNCHECKED)),
+    Trial(
+        "packed sequences leak in the doctor too",
+        "leak",
+        LAYOUT,
+        ("pack|self_attn",),
+        (*DATA, UNCHECKED),
+        in_doctor=True,
+    ),
+    Trial("one replica off, no canary", "replica_off", LAYOUT, ("data|replica|layout|rollouts",), (*DATA, UNCHECKED)),
+    Trial("second stage off, no canary", "stage_off", LAYOUT, (r"pipeline|layout|layers?[ .]2",), (UNCHECKED,)),
     Trial("shards of the vocabulary exchanged", "vocabulary_shards", LAYOUT, ("tensor|layout",), TENSOR),
     Trial("second stage off", "stage_off", LAYOUT, (r"pipeline|layout|layers?[ .]2",), ()),
     Trial("one replica off", "replica_off", LAYOUT, ("data|replica|layout|rollouts",), DATA),
