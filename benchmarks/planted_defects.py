@@ -27,7 +27,7 @@ from typing import Any
 from header import header
 
 ROOT = Path(__file__).parents[1]
-STEPS = 3
+STEPS = 5
 SHOWN = ("cause", "name", "text", "key")
 LARGE = 1.01
 """Probability error that a run has to notice."""

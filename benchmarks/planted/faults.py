@@ -1,6 +1,6 @@
 """Defects of engines and of the policy's ranks, planted into the real code by `sitecustomize`.
 
-Engines receive right weights in the first refit, which all checks of a run follow, and wrong ones from the second on.
+Engines receive right weights in the first refits, which all checks of a run follow, and wrong ones after these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-RIGHT_REFITS = 1
+RIGHT_REFITS = 3
 """Refits that are received as they are sent."""
 
 Spoil = Callable[[Any, Any, Tensor, Tensor | None], tuple[Any, Tensor]]
