@@ -4,8 +4,9 @@
 
 By run: `errors`, token_mult_prob_error by step; `begins`, the first step where it exceeds 1.01; `noticed`, the first
 step that the run itself marked or refused, with its words; `doctor`, exit code and findings of the doctor on the newest
-step that it can examine; `verdict`: named, unnamed, healthy, wrong (for a healthy run: clean or wrong). `within_two`
-counts, among the runs whose error exceeds 1.01, those that noticed it at once or a step later, with defaults.
+step that it can examine; `verdict`: named, unnamed, healthy, wrong, or refused by the run before a token was wrong (for
+a healthy run: clean or wrong). `within_two` counts, among the runs whose error exceeds 1.01, those that noticed it at
+once or a step later, with defaults.
 """
 
 from __future__ import annotations
@@ -174,15 +175,29 @@ def try_run(trial: Trial, folder: Path) -> dict[str, Any]:
             ],
             "refusal": None if found else text.strip()[-400:],
         },
-        "verdict": judge(trial, code, found, text),
+        "verdict": "refused" if _refused(trial, begins, log) else judge(trial, code, found, text),
         "seconds": {"run": round(made - began, 1), "doctor": round(time.monotonic() - made, 1)},
     }
+
+
+def _refused(trial: Trial, begins: int | None, log: Path) -> bool:
+    """Whether a run with a defect ended before a token was sampled wrongly."""
+    return trial.defect is not None and begins is None and _exit_code(log.read_text()) != 0
+
+
+def _exit_code(log: str) -> int:
+    return int(log.strip().rsplit(" ", 1)[-1])
 
 
 def _python(command: Sequence[str], defect: str | None) -> tuple[int, str]:
     """Exit code and output of a module's command line, with a defect planted."""
     paths = [str(Path(__file__).parent / "planted"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PLANTED_DEFECT": defect or ""}
+    changes = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PLANTED_DEFECT": defect or "",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment = {**os.environ, **changes}
     done = subprocess.run(
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -199,7 +214,7 @@ def _steps(run_dir: Path) -> tuple[dict[int, float], list[int]]:
 
 def _noticed(log: str, marked: Sequence[int], errors: dict[int, float]) -> dict[str, Any] | None:
     """The step in which the run said that something is off, and its words; None: it did not."""
-    code = int(log.strip().rsplit(" ", 1)[-1])
+    code = _exit_code(log)
     words = [line for line in log.splitlines() if "disagree" in line or "must not serve" in line or " differs " in line]
     step = min(marked, default=None)
     if step is None and code:

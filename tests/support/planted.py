@@ -157,11 +157,12 @@ def engine(
         version, right = len(run.versions) - 1, run.versions[-1]
         wrong = changed_folder(run, edit, config, against)
         more = {} if forward is None else {"forward": forward(run)}
-        sample = {"version": version, "samples": run.samples, "dtype": dtype_of(run)}
         temperature = run.config.generation.temperature
-        drawn = sampled(wrong, run.prompts(), temperature=temperature, **{**sample, **options, **more})
+        sample: dict[str, Any] = {"version": version, "samples": run.samples, "dtype": dtype_of(run)}
+        sample["temperature"] = temperature
+        drawn = sampled(wrong, run.prompts(), **{**sample, **options, **more})
         if rollouts is not None:
-            drawn[rollouts:] = sampled(right, run.prompts(), temperature=temperature, **sample)[rollouts:]
+            drawn[rollouts:] = sampled(right, run.prompts(), **sample)[rollouts:]
         trained = scored(right, drawn, dtype=dtype_of(run), temperature=temperature)
         write(run, drawn, trained, recorded=recorded, stale=stale)
 

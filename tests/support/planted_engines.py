@@ -268,9 +268,9 @@ TENSORS: Sequence[Case] = (
     Case(
         "two experts exchanged in bfloat16",
         "bfloat16 experts",
-        engine(exchanged("layers.0.mlp.experts.1.", "layers.0.mlp.experts.2.")),
+        engine(exchanged("layers.0.mlp.experts.1.", "layers.0.mlp.experts.3.")),
         WEIGHTS,
-        ("expert", LAYER(0), r"\b1\b", r"\b2\b"),
+        ("expert", LAYER(0), r"\b1\b", r"\b3\b"),
         r"layers\.0\.mlp\.experts",
     ),
     Case(

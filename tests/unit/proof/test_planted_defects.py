@@ -18,9 +18,12 @@ from megatron_grpo.observability.run_files import read_lines
 from tests.support.planted import RUNS, Case, examine, fresh, verdict
 from tests.support.planted_engines import SETTINGS, TENSORS
 from tests.support.planted_healthy import HEALTHY, Healthy
+from tests.support.planted_more import MORE, MORE_HEALTHY
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.recorded_runs import RecordedRun
 
+DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE)
+HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY)
 FAST = frozenset(
     {
         "stale head",
@@ -62,7 +65,7 @@ def make(made: Callable[[str], RecordedRun], tmp_path: Path) -> MakeRun:
     return lambda name, *overrides: fresh(made(name), tmp_path, *overrides)
 
 
-@pytest.mark.parametrize("case", cases_of([*TENSORS, *SETTINGS, *TRAINERS, *RECORDS]))
+@pytest.mark.parametrize("case", cases_of(DEFECTS))
 def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
     run = make(case.run)
     case.plant(run)
@@ -74,7 +77,7 @@ def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
     assert "Traceback" not in answer.errors
 
 
-@pytest.mark.parametrize("case", cases_of(HEALTHY))
+@pytest.mark.parametrize("case", cases_of(HEALTHY_RUNS))
 def test_a_healthy_run_is_clean(case: Healthy, make: MakeRun) -> None:
     run = make(case.run, *case.overrides)
     case.plant(run)
@@ -84,10 +87,9 @@ def test_a_healthy_run_is_clean(case: Healthy, make: MakeRun) -> None:
 
 
 def test_there_are_enough_kinds() -> None:
-    defects = [*TENSORS, *SETTINGS, *TRAINERS, *RECORDS]
-    assert len({one.name for one in defects}) == len(defects) >= 20
-    assert sum(one.must for one in defects) >= 0.8 * len(defects)
-    assert len({one.name for one in HEALTHY}) == len(HEALTHY) >= 12
+    assert len({one.name for one in DEFECTS}) == len(DEFECTS) >= 20
+    assert sum(one.must for one in DEFECTS) >= 0.8 * len(DEFECTS)
+    assert len({one.name for one in HEALTHY_RUNS}) == len(HEALTHY_RUNS) >= 12
 
 
 def test_a_recomputed_figure_has_not_the_name_of_the_recorded_one(
