@@ -69,7 +69,7 @@ def _tell_fit(checked: Composed) -> None:
     if config is None or config.cluster.gpu is None:
         return
     if all(problem.key == "cluster.gpus_per_node" for problem in checked.problems):
-        from megatron_grpo.proof.plan.whole import fit_remarks  # imported here, because NumPy takes long to import
+        from megatron_grpo.proof.plan.check import fit_remarks  # imported here, because NumPy takes long to import
 
         for remark in fit_remarks(config):
             print(f"{remark.subject} {remark.text}", flush=True)

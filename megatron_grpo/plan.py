@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,23 +15,25 @@ from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.recorded_config import config_of_run
-from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.load import compose_config, compose_for_search
+from megatron_grpo.preflight.model_files import unusable_model
+from megatron_grpo.proof.plan.advice import with_advice
 from megatron_grpo.proof.plan.calibrate import calibrate, measured_of, write_profile
 from megatron_grpo.proof.plan.layouts import layout_name, overrides_of
 from megatron_grpo.proof.plan.memory import GIB
 from megatron_grpo.proof.plan.page import write_page
 from megatron_grpo.proof.plan.search import Search, search
 from megatron_grpo.proof.plan.trace import tracing
-from megatron_grpo.proof.plan.whole import Plan, profile, submit_plan
+from megatron_grpo.proof.plan.whole import Plan, fp8_problems_of, profile, submit_plan
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.source import download_config, known_shape
+from megatron_grpo.weights.source import known_shape
 
 USAGE = """\
 python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=value …] [--search]
                                [--json] [--html FILE]
 
   +exp=NAME      a recipe, and keys of it to change, as for megatron_grpo.train; plan.* are the plan's own
-  cluster.gpu=G  a100, h100, h200, b200 or gb200; or plan.hardware=FILE.yaml
+  cluster.gpu=G  a100, a100-40gb, a800, h20, h100, h200, l40s, b200, b300 or gb200; or plan.hardware=FILE.yaml
   --search       try other layouts on the same GPUs; plan.search_s limits the seconds
   --json         print one JSON object instead of a table
   --html FILE    also write one page with pictures of memory and time
@@ -58,7 +60,7 @@ def _plan(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["calibrate"]:
         return _calibrate(arguments[1:])
     options, overrides = _options(arguments)
-    config, shape = _read(overrides)
+    config, shape = _read(overrides, compose_for_search if options.search else compose_config)
     found, layouts = None, None
     with tracing() as pool:
         if options.search:
@@ -66,6 +68,7 @@ def _plan(arguments: Sequence[str]) -> int:
             found = layouts.best[0].plan if layouts.best else None
         else:
             found = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
+            found = with_advice(found, pool)
     if options.json:
         shown = found if layouts is None else layouts
         print(json.dumps(None if shown is None else shown.as_dict(), indent=1))
@@ -79,24 +82,25 @@ def _plan(arguments: Sequence[str]) -> int:
 def _plan_table(plan: Plan) -> Iterator[str]:
     """The lines of a plan."""
     worst, config, has = plan.fullest, plan.config, plan.hardware.memory_gib
-    verdict = "does not fit" if plan.problems else "fits"
     yield (
-        f"{config.name} on {config.cluster.num_nodes} x {config.cluster.gpus} {plan.hardware.name}: {verdict}; "
+        f"{config.name} on {config.cluster.num_nodes} x {config.cluster.gpus} {plan.hardware.name}: {plan.verdict}; "
         f"the fullest GPU takes {worst.peak / GIB:.1f} of {has:.1f} GiB"
     )
     yield from (f"  {one}" for one in plan.problems)
     yield ""
-    names = list(dict.fromkeys(name for rank in plan.ranks for name in rank.phases))
+    ranks = [*plan.ranks, *plan.value_ranks]
+    names = list(dict.fromkeys(name for rank in ranks for name in rank.phases))
     yield "tensors in GiB  layers  experts  " + "".join(f"{name:>12}" for name in names) + "     reserve        peak"
-    for rank in plan.ranks:
+    for rank in ranks:
         sizes = "".join(f"{rank.phases[name] / GIB:12.2f}" if name in rank.phases else " " * 12 for name in names)
         skew = f"x {rank.expert_skew:g}" if plan.shape.experts is not None else ""
         yield (
-            f"policy stage {rank.stage:<3}{rank.layers:6}  {skew:>7}  {sizes}{rank.reserve / GIB:12.2f}"
-            f"{rank.peak / GIB:12.2f}"
+            f"{rank.model.split()[0]:>6} stage {rank.stage:<3}{rank.layers:6}  {skew:>7}  {sizes}"
+            f"{rank.reserve / GIB:12.2f}{rank.peak / GIB:12.2f}"
         )
     yield ""
-    yield f"largest tensors at the peak of stage {worst.stage}, in {worst.phase}:"
+    of = "" if worst.model == "policy" else f" of the {worst.model}"
+    yield f"largest tensors at the peak of stage {worst.stage}{of}, in {worst.phase}:"
     for one in worst.holders[:6]:
         each = "" if not one.bytes_per_layer else f", {one.bytes_per_layer / GIB:.3f} for each of {one.layers} layers"
         yield f"  {one.bytes / GIB:7.2f} GiB  {one.kind}{each}"
@@ -113,12 +117,16 @@ def _plan_table(plan: Plan) -> Iterator[str]:
 
 def _search_table(found: Search) -> Iterator[str]:
     """The lines of a search, without the plan of its best layout."""
+    ran, why = len(found.best) + len(found.failed), f" ({found.why_not_all})" if found.why_not_all else ""
+    fitting = f"{len(found.best)} layouts fit" if found.best else "no layout fits"
+    yield f"{fitting}: policy on {found.gpus[0]} GPUs, engines on {found.gpus[1]}, {found.idle} idle{why}"
     yield (
         f"{found.legal} legal layouts: {found.too_large} exceed a GPU with their weights, gradients and optimizer "
-        f"state alone, {len(found.best) + len(found.failed)} ran dry in {found.searched_s:.0f} s, {found.left} have "
-        "slower estimates or keep more on a rank than one that does not fit"
+        f"state alone (the smallest has {found.least_gib:.1f} GiB of them), {ran} ran dry in {found.searched_s:.0f} s, "
+        f"{found.left} have slower estimates or keep more on a rank than one that does not fit"
     )
-    yield "     step s  tokens/s/GPU  peak GiB  layout"
+    if ran:
+        yield "     step s  tokens/s/GPU  peak GiB  layout"
     for number, one in enumerate(found.best[:_SHOWN], start=1):
         assert one.plan is not None
         assert one.plan.times is not None
@@ -140,10 +148,12 @@ def _calibrate(arguments: Sequence[str]) -> int:
         raise ValueError("calibrate takes one RUN_DIR, the folder of a run that recorded its rollouts")
     (run_dir,) = folders
     config = _config_of_run(run_dir, [one for one in words if "=" in one])
-    shape = known_shape(config)
+    shape, path = known_shape(config), config.policy.model.path
     if shape is None:
-        path = f"policy.model.path={config.policy.model.path}"
-        raise ConfigError([Problem(path, "is not on this machine; give a folder with its config.json")])
+        text = "is not on this machine; give a folder with its config.json"
+        subject = f"policy.model.path={path}"
+        problems = [] if is_hub_name(path) else list(unusable_model(subject, path))
+        raise ConfigError(problems or [Problem(subject, text)])
     if not config.cluster.gpus:
         raise ValueError(f"{run_dir} is a run on CPU; profiles are of GPUs")
     measured = measured_of(run_dir)
@@ -173,8 +183,12 @@ def _config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _read(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
+def _read(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) -> tuple[Config, ModelShape]:
     """The configuration of a command line, and the sizes of its model.
+
+    Args:
+        overrides: the command line without options.
+        compose: makes and checks the configuration.
 
     Raises:
         ConfigError: names every problem.
@@ -182,20 +196,22 @@ def _read(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     # A plain training step has no engines, which would take GPUs; a run without them reads a recording, and validates
     # nothing.
     fixed = ["debug.rollouts_from=none", "data.val_path=null"] if _PRETRAIN in overrides else []
-    config = compose_config([*overrides, *fixed])
-    profile(config)
+    config = compose([*overrides, *fixed])
+    problems = list(fp8_problems_of(config, profile(config)))
+    if problems:
+        raise ConfigError(problems)
     if not config.cluster.gpus:
         raise ConfigError([Problem("cluster.gpus_per_node=0", "is a run on CPU; give the GPUs of a node")])
+    if not config.debug.train:
+        raise ConfigError([Problem("debug.train=False", "trains nothing, so there is nothing to plan; use true")])
     shape, path = known_shape(config), config.policy.model.path
-    if shape is None and is_hub_name(path):
-        reason = download_config(path)
-        shape = known_shape(config)
-        if shape is not None:
-            return compose_config([*overrides, *fixed]), shape  # its checks against the model are still due
-        text = f"is not on this machine, and could not be downloaded ({reason}); give a folder with its config.json"
-        raise ConfigError([Problem(f"policy.model.path={path}", text)])
     if shape is None:
-        raise ConfigError([Problem(f"policy.model.path={path}", "is not a folder with the model's config.json")])
+        problems = list(unusable_model(f"policy.model.path={path}", path))
+        if problems:
+            raise ConfigError(problems)
+        config = compose([*overrides, *fixed])  # downloaded just now: its checks against the model are still due
+        shape = known_shape(config)
+        assert shape is not None, "a usable model has a shape"
     return config, shape
 
 

@@ -17,7 +17,7 @@ class ClusterConfig(Section):
     num_nodes: Positive = 1
     """Number of machines; on the command line also cluster.nodes."""
 
-    gpu: Literal["a100", "h100", "h200", "b200", "gb200"] | None = None
+    gpu: Literal["a100", "a100-40gb", "a800", "h20", "h100", "h200", "l40s", "b200", "b300", "gb200"] | None = None
     """GPU that plans assume (docs/plan.md); with it, --check also tells whether the run fits. null: no plan."""
 
     gpus_per_node: NonNegative | None = None
@@ -216,8 +216,12 @@ class PlanConfig(Section):
     hardware: PathText | None = None
     """YAML with values that replace those of the profile of cluster.gpu, as `plan calibrate` writes; null: none."""
 
+    host_memory_gib: PositiveFloat | None = None
+    """Memory of each node's host in GiB; null: that of the DGX system of cluster.gpu, where there is one."""
+
     timeout_s: Seconds = 1800.0
     """Deadline of all dry runs of a plan."""
 
     search_s: Seconds = 240.0
-    """Seconds for the dry runs of --search, which begins with the layouts of the best estimates."""
+    """Seconds for the dry runs of --search, which begins with the layouts of the best estimates; and for those of the
+    advice on a run that does not fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.checks.rules import Rule, as_problems
@@ -117,7 +118,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     for section, parallel in _trained(config):
         needs = f"needs {section}.parallel.tensor > 1"
         yield parallel.sequence and parallel.tensor == 1, f"{section}.parallel.sequence=", needs
-    yield from _devices(config, _gpus_needed(config), _trained(config))
+    yield from _devices(config, _gpus_of_models(config), _trained(config))
     yield from _batch(config)
     yield from _replay(config, shape)
     if shape is not None:
@@ -203,22 +204,57 @@ def _devices(
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
-    needs: dict[str, float] = dict(wanted)
-    for name, env in config.env.items():
-        gpus = env.reward_model.gpus * env.reward_model.num_workers * len(env.reward_model_folders)
-        needs |= {f"env.{name}.reward_model.gpus": gpus} if gpus else {}
+    needs: dict[str, float] = {**wanted, **gpus_of_reward_models(config)}
     there = cluster.num_nodes * cluster.gpus
     first, *rest = needs.items()
     taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks:g}" for section, ranks in rest)])
     fix = "make the layouts smaller, or give more GPUs, or 0 for a run on CPU"
     text = f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; {fix}"
     yield sum(needs.values()) > there, "cluster.gpus_per_node=", text
+    yield from _scattered_engines(config, trained, sum(needs.values()) <= there)
     text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
     for section, tensor in [*((name, layout.tensor) for name, layout in trained), ("generation", parallel.tensor)]:
         yield tensor > cluster.gpus, f"{section}.parallel.tensor=", text
 
 
-def _gpus_needed(config: Config) -> dict[str, int]:
+def _scattered_engines(config: Config, trained: Sequence[tuple[str, ParallelConfig]], enough: bool) -> Iterator[Rule]:
+    """Engines that would need GPUs of two nodes, because the models fill nodes rank by rank before them."""
+    parallel, each, ranks = config.generation.parallel, config.cluster.gpus, config.generation.parallel.ranks_per_engine
+    has_own = config.generates and not config.generation.server.urls and not config.generation.colocated
+    if not has_own or not enough or ranks > each:
+        return
+    free = [each] * config.cluster.num_nodes
+    for _, layout in trained:
+        for part in (*[each] * (layout.world_size // each), layout.world_size % each):
+            node = next((number for number, left in enumerate(free) if left >= part), None)
+            if node is None:
+                return
+            free[node] -= part
+    fitting = sum(left // ranks for left in free)
+    text = (
+        f"engines of {ranks} GPUs fit {fitting} times into what the models leave of the nodes, which is "
+        f"{' + '.join(str(left) for left in free if left)} GPUs; use data={fitting}, or smaller engines"
+    )
+    yield fitting < parallel.data, "generation.parallel.data=", text
+
+
+def gpus_needed(config: Config) -> dict[str, float]:
+    """GPUs that each model, the engines and reward models take, by key."""
+    return {**_gpus_of_models(config), **gpus_of_reward_models(config)}
+
+
+def gpus_of_reward_models(config: Config) -> dict[str, float]:
+    """GPUs that the reward models of each environment take, by key; environments without any are left out."""
+    found = {
+        f"env.{name}.reward_model.gpus": env.reward_model.gpus
+        * env.reward_model.num_workers
+        * len(env.reward_model_folders)
+        for name, env in config.env.items()
+    }
+    return {key: gpus for key, gpus in found.items() if gpus}
+
+
+def _gpus_of_models(config: Config) -> dict[str, int]:
     """GPUs that each model and the engines take, by section."""
     of_engines = _gpus_of_engines(config)
     if not config.debug.train:
@@ -235,13 +271,14 @@ def _gpus_of_engines(config: Config) -> dict[str, int]:
 
 
 def _batch(config: Config) -> Iterator[Rule]:
-    generations = config.loop.num_generations_per_prompt
-    step, together = config.loop.num_prompts_per_step, config.prompts_per_generation_batch
-    trained = [(name, layout.data, "data-parallel ranks", step) for name, layout in _trained(config)]
-    for section, parts, what, prompts in [
-        *trained,
-        ("generation", config.generation.parallel.data, "engines", together),
-    ]:
-        samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
-        text = f"{samples} do not share out evenly over {parts} {what}"
+    """Replicas that cannot have equally many samples of a step; engines need not, since prompts go to the idlest."""
+    generations, prompts = config.loop.num_generations_per_prompt, config.loop.num_prompts_per_step
+    for section, layout in _trained(config):
+        parts = layout.data
+        multiple = parts // math.gcd(parts, generations)
+        nearest = [number for number in (prompts // multiple * multiple, -(-prompts // multiple) * multiple) if number]
+        text = (
+            f"{prompts} prompts x {generations} generations = {prompts * generations} samples do not share out evenly "
+            f"over {parts} data-parallel ranks; use LOOP.num_prompts_per_step={_listed(nearest)}"
+        )
         yield prompts * generations % parts, f"{section}.parallel.data=", text

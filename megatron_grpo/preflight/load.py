@@ -26,6 +26,7 @@ from megatron_grpo.preflight.engines import (
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.model import adapter_problems, fp8_problems, quantization_problems, training_problems
+from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import known_shape
 
 
@@ -121,6 +122,23 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return _by_itself(compose_typed(overrides)).require()
 
 
+def compose_for_search(overrides: Sequence[str]) -> Config:
+    """As `compose_config`, except for problems of the layouts, in whose place a search puts others.
+
+    Raises:
+        ConfigError: names every other problem.
+    """
+    composed = _by_itself(compose_typed(overrides))
+    composed.problems = [problem for problem in composed.problems if not _is_of_layouts(problem)]
+    return composed.require()
+
+
+def _is_of_layouts(problem: Problem) -> bool:
+    """Whether a problem is one of the sizes of layouts, or of all their GPUs together."""
+    sizes = ("policy.parallel.", "generation.parallel", "cluster.gpus_per_node=")
+    return problem.subject.startswith(sizes) or "policy.parallel.data=" in problem.text
+
+
 def _of_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Problems of this machine, and remarks on the run; sets max_num_steps if it was -1."""
     problems, found = examine_machine(config)
@@ -146,7 +164,11 @@ def _problems(config: Config) -> list[Problem]:
     find_gpus(config.cluster)
     if config.loop.max_num_steps == -1:
         config.loop.max_num_steps = _OPEN
-    shape = known_shape(config)
+    return problems_with(config, known_shape(config))
+
+
+def problems_with(config: Config, shape: ModelShape | None) -> list[Problem]:
+    """Problems of a configuration whose machines are known, for a model of these sizes (None: unknown)."""
     return [
         *layout_problems(config, shape),
         *length_problems(config, shape),

@@ -103,7 +103,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
             if Path(path) != Path(config.prepare.folder, PREPARED_FOLDER):
                 yield Problem(subject, f"prepare.name={config.prepare.name} makes one model: {PREPARED_FOLDER}")
             continue
-        unusable = list(_unusable(subject, path, of_value=of_value))
+        unusable = list(unusable_model(subject, path, of_value=of_value))
         yield from unusable
         if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
             yield from _incomplete(subject, Path(path), of_value=of_value)
@@ -111,7 +111,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
                 yield from tokenizer_problems(subject, Path(path), config, shape_of_folder(path).vocab)
 
 
-def _unusable(subject: str, path: str, *, of_value: bool) -> Iterator[Problem]:
+def unusable_model(subject: str, path: str, *, of_value: bool = False) -> Iterator[Problem]:
     """A folder or hub name without a trainable model: it is missing, or its config.json is not supported."""
     if is_hub_name(path):
         reason = None if local_folder(path) else download_config(path)

@@ -4,7 +4,7 @@ that takes on a GPU."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_grpo.config.schema import Config, Fp8Config, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
@@ -32,7 +33,7 @@ from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
-from megatron_grpo.trainer.rank import Microbatches, PolicyRank
+from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
 from megatron_grpo.weights.layouts import RankShard, engine_shards, training_shards
 from megatron_grpo.weights.refit.links import BUFFERS, schedule, split_messages
 from megatron_grpo.weights.refit.plan import aligned, packed_pieces, plan_pieces, wire_dtypes
@@ -60,7 +61,33 @@ class DryReport:
     """Forward passes of microbatches, by phase and model chunk."""
 
 
-def dry_run(config: Config, shape: ModelShape, rank: int, *, expert_skew: float = 1.0, moves: bool = True) -> DryReport:
+_ALL_PHASES = frozenset(("train", "logprobs", "reference", "offload", "onload", "refit", "checkpoint"))
+
+
+def run_phases(config: Config) -> frozenset[str]:
+    """Phases of a step that a run of this configuration has, and its checkpoints."""
+    sleeps = config.generation.colocated and config.generates
+    phases = {
+        "train": True,
+        "logprobs": config.needs_prev_logprobs or config.logger.replay_every is not None,
+        "reference": config.uses_reference,
+        "offload": sleeps,
+        "onload": sleeps,
+        "refit": config.generates,
+        "checkpoint": config.saves,
+    }
+    return frozenset(name for name, happens in phases.items() if happens)
+
+
+def dry_run(
+    config: Config,
+    shape: ModelShape,
+    rank: int,
+    *,
+    expert_skew: float = 1.0,
+    moves: bool = True,
+    phases: Container[str] | None = None,
+) -> DryReport:
     """Run the phases of two steps on a rank, whose microbatches are full, and all of whose tokens are sampled.
 
     The second step shows the peak, since the optimizer's moments appear in the first. A process that calls this cannot
@@ -72,9 +99,10 @@ def dry_run(config: Config, shape: ModelShape, rank: int, *, expert_skew: float 
         rank: number of the rank in the layout of `config.policy.parallel`.
         expert_skew: tokens of each of this rank's experts, relative to their mean over all experts.
         moves: whether to run the phases around the engines' turns, a refit and a checkpoint too, half of the time.
+        phases: names of the phases to run, as `run_phases` gives them; None: all.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    return tracked_run(config, shape, rank, fake, expert_skew=expert_skew, moves=moves)
+    return tracked_run(config, shape, rank, fake, expert_skew=expert_skew, moves=moves, phases=phases)
 
 
 def tracked_run(
@@ -85,6 +113,7 @@ def tracked_run(
     *,
     expert_skew: float = 1.0,
     moves: bool = True,
+    phases: Container[str] | None = None,
 ) -> DryReport:
     """A dry run on fake tensors or, to compare, on real ones; these are not moved to host memory."""
     mode = DryMode(shape.experts.top_k if shape.experts is not None else 0)
@@ -102,26 +131,28 @@ def tracked_run(
     try:
         with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
             with mode.phase("build"):
+                has_reference = config.uses_reference and shape.value_head is None
                 settings = RankSettings(
                     config=_without_engine(config),
                     shape=shape,
                     folder="",
-                    reference=replace(config.reference, offload=False) if config.uses_reference else None,
+                    reference=replace(config.reference, offload=False) if has_reference else None,
                     temperature=config.generation.temperature,
                     decay_steps=config.decay_steps,
                 )
-                policy = DryRank(settings, platform)
+                policy = (DryRank if shape.value_head is None else DryValueRank)(settings, platform)
                 if config.policy.fp8.on_device:
                     require_fp8(config.policy.fp8, shape, platform)
                     _multiply_in_fp8(policy, config.policy.fp8)
                 if config.reference.offload:
-                    mode.discount(policy.reference_weights)
+                    mode.discount(reference_weights(policy))
             mode.name_kind(gradients_of(policy), "gradients")
             mode.name_kind(optimizer_state_of(policy), "optimizer")
             mode.name_kind(weights_of(policy), "weights")
-            _compute(policy, config, mode)
+            wanted = _ALL_PHASES if phases is None else phases
+            _compute(policy, config, mode, wanted)
             if fake is not None and moves:
-                _move(policy, config, mode)
+                _move(policy, config, mode, wanted)
     finally:
         destroy_parallel()
     return DryReport(mode.peak, mode.peaks, mode.held, mode.holders, mode.moments, mode.log.found, mode.log.passes)
@@ -137,9 +168,9 @@ def _without_engine(config: Config) -> PolicyConfig:
     return replace(policy, fp8=fp8, logprob_kernel=kernel, optimizer=replace(policy.optimizer, cpu_offload=0.0))
 
 
-def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:
+def _compute(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """The phases of a step between the engines' turns."""
-    policy, reference = config.policy, config.uses_reference
+    policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
     with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
         rank.optimizer.step(rank.optimizer.grad_norm())
     state = list(optimizer_state_of(rank))
@@ -148,36 +179,45 @@ def _compute(rank: DryRank, config: Config, mode: DryMode) -> None:
         mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
         mode.forget_peaks()
     work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
-    with mode.phase("logprobs"):
-        rank.logprobs(*work)
-    if reference:
+    if isinstance(rank, DryValueRank):
+        with mode.phase("values"):
+            rank.values(*work)
+    elif "logprobs" in phases:
+        with mode.phase("logprobs"):
+            rank.logprobs(*work)
+    if reference and isinstance(rank, DryRank):
         with mode.phase("reference"):
-            mode.count_again(rank.reference_weights)
+            mode.count_again(reference_weights(rank))
             rank.reference_logprobs(*work)
             if config.reference.offload:
-                mode.discount(rank.reference_weights)
+                mode.discount(reference_weights(rank))
     batch, microbatches = rank.full_microbatches(policy.microbatch_tokens, reference=reference)
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )
+    is_value = isinstance(rank, DryValueRank)
+    loss_fn: Any = MseValueLossFn(config.value_loss_fn) if is_value else ClippedPGLossFn(config.loss_fn)
     with mode.phase("train"):
-        rank.train(batch, microbatches, ClippedPGLossFn(config.loss_fn), counts)
+        rank.train(batch, microbatches, loss_fn, counts)
 
 
-def _move(rank: DryRank, config: Config, mode: DryMode) -> None:
+def _move(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """The phases around the engines' turns, a refit and a checkpoint."""
-    with mode.phase("offload"):
-        rank.memory.give_up(weights=True)
-    with mode.phase("onload"):
-        rank.memory.take_back()
-    with mode.phase("refit"), torch.no_grad():
-        number = dist.get_rank()
-        with _disable_current_modes():
-            shards = training_shards(config.policy.parallel, rank.shape)
-            links: Any = DryLinks(config, rank.shape, shards, number)
-        ShardSender(rank, shards[number], links).send(version=0)
-    with mode.phase("checkpoint"):
-        sharded_state(rank, is_loading=False)
+    if "offload" in phases:
+        with mode.phase("offload"):
+            rank.memory.give_up(weights=True)
+        with mode.phase("onload"):
+            rank.memory.take_back()
+    if "refit" in phases and isinstance(rank, DryRank):
+        with mode.phase("refit"), torch.no_grad():
+            number = dist.get_rank()
+            with _disable_current_modes():
+                shards = training_shards(config.policy.parallel, rank.shape)
+                links: Any = DryLinks(config, rank.shape, shards, number)
+            ShardSender(rank, shards[number], links).send(version=0)
+    if "checkpoint" in phases:
+        with mode.phase("checkpoint"):
+            sharded_state(rank, is_loading=False)
 
 
 class DryLinks:
@@ -201,7 +241,7 @@ class DryLinks:
             fill(number, buffers[number % BUFFERS, :size])
 
 
-def _multiply_in_fp8(rank: PolicyRank, fp8: Fp8Config) -> None:
+def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
     """Let the layers that are not to stay in bfloat16 multiply in FP8.
 
     Except with delayed scales Megatron-Core lets the projection after attention save its input as it came, since
@@ -216,8 +256,8 @@ def _multiply_in_fp8(rank: PolicyRank, fp8: Fp8Config) -> None:
             layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
 
 
-class DryRank(PolicyRank):
-    """A rank of the policy without numbers: its microbatches are planned on the host, outside of the modes."""
+class _Dry(ModelRank):
+    """A rank without numbers: its microbatches are planned on the host, outside of the modes."""
 
     def __init__(self, settings: RankSettings, platform: Platform) -> None:
         super().__init__(settings, platform, load=lambda *_: None)
@@ -244,19 +284,29 @@ class DryRank(PolicyRank):
                 prev_logprobs=zeros,
                 reference_logprobs=zeros if reference else None,
                 advantages=zeros,
+                values=zeros if self.shape.value_head is not None else None,
+                returns=zeros if self.shape.value_head is not None else None,
             )
         sequences = iter(range(len(lengths) * number))
         return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]
 
-    @property
-    def reference_weights(self) -> list[Tensor]:
-        """The weights of the reference policy, which are on the device here even if they are to be on the host."""
-        return [parameter for chunk in self.reference or () for parameter in chunk.parameters()]
+
+class DryRank(_Dry, PolicyRank):
+    """A rank of the policy without numbers."""
 
     @property
     def head_kernel(self) -> Any:
         """The fused kernel's tensors, unless the configuration asks for the chunked kernel."""
         return self.config.logprob_kernel if self.config.logprob_kernel == "chunked" else ShapedLogprobs()
+
+
+class DryValueRank(_Dry, ValueRank):
+    """A rank of the value model without numbers."""
+
+
+def reference_weights(rank: ModelRank) -> list[Tensor]:
+    """The weights of the reference policy, which are on the device here even if they are to be on the host."""
+    return [parameter for chunk in rank.reference or () for parameter in chunk.parameters()]
 
 
 class HostMaker(MicrobatchMaker):

@@ -154,7 +154,7 @@ def test_healthy_bfloat16_steps_of_deep_models_agree(
     for changes in (["policy.precision=float32"], layout(tensor=2, sequence=True)):
         code, found = replayed(run_dir, capsys, *changes)
         assert code == 0, found["comparisons"]
-    override = altered(run_dir, f"model.layers.{20 + seed}.mlp.down_proj.weight", 0.05, 3)
+    override = altered(run_dir, f"model.layers.{20 + seed}.mlp.down_proj.weight", 2.0, 3)
     code, found = replayed(run_dir, capsys, override)
     assert (code, found["comparisons"][0]["place"]["point"]) == (1, f"layers.{20 + seed}.mlp")
 

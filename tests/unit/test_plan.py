@@ -14,14 +14,21 @@ from megatron_grpo.config.help import FAILED, MISTAKE
 from megatron_grpo.controller.directory import record_start
 from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.model_files import unusable_model
 from megatron_grpo.proof.plan.calibrate import write_profile
+from megatron_grpo.proof.plan.check import fit_remarks
 from megatron_grpo.proof.plan.hardware import hardware
-from megatron_grpo.proof.plan.whole import fit_remarks
 from tests.support.config_problems import SMALL
 from tests.support.trajectories import make_trajectory
 
 KEYS = {
     "fits",
+    "problems",
+    "advice",
+    "gpus",
+    "idle_gpus",
+    "host_gib",
+    "host_memory_gib",
     "peak_gib",
     "ranks",
     "step_s",
@@ -56,7 +63,9 @@ def overrides(tmp_path: Path) -> list[str]:
         (["cluster.gpu=h100", "cluster.gpus_per_node=0"], "is a run on CPU"),
         (["cluster.gpu=h100", "--fast"], "--fast is not an option"),
         (["cluster.gpu=v100"], "cluster.gpu=v100"),
-        (["cluster.gpu=h100", "policy.model.path=/none"], "is not a folder with the model's config.json"),
+        (["cluster.gpu=h100", "policy.model.path=/none"], "policy.model.path=/none  no such folder; give a folder in"),
+        (["cluster.gpu=h100", "debug.train=false"], "debug.train=False  trains nothing"),
+        (["cluster.gpu=a800", "policy.fp8.format=hybrid"], "needs GPUs of compute capability 8.9, and a800 has 8.0"),
     ],
 )
 def test_mistakes_are_one_message(
@@ -75,13 +84,17 @@ def test_a_plan_has_every_figure(overrides: list[str], tmp_path: Path, capsys: p
     assert [one["stage"] for one in found["ranks"]] == [0, 1]
     for rank in found["ranks"]:
         assert rank["peak_gib"] == pytest.approx(max(rank["phases"].values()) + rank["reserve_gib"], abs=2e-3)
-        assert {"logprobs", "train", "offload", "refit"} <= rank["phases"].keys()
+        assert rank["phases"].keys() == {"reference", "train", "refit", "checkpoint"}
         assert rank["holders"]
+    assert (found["gpus"], found["idle_gpus"], found["advice"]) == (16, 8, None)
     assert found["peak_gib"] == max(one["peak_gib"] for one in found["ranks"])
     assert {"generation", "train", "optimizer", "refit"} <= found["phase_s"].keys()
     assert found["step_s"] == pytest.approx(sum(found["phase_s"].values()), rel=0.01)
     text = page.read_text()
     assert "Memory by phase" in text
+    assert "fits, 8 of 16 idle" in text
+    assert "8 <small>of 16; 8 idle</small>" in text
+    assert not re.search(">(offload|onload|logprobs|values)<", text)
     assert "<svg" in text
     assert "http" not in text.partition("</style>")[2]
 
@@ -97,29 +110,47 @@ def test_a_search_ranks_layouts_by_their_seconds(overrides: list[str], capsys: p
     assert all("slower" in one["reason"] for one in found["layouts"][1 : len(seconds)])
 
 
-def small_gpu(folder: Path) -> str:
-    """A profile with less memory than the reserve."""
+def test_an_unknown_family_is_called_that_as_by_check(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    (told,) = unusable_model(f"policy.model.path={file.parent}", str(file.parent))
+    assert "architecture MambaForCausalLM is not supported; supported: Qwen3ForCausalLM" in told.text
+    assert plan.main([*overrides, "cluster.gpu=h100"]) == MISTAKE
+    assert " ".join(told.text.split()) in " ".join(capsys.readouterr().err.split())
+    assert [one.text for one in fit_remarks(compose_config([*overrides, "cluster.gpu=h100"]))] == [told.text]
+
+
+def small_gpu(folder: Path, memory_gib: float) -> str:
+    """A profile of this much memory, with which a reserve is left for libraries."""
     file = folder / "tiny.yaml"
-    write_profile(file, replace(hardware("h100"), memory_gib=2.0), "tiny")
+    write_profile(file, replace(hardware("h100"), memory_gib=memory_gib), "tiny")
     return f"plan.hardware={file}"
 
 
 def test_check_remarks_on_a_run_that_does_not_fit(overrides: list[str], tmp_path: Path) -> None:
     assert not list(fit_remarks(compose_config(overrides)))
-    (found, *_) = fit_remarks(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path)]))
+    (found, *_) = fit_remarks(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path, 2.0)]))
     assert found.subject == "cluster.gpu=h100"
-    told = r"does not fit: rank \d \(pipeline stage \d\) takes [\d.]+ of 2\.0 GiB in \w+; (policy|reference)\.[\w.]+="
+    told = (
+        r"does not fit: rank \d \(pipeline stage \d\) takes [\d.]+ of 2\.0 GiB in \w+; nothing makes it fit: CUDA and "
+    )
     assert re.match(told, found.text)
 
 
-def test_a_run_that_does_not_fit_fails_and_names_a_key(
+def test_the_advice_of_a_run_that_does_not_fit_makes_it_fit(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The embedding of a large vocabulary takes a GPU up, until tensor-parallel ranks or the optimizer share it."""
+    model = tmp_path / "model" / "config.json"
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 2_000_000, "tie_word_embeddings": True}))
     pretrain = ["plan.workload=pretrain", "plan.global_batch_samples=8", "plan.sequence_length=64"]
-    assert plan.main([*overrides, small_gpu(tmp_path), *pretrain]) == FAILED
-    text = capsys.readouterr().out
-    assert "does not fit" in text
-    assert "policy." in text.partition("assumed")[0]
+    arguments = [*overrides, *pretrain, small_gpu(tmp_path, 3.8)]
+    assert plan.main([*arguments, "--json"]) == FAILED
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert advice["fits"]
+    assert plan.main([*arguments, *advice["overrides"]]) == 0
 
 
 @pytest.fixture
@@ -165,7 +196,7 @@ def test_a_profile_that_is_calibrated_on_a_run_plans_its_seconds(
         (["{run}", "{run}"], "calibrate takes one RUN_DIR"),
         (["{run}", "cluster.nodes=2"], "cluster.nodes=2: calibrate takes cluster.gpu and policy.model.path"),
         (["{run}", "cluster.gpu=v100"], "cluster.gpu=v100"),
-        (["{run}", "policy.model.path=/none"], "policy.model.path=/none is not on this machine"),
+        (["{run}", "policy.model.path=/none"], "policy.model.path=/none no such folder"),
         (["{run}"], "has no steps after the first 2"),
         (["/none"], "/none/config.yaml does not exist"),
     ],

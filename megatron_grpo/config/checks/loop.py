@@ -61,13 +61,24 @@ def _optimizer_steps(config: Config) -> Iterator[Rule]:
         subject = f"{section}.train_global_batch_samples="
         text = f"does not divide the {samples} samples of a step (prompts x generations)"
         yield samples % size, subject, text
-        text = f"does not share out evenly over {section}.parallel.data={data} ranks"
+        text = (
+            f"does not share out evenly over {section}.parallel.data={data} ranks; {_usable_sizes(samples, size, data)}"
+        )
         yield not samples % size and size % data, subject, text
         text = (  # each replica of either model trains on whole shards of the step
             f"does not share out evenly over policy.parallel.data={config.policy.parallel.data} and "
             f"value.parallel.data={config.value.parallel.data} ranks together; use a multiple of {shards}"
         )
         yield not samples % size and not size % data and size % shards, subject, text
+
+
+def _usable_sizes(samples: int, size: int, data: int) -> str:
+    """The advice for samples of an optimizer step that `data` ranks cannot share: the nearest sizes that they can."""
+    usable = [each for each in range(data, samples + 1, data) if samples % each == 0]
+    if not usable:
+        return f"no size does that divides the {samples} samples of a step"
+    nearest = sorted(sorted(usable, key=lambda each: abs(each - size))[:2])
+    return f"use {' or '.join(map(str, nearest))}"
 
 
 def _metric(config: Config, subject: str, name: str) -> Iterator[Rule]:

@@ -119,7 +119,7 @@ def message_s(hardware: Hardware, work: Work, copies: int = 1) -> float:
     if work.kind == "send":
         here, there = (rank // hardware.gpus_per_domain for rank in work.ranks)
         reached = hardware.efficiency
-        inside, outside = hardware.nvlink_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
+        inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
         return work.nbytes / (inside if here == there else outside) + reached.message_s
     return collective_s(hardware, work.name, work.nbytes, work.ranks, copies)
 
@@ -144,7 +144,7 @@ def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int, .
         return 0.0
     domains = Counter(rank // hardware.gpus_per_domain for rank in ranks)
     local, number = max(domains.values()), len(domains)
-    inside, outside = hardware.nvlink_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
+    inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
     if "alltoall" in name:
         way = number * (1 - (1 - 1 / number) ** copies) / copies
         remote = nbytes * (count - local) / count * way

@@ -78,6 +78,27 @@ def recorded_lengths(run_dir: Path, samples: int) -> Lengths:
     return Lengths(float((totals - sampled).mean()), chosen, f"responses of {run_dir}, step {last}")
 
 
+def lengths_of(config: Config) -> Lengths:
+    """Lengths of the samples of a step: those of plan.*, or of a recorded run.
+
+    Raises:
+        ValueError: plan.lengths_from has no rollouts.
+    """
+    plan, longest = config.plan, config.generation.max_new_tokens
+    if plan.workload == "pretrain":
+        tokens = config.policy.max_total_sequence_length
+        number = plan.global_batch_samples or config.policy.train_global_batch_samples or config.samples_per_step
+        return Lengths(0.0, np.full(number, float(tokens)), f"{number} sequences of {tokens} tokens")
+    if plan.lengths_from is not None:
+        try:
+            return recorded_lengths(Path(plan.lengths_from), config.samples_per_step)
+        except OSError as error:
+            raise ValueError(f"plan.lengths_from={plan.lengths_from} has no rollouts: {error}") from None
+    prompt = plan.prompt_tokens or max(config.data.max_input_seq_length // 4, 1)
+    mean = plan.response_tokens or max(longest // 2, 1)
+    return log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSize:
     """Sizes of the fullest rank of an engine."""

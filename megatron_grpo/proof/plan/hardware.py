@@ -33,7 +33,7 @@ class Efficiency:
     memory: float = 0.80
     """Of the memory's speed, by kernels that only move numbers."""
     nvlink: float = 0.70
-    """Of NVLink's speed, by collectives within a domain."""
+    """Of NVLink's speed, by collectives within a domain; without NVLink, of PCIe's."""
     network: float = 0.75
     """Of a port's speed, by collectives between domains."""
     kernel_s: float = 3e-6
@@ -63,14 +63,21 @@ class Hardware:
 
     name: str
     flops: Mapping[str, float]
-    """Operations a second of products, by the type of their operands: float32, bfloat16, fp8."""
+    """Operations a second of products, by the type of their operands: float32, bfloat16, fp8 (left out: no units)."""
     memory_gib: float
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
+    """0: the GPU has no NVLink, and GPUs of a host exchange messages over PCIe."""
     network_bytes_per_s: float
     gpus_per_domain: int
-    """GPUs that NVLink joins; global ranks are numbered domain by domain."""
+    """GPUs that NVLink joins, or without it a host; global ranks are numbered domain by domain."""
     sms: int
+    pcie_bytes_per_s: float = 0.0
+    """Speed between two GPUs of a host without NVLink; not used with NVLink."""
+    capability: float = 0.0
+    """Compute capability; 0: not known."""
+    host_memory_gib: float = 0.0
+    """Memory of the host, for each of its GPUs; 0: not known."""
     host_bytes_per_s: float = 50e9
     """Speed at which a GPU exchanges tensors with host memory."""
     reserve_gib: float = 2.5
@@ -79,11 +86,27 @@ class Hardware:
     """Share of the tensors' memory that the allocator holds in addition."""
     efficiency: Efficiency = field(default_factory=Efficiency)
 
+    @property
+    def local_bytes_per_s(self) -> float:
+        """Speed between GPUs of a domain: NVLink, or PCIe without it."""
+        return self.nvlink_bytes_per_s or self.pcie_bytes_per_s
+
     def as_dict(self) -> dict[str, Any]:
         """The profile as an entry of a YAML file, without its name."""
         found = asdict(self) | {"flops": dict(self.flops)}
         del found["name"]
         return found
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that the package has."""
+    return list(_profiles())
+
+
+def _profiles() -> dict[str, dict[str, Any]]:
+    text = files("megatron_grpo.proof.plan").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return found
 
 
 def hardware(name: str) -> Hardware:
@@ -101,9 +124,7 @@ def hardware(name: str) -> Hardware:
             raise ValueError(f"{name} holds no hardware profile: it needs one entry, NAME: {{flops: …}}")
         (found,) = raw.items()
         return _made(*found)
-    profiles: dict[str, dict[str, Any]] = yaml.safe_load(
-        files("megatron_grpo.proof.plan").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    )
+    profiles = _profiles()
     if name not in profiles:
         raise ValueError(f"cluster.gpu={name} is unknown; there are {', '.join(profiles)}, or a file NAME.yaml")
     return _made(name, profiles[name])
@@ -120,6 +141,9 @@ def _made(name: str, raw: dict[str, Any]) -> Hardware:
             text = "; YAML takes 1e12 for text, write 1.0e+12" if isinstance(value, str) else ""
             raise ValueError(f"the hardware profile {name} has {key}={value!r}, which is not a number{text}")
     try:
-        return Hardware(name=name, **raw, efficiency=replace(Efficiency(), **efficiency))
+        made = Hardware(name=name, **raw, efficiency=replace(Efficiency(), **efficiency))
     except TypeError as error:
         raise ValueError(f"the hardware profile {name} is not complete: {error}") from None
+    if not made.local_bytes_per_s:
+        raise ValueError(f"the hardware profile {name} has neither nvlink_bytes_per_s nor pcie_bytes_per_s above 0")
+    return made

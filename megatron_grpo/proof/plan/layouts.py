@@ -1,56 +1,64 @@
-"""Legal layouts of a recipe on its GPUs, with the rough estimates that put them in order before any dry run."""
+"""Legal layouts of a recipe on a number of GPUs: those that pass the run's checks, and the reasons of the others."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.engines import placement_problems, refit_problems
-from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.preflight.model import fp8_problems
-from megatron_grpo.proof.plan.generation import (
-    attention_numbers,
-    decoder_of,
-    engine_size,
-    expert_numbers,
-    generate,
-)
-from megatron_grpo.proof.plan.hardware import Hardware
-from megatron_grpo.proof.plan.whole import lengths_of
-from megatron_grpo.weights.layouts import training_shards
+from megatron_grpo.preflight.layout import gpus_needed, gpus_of_reward_models
+from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.proof.plan.estimates import static_bytes
+from megatron_grpo.proof.plan.refusals import Refusals
 from megatron_grpo.weights.shape import ModelShape
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_OTHER_SECTIONS = ("generation.parallel", "value.parallel", "cluster.gpus_per_node")
+"""Keys of problems that other parts of a layout have: engines, the value model, and the sum of all GPUs."""
+POLICY_SIZES = (
+    *("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data", "sequence"),
+    *("first_stage_layers", "last_stage_layers", "count_embedding", "count_loss"),
+)
+"""Keys of policy.parallel and value.parallel."""
+ENGINE_SIZES = ("tensor", "pipeline", "expert", "data")
+"""Keys of generation.parallel."""
+_CHUNKS = (1, 2, 4)
+"""Model chunks of a pipeline rank that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A legal layout, with the estimate that decides the order in which layouts run dry."""
+    """A legal layout, with the estimates that decide the order in which layouts run dry."""
 
     config: Config
     static_gib: float
     """GiB of weights, gradients and optimizer state of the fullest rank."""
     estimated_s: float
     """Rough seconds of a pass over the samples."""
+    estimated_gib: float = 0.0
+    """Rough GiB of the fullest rank, activations included."""
 
 
 def overrides_of(config: Config) -> list[str]:
     """The overrides with which a recipe gets the layouts that a search found."""
     policy, engines = config.policy, config.generation.parallel
-    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "data", "sequence")
-    found = [f"policy.parallel.{name}={_written(getattr(policy.parallel, name))}" for name in names]
-    found += ["policy.parallel.first_stage_layers=null", "policy.parallel.last_stage_layers=null"]
-    found.append(f"policy.activation_checkpointing={_written(policy.activation_checkpointing)}")
-    return found + [f"generation.parallel.{name}={getattr(engines, name)}" for name in ("tensor", "data", "expert")]
+    found = [f"policy.parallel.{name}={written(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
+    found.append(f"policy.activation_checkpointing={written(policy.activation_checkpointing)}")
+    if policy.activation_checkpointing:
+        found.append(f"policy.recompute_modules={written(policy.recompute_modules)}")
+    if not config.generates or config.generation.server.urls:
+        return found
+    return found + [f"generation.parallel.{name}={getattr(engines, name)}" for name in ENGINE_SIZES]
 
 
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def written(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def layout_name(config: Config) -> str:
@@ -65,162 +73,124 @@ def layout_name(config: Config) -> str:
         "DP": parallel.data,
     }
     text = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+    ends = parallel.first_stage_layers, parallel.last_stage_layers
+    text += f" (layers {ends[0] or '='} … {ends[1] or '='})" if any(ends) else ""
     return text + (", recompute" if config.policy.activation_checkpointing else "")
 
 
-def gpus_of(config: Config) -> tuple[int, int]:
-    """GPUs of the policy and of the engines, shared out in the recipe's proportion; colocated, both have all GPUs."""
-    total = config.cluster.num_nodes * config.cluster.gpus
+def has_own_engines(config: Config) -> bool:
+    """Whether the run starts engines on GPUs of its own."""
+    return config.generates and not config.generation.server.urls
+
+
+def gpu_splits(config: Config) -> list[tuple[int, int]]:
+    """GPUs of the policy and of the engines, in the order in which a search tries them.
+
+    First that in the recipe's proportion on all GPUs; then those whose smaller side, relative to the recipe's share of
+    it, is largest, and of equals that with the fewest idle GPUs. Colocated, both sides have the same GPUs. GPUs of the
+    value model and of reward models are left out.
+    """
+    total = config.cluster.num_nodes * config.cluster.gpus - int(-(-sum(gpus_of_reward_models(config).values()) // 1))
+    if not has_own_engines(config) or config.generation.colocated:
+        total -= 0 if config.generation.colocated else _value_gpus(config)
+        return [(number, number if has_own_engines(config) else 0) for number in range(total, 0, -1)]
+    total -= _value_gpus(config)
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
-    if config.generation.colocated or not config.generates:
-        return total, total
-    share = policy / (policy + engines.ranks_per_engine * engines.data)
-    for_policy = max(1, round(total * share))
-    return for_policy, total - for_policy
+    share = total * policy / (policy + engines.ranks_per_engine * engines.data)
+    splits = [(one, other) for one in range(1, total) for other in range(1, total - one + 1)]
+    return sorted(splits, key=lambda split: (-min(split[0] / share, split[1] / (total - share), 1), -sum(split)))
 
 
-def engine_layout(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> Config:
-    """The configuration with the engines that answer a step's prompts soonest, on this many GPUs.
+def _value_gpus(config: Config) -> int:
+    return 0 if config.value_model is None else config.value_model.parallel.world_size
 
-    Raises:
-        ValueError: no engine of a node has room for the longest sequence.
+
+def idle_gpus(config: Config) -> int:
+    """GPUs of the run's nodes that nothing uses."""
+    used = sum(gpus_needed(config).values())
+    return max(0, config.cluster.num_nodes * config.cluster.gpus - int(-(-used // 1)))
+
+
+def legal_layouts(
+    config: Config, shape: ModelShape, gpus: int, refusals: Refusals | None = None, *, needs_all: bool = True
+) -> Iterator[Config]:
+    """Every layout of the policy on this many GPUs that passes the run's checks, with and without recomputed layers.
+
+    A size that the checks refuse by itself is not combined with others.
+
+    Args:
+        config: the recipe.
+        shape: sizes of the model.
+        gpus: ranks of the policy.
+        refusals: gets the problems of the sizes and layouts that are refused.
+        needs_all: whether a layout has to pass the checks of the whole run too: engines, value model, sum of all GPUs.
     """
-    recipe, best = config.generation.parallel, None
-    lengths, longest = lengths_of(config), config.policy.max_total_sequence_length
-    for tensor in _SIZES:
-        ranks = tensor * recipe.pipeline
-        if tensor > config.cluster.gpus or gpus % ranks:
-            continue
-        expert = tensor if recipe.expert > 1 else 1
-        parallel = replace(recipe, tensor=tensor, expert=expert, data=gpus // ranks)
-        one = replace(config, generation=replace(config.generation, parallel=parallel))
-        if any("generation" in problem.subject for problem in layout_problems(one, shape)):
-            continue
-        size = engine_size(one, shape, hardware)
-        most = min(one.generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
-        if size.most_sequences(longest) < 1 or most < 1:
-            continue
-        own = lengths.responses[:: parallel.data]
-        copies = config.loop.num_generations_per_prompt
-        seconds = generate(decoder_of(one, shape, hardware), lengths.prompt, own, most, copies).seconds
-        if best is None or seconds < best[0]:
-            best = seconds, one
-    if best is None:
-        raise ValueError(f"no engine of tensor <= {config.cluster.gpus} on {gpus} GPUs has room for {longest} tokens")
-    return best[1]
+    check = problems_with if needs_all else _size_problems
+    refusals = Refusals() if refusals is None else refusals
+    for made in possible_layouts(config, shape, gpus, refusals):
+        if not refusals.refuse(check(made, shape)):
+            yield made
 
 
-def legal_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Config]:
-    """Every layout of the policy on this many GPUs that the model, the machines and the batches allow."""
-    tensors = [one for one in _SIZES if one <= config.cluster.gpus]
-    experts = [1] if shape.experts is None else [one for one in _SIZES if shape.experts.count % one == 0]
-    stages = [one for one in range(1, min(shape.layers, gpus) + 1) if gpus % one == 0 and shape.layers % one == 0]
-    if config.policy.parallel.first_stage_layers or config.policy.parallel.last_stage_layers:
-        stages.append(config.policy.parallel.pipeline)  # layers that do not divide evenly, as the recipe has them
-    for tensor, pipeline, context, expert in product(tensors, dict.fromkeys(stages), (1, 2, 4, 8), experts):
-        if gpus % (tensor * pipeline * context):
+def possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Refusals) -> Iterator[Config]:
+    """Layouts of sizes each of which passes the run's checks by itself; arguments as of `legal_layouts`."""
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+
+    def usable(layouts: Iterable[ParallelConfig]) -> list[ParallelConfig]:
+        return [one for one in layouts if not refusals.refuse(_size_problems(_with_layout(config, one), shape))]
+
+    tensors = usable(ParallelConfig(tensor=size, sequence=size > 1) for size in sizes)
+    stages = usable(one for size in sizes if size <= shape.layers for one in _pipelines(config, shape, size))
+    replicas = {one.data for one in usable(ParallelConfig(data=size) for size in sizes)}
+    experts = [1] if shape.experts is None else [size for size in range(1, gpus + 1) if shape.experts.count % size == 0]
+    for tensor, stage, expert in product(tensors, stages, experts):
+        left, rest = divmod(gpus, tensor.tensor * stage.pipeline)
+        if rest or left * tensor.tensor % expert:
             continue
-        uneven = shape.layers % pipeline != 0
-        for chunks in _chunk_counts(shape.layers, pipeline, uneven):
-            parallel = ParallelConfig(
-                tensor=tensor,
-                pipeline=pipeline,
-                virtual_pipeline=chunks,
-                first_stage_layers=config.policy.parallel.first_stage_layers if uneven else None,
-                last_stage_layers=config.policy.parallel.last_stage_layers if uneven else None,
-                context=context,
-                expert=expert,
-                data=gpus // (tensor * pipeline * context),
-                sequence=tensor > 1,
+        for data in (size for size in replicas if left % size == 0):
+            parallel = replace(
+                stage, tensor=tensor.tensor, sequence=tensor.sequence, context=left // data, expert=expert, data=data
             )
-            for recompute in (False, True):
-                policy = replace(config.policy, parallel=parallel, activation_checkpointing=recompute)
-                one = replace(config, policy=policy)
-                if not _broken(one, shape):
-                    yield one
+            yield from _with_recomputation(config, parallel)
 
 
-def _chunk_counts(layers: int, pipeline: int, uneven: bool) -> list[int]:
-    """Model chunks of a rank to try: 1, 2 and 4, where they divide its layers."""
-    if pipeline == 1 or uneven:
-        return [1]
-    return [one for one in (1, 2, 4) if layers // pipeline % one == 0]
+def least_static_gib(config: Config, shape: ModelShape, gpus: int) -> float:
+    """Least GiB of weights, gradients and optimizer state of the fullest GPU, over layouts on this many GPUs."""
+    layouts = possible_layouts(config, shape, gpus, Refusals())
+    return min((static_bytes(layout, shape) / 2**30 for layout in layouts), default=float("inf"))
 
 
-def _broken(config: Config, shape: ModelShape) -> bool:
-    checks = (layout_problems, fp8_problems, refit_problems)
-    return any(any(check(config, shape)) for check in checks) or any(placement_problems(config))
+def _pipelines(config: Config, shape: ModelShape, size: int) -> Iterator[ParallelConfig]:
+    """Pipelines of this many stages: with the recipe's ends, equal stages, or ends that take what does not divide."""
+    recipe = config.policy.parallel
+    if size == recipe.pipeline and (recipe.first_stage_layers or recipe.last_stage_layers):
+        first, last = recipe.first_stage_layers, recipe.last_stage_layers
+        yield ParallelConfig(pipeline=size, first_stage_layers=first, last_stage_layers=last)
+    elif shape.layers % size == 0:
+        for chunks in _CHUNKS if size > 1 else (1,):
+            if shape.layers // size % chunks == 0:
+                yield ParallelConfig(pipeline=size, virtual_pipeline=chunks)
+    else:
+        # The ends hold the embedding and the head, so they get fewer layers than the stages between them.
+        middle = -(-shape.layers // size)
+        left = shape.layers - (size - 2) * middle
+        if left < 2:
+            middle -= 1
+            left = shape.layers - (size - 2) * middle
+        yield ParallelConfig(pipeline=size, first_stage_layers=-(-left // 2), last_stage_layers=left // 2)
 
 
-def static_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of weights, gradients and optimizer state of the fullest rank, without padding; with adapters, of weights.
-
-    A trained number takes 2 bytes as weight, 4 as gradient, and 12 in the optimizer: main weight and two moments, which
-    a distributed optimizer splits over replicas.
-    """
-    policy, parallel = config.policy, config.policy.parallel
-    each = parallel.world_size // parallel.pipeline
-    weights = 4 if config.uses_reference and not config.reference.offload else 2
-    parts = parallel.expert * parallel.expert_tensor
-    worst = 0.0
-    for shard in training_shards(parallel, shape)[::each]:
-        ends = int(shard.embedding) + int(shard.end and not (shape.tied_embeddings and shard.embedding))
-        dense, routed = _numbers(shape, shard.layers)
-        dense += ends * shape.vocab * shape.hidden
-        total = 0.0
-        for numbers, replicas in (
-            (dense / parallel.tensor, parallel.data * parallel.context),
-            (routed / parts, each // parts),
-        ):
-            state = 12 * (1 - policy.optimizer.cpu_offload) / (replicas if policy.optimizer.distributed else 1)
-            total += numbers * (weights + (0 if policy.lora.rank else 4 + state))
-        worst = max(worst, total)
-    return int(worst)
+def _with_recomputation(config: Config, parallel: ParallelConfig) -> Iterator[Config]:
+    for recompute in (False, True):
+        modules = [] if recompute else config.policy.recompute_modules
+        policy = replace(config.policy, activation_checkpointing=recompute, recompute_modules=modules)
+        yield _with_layout(replace(config, policy=policy), parallel)
 
 
-def _numbers(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
-    """Numbers in the matrices of layers, and of these layers' routed experts."""
-    dense, routed = 0.0, 0.0
-    for layer in layers:
-        dense += attention_numbers(shape, 1)
-        if shape.has_experts(layer):
-            assert shape.experts is not None
-            routed += shape.experts.count * expert_numbers(shape)
-            dense += shape.hidden * (3 * shape.experts.shared_ffn_hidden + shape.experts.count)
-        else:
-            dense += 3 * shape.hidden * shape.ffn_hidden
-    return dense, routed
+def _with_layout(config: Config, parallel: ParallelConfig) -> Config:
+    return replace(config, policy=replace(config.policy, parallel=parallel))
 
 
-def estimate(config: Config, shape: ModelShape, hardware: Hardware) -> float:
-    """Rough seconds of an optimizer step on the samples of a step, by which layouts are put in order.
-
-    Products at half of the peak; messages of tensor, context and expert parallelism that nothing hides, at the speed of
-    the slowest link between their ranks; the pipeline's bubble, (stages - 1) / (chunks * microbatches).
-    """
-    policy, parallel, tokens = config.policy, config.policy.parallel, float(lengths_of(config).totals.sum())
-    passes = 4.0 if policy.activation_checkpointing else 3.0
-    experts = shape.experts
-    active = shape.vocab * shape.hidden * 1.0
-    for layer in range(shape.layers):
-        dense, routed = _numbers(shape, [layer])
-        active += dense + (routed * experts.top_k / experts.count if experts is not None else 0.0)
-    compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])
-    own = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
-
-    def speed(ranks: int) -> float:
-        within = ranks <= hardware.gpus_per_domain
-        return hardware.nvlink_bytes_per_s if within else hardware.network_bytes_per_s
-
-    row = 2.0 * shape.hidden
-    split = 4 * own * row * (parallel.tensor - 1) / parallel.tensor / hardware.nvlink_bytes_per_s
-    ring = parallel.context - 1
-    keys = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
-    split += ring * own * keys / speed(parallel.tensor * parallel.context)
-    if experts is not None and parallel.expert > 1:
-        copies = own / parallel.tensor * experts.top_k * row
-        split += 2 * copies * (parallel.expert - 1) / parallel.expert / speed(parallel.expert)
-    microbatches = max(1, math.ceil(tokens / parallel.data / policy.microbatch_tokens))
-    bubble = (parallel.pipeline - 1) / parallel.virtual_pipeline / microbatches
-    wasted = math.ceil(microbatches / parallel.pipeline) * parallel.pipeline / microbatches
-    return (compute + passes * split) * (1 + bubble) * (wasted if parallel.virtual_pipeline > 1 else 1.0)
+def _size_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Problems of the run's checks for one size of a layout, the other sizes being 1."""
+    return [one for one in problems_with(config, shape) if not one.key.startswith(_OTHER_SECTIONS)]

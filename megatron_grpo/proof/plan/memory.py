@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.engines import NCCL_SENDING, nccl_bytes
 from megatron_grpo.proof.plan.hardware import Hardware
-from megatron_grpo.proof.plan.trace import RankTrace
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.proof.plan.trace import RankTrace, before_refit
 
 if TYPE_CHECKING:
     from megatron_grpo.proof.dry_run import DryReport
@@ -43,7 +42,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A GPU of a rank of the policy; sizes in bytes."""
+    """A GPU of a rank of the policy or of the value model; sizes in bytes."""
 
     stage: int
     rank: int
@@ -59,6 +58,8 @@ class RankMemory:
     """Tensors at the peak, the largest first."""
     asleep: int
     """Bytes of tensors that stay while engines have the GPU in turn; 0: not run."""
+    model: str = "policy"
+    """Model of the rank: policy, or value model."""
 
     @property
     def phase(self) -> str:
@@ -78,6 +79,7 @@ class RankMemory:
     def as_dict(self) -> dict[str, Any]:
         """The rank for JSON; sizes in GiB."""
         return {
+            "model": self.model,
             "stage": self.stage,
             "rank": self.rank,
             "layers": self.layers,
@@ -89,7 +91,15 @@ class RankMemory:
         }
 
 
-def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_weights: int = 0) -> RankMemory:
+def rank_memory(
+    config: Config,
+    trace: RankTrace,
+    hardware: Hardware,
+    engine_weights: int = 0,
+    *,
+    model: str = "policy",
+    beside: int = 0,
+) -> RankMemory:
     """The memory of a traced rank's GPU.
 
     Args:
@@ -97,6 +107,8 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_wei
         trace: the rank's dry run.
         hardware: the GPU and its reserve.
         engine_weights: bytes of weights of an engine's rank, which share the GPU during a refit if engines do so.
+        model: policy, or value model.
+        beside: bytes that the other model holds on the same GPU.
     """
     report = trace.report
     phases = {name: size for name, size in report.phases.items() if name not in _SET_UP}
@@ -104,8 +116,9 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_wei
         phases = {"train": phases["train"]}
     elif config.generation.colocated and "refit" in phases:
         # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
-        weights = _parts(report, "onload", report.held["onload"]).get("weights", 0)
-        phases = {**phases, "refit": phases["refit"] - report.held["onload"] + weights + engine_weights}
+        before = report.held[before_refit(report)]
+        weights = _parts(report, "onload", before).get("weights", 0)
+        phases = {**phases, "refit": phases["refit"] - before + weights + engine_weights}
     peak = max(phases.values())
     by_phase = {name: _parts(report, name, size) for name, size in phases.items()}
     moment = max(
@@ -116,7 +129,7 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_wei
         for kind, size in sorted(moment.items(), key=lambda one: -one[1])
         if size >= 2**20
     ]
-    parts = reserve_parts(config, peak, hardware)
+    parts = reserve_parts(config, peak, hardware, model=model)
     return RankMemory(
         trace.stage,
         trace.rank,
@@ -124,15 +137,16 @@ def rank_memory(config: Config, trace: RankTrace, hardware: Hardware, engine_wei
         trace.expert_skew,
         phases,
         by_phase,
-        sum(parts.values()),
+        sum(parts.values()) + beside,
         holders,
         report.held.get("offload", 0),
+        model,
     )
 
 
 def _parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
     """The bytes of a phase by kind. Of a refit, for which a deep rank has no moment of its own, those before it."""
-    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, "onload")]
+    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, before_refit(report))]
     fullest = min(moments, key=lambda one: abs(sum(one.values()) - size), default={})
     found = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
     return {**found, "other tensors": size - sum(found.values())}
@@ -143,17 +157,18 @@ def _name(kind: str) -> str:
     return f"other tensors of {kind}" if kind in ("build", "logprobs", "reference", "train", "refit") else kind
 
 
-def reserve_parts(config: Config, tensors: int, hardware: Hardware) -> dict[str, int]:
-    """Bytes of a GPU that a rank of the policy needs besides `tensors` bytes of tensors, by their purpose."""
+def reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: str = "policy") -> dict[str, int]:
+    """Bytes of a GPU that a rank of a model needs besides `tensors` bytes of tensors, by their purpose."""
     parts = {
         "CUDA context, cuBLAS, process groups": int(hardware.reserve_gib * GIB),
         "fragmentation": int(hardware.fragmentation * tensors),
     }
-    if config.plan.workload == "pretrain":
+    if not config.generates:
         return parts
     engines = config.generation.parallel
     peers = engines.ranks_per_engine * engines.data
-    parts["NCCL of the refit"] = nccl_bytes(config, peers, NCCL_SENDING)
+    if model == "policy":
+        parts["NCCL of the refit"] = nccl_bytes(config, peers, NCCL_SENDING)
     if config.generation.colocated:
         parts["sleeping engine"] = sleeping_engine(config, hardware)
     return parts
@@ -163,32 +178,3 @@ def sleeping_engine(config: Config, hardware: Hardware) -> int:
     """Bytes that a sleeping engine keeps on a GPU: its own context, and its CUDA graphs."""
     graphs = 0.0 if config.generation.engine.enforce_eager else GRAPHS_GIB
     return int((hardware.reserve_gib + graphs) * GIB)
-
-
-def advice(config: Config, shape: ModelShape, memory: RankMemory) -> str:
-    """The key, with a value, that would free the most memory on a GPU whose rank does not fit."""
-    policy, parallel = config.policy, config.policy.parallel
-    longest = policy.max_total_sequence_length
-    keeps_reference = config.uses_reference and not config.reference.offload and config.plan.workload == "rl"
-    if keeps_reference and memory.phase != "reference":
-        return "reference.offload=true keeps the reference policy in host memory"
-    if memory.static < memory.peak - memory.reserve - memory.static:
-        if memory.phase in ("logprobs", "reference"):
-            tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
-            if tokens > longest:
-                return f"policy.logprob_microbatch_tokens={max(tokens // 2, longest)} needs less for activations"
-        elif not policy.activation_checkpointing:
-            return "policy.activation_checkpointing=true recomputes activations"
-        elif policy.microbatch_tokens > longest:
-            tokens = max(policy.microbatch_tokens // 2, longest)
-            return f"policy.microbatch_tokens={tokens} needs less for activations"
-        return f"policy.parallel.context={2 * parallel.context} splits sequences over more GPUs"
-    if not policy.optimizer.distributed and parallel.data > 1:
-        return "policy.optimizer.distributed=true splits the optimizer's state over replicas"
-    if shape.experts is not None and parallel.expert < min(shape.experts.count, parallel.world_size):
-        return f"policy.parallel.expert={2 * parallel.expert} splits experts over more GPUs"
-    if parallel.tensor < min(8, config.cluster.gpus or 8):
-        return f"policy.parallel.tensor={2 * parallel.tensor} splits matrices over more GPUs"
-    if policy.optimizer.cpu_offload < 1 and policy.optimizer.distributed:
-        return "policy.optimizer.cpu_offload=1.0 keeps the optimizer's state in host memory"
-    return f"policy.parallel.pipeline={2 * parallel.pipeline} splits layers over more GPUs"

@@ -16,7 +16,7 @@ from megatron_grpo.proof.plan.whole import Plan
 KINDS = (*STATIC, "other tensors", "reserve")
 """Parts of a bar of memory, in their order."""
 _COLOURS = {"weights": 1, "gradients": 2, "optimizer": 3, "FP8 weights": 4, "other tensors": 5, "reserve": 9}
-_PHASES = {"generation": 1, "logprobs": 2, "reference": 4, "train": 3, "optimizer": 5, "refit": 6}
+_PHASES = {"generation": 1, "logprobs": 2, "reference": 4, "train": 3, "optimizer": 5, "refit": 6, "train_value": 8}
 """Colours, by their numbers in the report's style."""
 _LEFT, _WIDTH, _RIGHT, _ROW = 110, 700, 90, 22
 """Pixels of labels, of the longest bar, of the figures behind bars, and of a row."""
@@ -33,17 +33,18 @@ def write_page(file: Path, plan: Plan) -> None:
 
 
 def _body(plan: Plan) -> Iterator[str]:
-    outcome, word = ("failed", "does not fit") if plan.problems else ("completed", "fits")
-    yield f'<h1>{escape(plan.config.name)} <span class="outcome {outcome}">{word}</span></h1>'
+    outcome = "failed" if plan.problems else "completed"
+    yield f'<h1>{escape(plan.config.name)} <span class="outcome {outcome}">{escape(plan.verdict)}</span></h1>'
     yield from (f'<p class="reason">{escape(one)}</p>' for one in plan.problems)
     yield '<dl class="tiles">'
     yield from (f'<div class="tile"><dt>{name}</dt><dd>{value}</dd></div>' for name, value in _figures(plan))
     yield "</dl>"
     yield "<h2>Memory by phase</h2>"
     yield f'<p class="note">{_legend({name: _COLOURS[name] for name in KINDS})}; the line is the GPU\'s memory.</p>'
-    for rank in plan.ranks:
+    for rank in (*plan.ranks, *plan.value_ranks):
         skew = f", experts at {rank.expert_skew:g} times the mean" if rank.expert_skew > 1 else ""
-        yield f"<h3>Stage {rank.stage}, {rank.layers} layers{skew}</h3>"
+        of = "" if rank.model == "policy" else f" of the {rank.model}"
+        yield f"<h3>Stage {rank.stage}{of}, {rank.layers} layers{skew}</h3>"
         yield memory_bars(rank, plan.hardware.memory_gib)
     if plan.times is not None:
         yield "<h2>A step</h2>"
@@ -56,11 +57,14 @@ def _body(plan: Plan) -> Iterator[str]:
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
+    idle = f"; {plan.idle} idle" if plan.idle else ""
+    yield "GPUs in use", f"{plan.gpus - plan.idle} <small>of {plan.gpus}{idle}</small>"
     yield "fullest GPU", f"{plan.fullest.peak / GIB:.1f} <small>of {plan.hardware.memory_gib:g} GiB</small>"
     if plan.times is not None:
         yield "step", f"{plan.times.step_s:.1f} <small>s</small>"
         yield "tokens per second and GPU", f"{plan.times.tokens_per_s_per_gpu:,.0f}"
-        yield "refit", f"{plan.times.refit_s:.2f} <small>s</small>"
+        if "refit" in plan.times.phase_s:
+            yield "refit", f"{plan.times.refit_s:.2f} <small>s</small>"
 
 
 def _legend(colours: dict[str, int]) -> str:

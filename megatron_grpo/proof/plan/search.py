@@ -11,22 +11,29 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.proof.plan.engine_layouts import best_engines
+from megatron_grpo.proof.plan.estimates import activation_bytes, estimate, static_bytes
+from megatron_grpo.proof.plan.generation import lengths_of
+from megatron_grpo.proof.plan.hardware import Hardware
 from megatron_grpo.proof.plan.layouts import (
     Candidate,
-    engine_layout,
-    estimate,
-    gpus_of,
+    gpu_splits,
+    has_own_engines,
+    idle_gpus,
+    least_static_gib,
     legal_layouts,
     overrides_of,
-    static_bytes,
 )
 from megatron_grpo.proof.plan.memory import GIB
+from megatron_grpo.proof.plan.refusals import Refusals
 from megatron_grpo.proof.plan.trace import LateError
 from megatron_grpo.proof.plan.whole import PendingPlan, Plan, as_planned, profile, submit_plan
 from megatron_grpo.weights.shape import ModelShape
 
 _RANKING = 0.7
 """Share of the seconds for brief plans of many layouts; the rest is for a whole plan of the best one."""
+_SPLITS = 400
+"""Most ways to share GPUs out between policy and engines that are tried."""
 _AHEAD = 2
 """Candidates whose dry runs are submitted before the first of them is waited for."""
 
@@ -56,6 +63,14 @@ class Search:
     """Legal layouts whose weights, gradients and optimizer state alone exceed a GPU."""
     left: int
     """Layouts that did not run dry: their estimates are slower, or one that takes less memory does not fit."""
+    gpus: tuple[int, int]
+    """GPUs of the policy and of the engines."""
+    idle: int
+    """GPUs of the run's nodes that the layouts leave to nobody."""
+    least_gib: float
+    """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
+    why_not_all: str
+    """Why other GPUs of the run are idle, or shared out otherwise than in the recipe; empty: they are as in it."""
     searched_s: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,46 +86,146 @@ class Search:
             for one in found
         ]
         counts = {"legal": self.legal, "too_large": self.too_large, "left": self.left}
-        return {"layouts": rows, **counts, "searched_s": round(self.searched_s, 1)}
+        policy, engines = self.gpus
+        shared = {
+            "least_gib": round(self.least_gib, 1),
+            "policy_gpus": policy,
+            "engine_gpus": engines,
+            "idle_gpus": self.idle,
+        }
+        told = {"why_not_all_gpus": self.why_not_all} if self.why_not_all else {}
+        return {"layouts": rows, **counts, **shared, **told, "searched_s": round(self.searched_s, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The GPUs of policy and engines, and the layouts of both that pass the run's checks."""
+
+    gpus: tuple[int, int]
+    config: Config
+    """The recipe with the best engines on these GPUs."""
+    candidates: list[Candidate]
+    """Layouts of the policy; those first whose estimated memory fits, the fastest first."""
+    too_large: int
+    """Legal layouts besides the candidates: their weights, gradients and optimizer state alone exceed a GPU."""
+    least_gib: float
+    """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
+
+
+def _least(config: Config, shape: ModelShape) -> float:
+    """Least GiB of weights, gradients and optimizer state of the fullest GPU, on any number of the run's GPUs."""
+    return min(least_static_gib(config, shape, gpus) for gpus in {policy for policy, _ in gpu_splits(config)})
 
 
 def search(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, wanted: int = 8) -> Search:
     """Rank layouts by the seconds of a step; those with the best estimates run dry until the budget is used up.
 
     Args:
-        config: the recipe; its GPUs, batches, lengths and precision stay as they are.
+        config: the recipe; its nodes, batches, lengths and precision stay as they are.
         shape: sizes of the model.
         pool: processes of `trace.tracing`.
         budget_s: seconds after which no further layout is waited for.
         wanted: layouts that fit, after which the search ends.
 
     Raises:
-        ValueError: no layout is legal, or no engine has room.
+        ValueError: no layout passes the run's checks; names every reason.
         RunError: not one dry run was done in time.
     """
     began = time.monotonic()
     gpu, config = profile(config), as_planned(config)
-    for_policy, for_engines = gpus_of(config)
-    if config.plan.workload == "rl":
-        config = engine_layout(config, shape, gpu, for_engines)
-    found = [
-        Candidate(one, static_bytes(one, shape) / GIB, estimate(one, shape, gpu))
-        for one in legal_layouts(config, shape, for_policy)
-    ]
-    if not found:
-        raise ValueError(f"no layout of {for_policy} GPUs splits the model and the batch; change cluster.num_nodes")
-    usable = gpu.memory_gib - gpu.reserve_gib
-    order = sorted((one for one in found if one.static_gib < usable), key=lambda one: one.estimated_s)
-    layouts = list(_run(order, shape, pool, began + _RANKING * budget_s, wanted))
-    if not layouts and order:
+    shares = _shares(config, shape, gpu)
+    found: tuple[Share, list[PlannedLayout]] | None = None
+    reason, unfit = "", ""
+    for share, why in shares:
+        layouts = list(_run(share.candidates, shape, pool, began + _RANKING * budget_s, wanted))
+        if found is None or _fitting(layouts):
+            found, reason = (share, layouts), "; ".join(filter(None, (unfit, why)))
+        if _fitting(layouts) or time.monotonic() > began + _RANKING * budget_s:
+            break
+        if not share.candidates and _least(config, shape) >= gpu.memory_gib - gpu.reserve_gib:
+            break  # the policy is too large for all GPUs together, so for any share of them
+        unfit = unfit or "no layout {} fits".format("of policy and engines on {} + {} GPUs".format(*share.gpus))
+    assert found is not None, "without a share there is an error"
+    share, layouts = found
+    if not layouts and share.candidates:
         raise RunError(f"no dry run was done within plan.search_s={budget_s:g}; give more")
     layouts = list(_confirmed(layouts, shape, pool, began + budget_s))
     fitting = _fitting(layouts)
     others = [one for one in layouts if one.plan is None or one.plan.problems]
-    best = [replace(one, reason=why_slower(one.plan, fitting[0].plan)) for one in fitting]
     return Search(
-        best, others, len(found), len(found) - len(order), len(order) - len(layouts), time.monotonic() - began
+        best=[replace(one, reason=why_slower(one.plan, fitting[0].plan)) for one in fitting],
+        failed=others,
+        legal=len(share.candidates) + share.too_large,
+        too_large=share.too_large,
+        left=len(share.candidates) - len(layouts),
+        gpus=share.gpus,
+        idle=idle_gpus(share.candidates[0].config if share.candidates else share.config),
+        least_gib=share.least_gib,
+        why_not_all=reason,
+        searched_s=time.monotonic() - began,
     )
+
+
+def _shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[Share, str]]:
+    """The ways to share the GPUs out that have legal layouts, each with the reason why those before it have none.
+
+    Raises:
+        ValueError: there is no such way; names every reason.
+    """
+    splits, refused, tried = gpu_splits(config), Refusals(), 0
+    reasons: list[str] = []
+    policies: dict[int, bool] = {}
+    for policy_gpus, engine_gpus in splits[:_SPLITS]:
+        if policies.get(policy_gpus) is False:
+            continue
+        refusals, engines = Refusals(), config
+        if engine_gpus:
+            made = best_engines(config, shape, gpu, policy_gpus, engine_gpus, refusals)
+            if made is None:
+                refused.add(refusals)
+                reasons.append(f"no engines on {engine_gpus} GPUs")
+                continue
+            engines = made
+        share = _share(engines, shape, gpu, (policy_gpus, engine_gpus), refusals)
+        policies[policy_gpus] = bool(share.candidates or share.too_large)
+        if not policies[policy_gpus]:
+            refused.add(refusals)
+            reasons.append(f"no layout of the policy on {policy_gpus} GPUs")
+            continue
+        told = list(dict.fromkeys(reasons))
+        because = f": {next(refused.lines()).strip()}" if told and refused.problems() else ""
+        yield share, "; ".join(told[:3]) + because
+        tried += 1
+    if not tried:
+        raise ValueError("\n".join([_nothing_legal(config, splits), *refused.lines()]))
+
+
+def _nothing_legal(config: Config, splits: Sequence[tuple[int, int]]) -> str:
+    cluster = config.cluster
+    total = f"{cluster.num_nodes} x {cluster.gpus} GPUs"
+    if not splits:
+        return f"{total} leave none to the policy; change cluster.num_nodes"
+    sides = "policy and engines" if has_own_engines(config) else "the policy"
+    many = (
+        f", in the {_SPLITS} ways to share them out that are nearest to the recipe's" if len(splits) > _SPLITS else ""
+    )
+    return f"no layout of {sides} on {total} passes the run's checks{many}; the reasons:"
+
+
+def _share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, int], refusals: Refusals) -> Share:
+    """The layouts of the policy on its GPUs, in the order in which they run dry."""
+    tokens, usable = float(lengths_of(config).totals.sum()), gpu.memory_gib - gpu.reserve_gib
+    found = []
+    for layout in legal_layouts(config, shape, gpus[0], refusals):
+        static = static_bytes(layout, shape) / GIB
+        estimated = static + activation_bytes(layout, shape) / GIB
+        found.append(Candidate(layout, static, estimate(layout, shape, gpu, tokens), estimated))
+    order = sorted(
+        (one for one in found if one.static_gib < usable),
+        key=lambda one: (one.estimated_gib > usable, one.estimated_s),
+    )
+    least = min((one.static_gib for one in found), default=float("inf"))
+    return Share(gpus, config, order, len(found) - len(order), least)
 
 
 def _fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:

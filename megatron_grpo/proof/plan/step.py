@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.layout import gpus_needed
 from megatron_grpo.proof.plan.costs import Overlap, PassSeconds, PhaseSeconds, phase_seconds
 from megatron_grpo.proof.plan.generation import Lengths, decoder_of, engine_size, generate
 from megatron_grpo.proof.plan.hardware import Hardware
@@ -148,6 +149,7 @@ def step_times(
     *,
     workload: Literal["rl", "pretrain"] = "rl",
     overlap: Overlap | None = None,
+    value_ranks: Sequence[RankTrace] = (),
 ) -> StepTimes:
     """The seconds of a step.
 
@@ -159,6 +161,7 @@ def step_times(
         lengths: tokens of the samples of a step; with `pretrain`, of an optimizer step.
         workload: rl: a step of the algorithm; pretrain: one optimizer step on the given sequences.
         overlap: messages that something hides; None: those that the configuration overlaps.
+        value_ranks: the dry run of a rank of each distinct pipeline stage of the value model; empty: there is none.
 
     Raises:
         ValueError: an engine does not fit its GPUs.
@@ -173,14 +176,20 @@ def step_times(
         )
     steps = config.optimizer_steps_per_step
     train, learning_s = _learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
-    refit_s, refit_bytes = _refit(config, shape, hardware)
-    generation_s, steady_s = _generation(config, shape, hardware, lengths, model.assumptions)
+    has_engines = config.generates and not config.generation.server.urls
+    refit_s, refit_bytes = _refit(config, shape, hardware) if config.generates else (0.0, 0)
+    if config.generates and not has_engines:
+        model.assumptions.append("generation by generation.server.urls is left out: their GPUs are not known")
+    generation_s, steady_s = (
+        _generation(config, shape, hardware, lengths, model.assumptions) if has_engines else (0.0, 0.0)
+    )
     phase_s = {
-        "generation": generation_s,
+        **({"generation": generation_s} if has_engines else {}),
         **_logprobs(model, totals),
+        **_value_model(config, value_ranks, hardware, totals),
         **learning_s,
-        **_moves(config, ranks, hardware),
-        "refit": refit_s,
+        **(_moves(config, [*ranks, *value_ranks], hardware) if has_engines else {}),
+        **({"refit": refit_s} if config.generates else {}),
     }
     ahead, asynchronous = config.loop.async_grpo, None
     if ahead.samples_ahead and not config.generation.colocated:
@@ -188,13 +197,12 @@ def step_times(
         age = ahead.max_trajectory_age_steps
         asynchronous = max(sum(phase_s.values()) - generation_s, steady_s + refit_s, generation_s / (age + 1))
         model.assumptions.append(f"samples up to {age} steps old")
-    engines = config.generation.parallel
     return StepTimes(
         phase_s=phase_s,
         synchronous_s=sum(phase_s.values()),
         asynchronous_s=asynchronous,
         tokens=float(totals.sum()),
-        gpus=gpus + (0 if config.generation.colocated else engines.data * engines.ranks_per_engine),
+        gpus=math.ceil(sum(gpus_needed(config).values())),
         refit_s=refit_s,
         refit_bytes=refit_bytes,
         assumptions=model.assumptions,
@@ -222,6 +230,21 @@ def _logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     return {
         name: model.run(model.phases(name), batch, forward_only=True).seconds for name, one in needed.items() if one
     }
+
+
+def _value_model(
+    config: Config, ranks: Sequence[RankTrace], hardware: Hardware, totals: NDArray[np.float64]
+) -> dict[str, float]:
+    """Seconds of the value model: its values of all samples, and its optimizer steps."""
+    if config.value_model is None or not ranks:
+        return {}
+    value = replace(config, policy=config.value_model)
+    model, steps = _Model(value, ranks, hardware, overlap_of(value)), config.value_optimizer_steps_per_step
+    batch = model.batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
+    values_s = model.run(model.phases("values"), batch, forward_only=True).seconds
+    part = np.array_split(totals, max(1, steps // config.passes_per_step))[0]
+    learning_s = _learning(model, part, steps)[1]
+    return {"values": values_s, "train_value": sum(learning_s.values())}
 
 
 def _exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
@@ -254,7 +277,7 @@ def _refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
-    speed = hardware.nvlink_bytes_per_s * reached.nvlink if together else hardware.network_bytes_per_s * reached.network
+    speed = hardware.local_bytes_per_s * reached.nvlink if together else hardware.network_bytes_per_s * reached.network
     return summary.seconds(speed), summary.bytes
 
 
@@ -272,7 +295,7 @@ def _generation(
         )
     decoder, copies = decoder_of(config, shape, hardware), config.loop.num_generations_per_prompt
     engines = generation.parallel.data
-    own = np.sort(responses)[engines - 1 :: engines] if len(responses) >= engines else np.sort(responses)[-1:]
+    own = np.sort(responses)[::-1][::engines][::-1]  # the fullest engine, where they do not share out evenly
     # Responses start in random order, because their lengths are not known.
     own = np.random.default_rng(0).permutation(own)
     alone = generate(decoder, lengths.prompt, own, most, copies)

@@ -134,11 +134,12 @@ def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, d
     for sort, moment in moments.items():
         phases[sort[0]] = max(phases.get(sort[0], 0), sum(moment.values()))
         fullest = sort if sum(moment.values()) > sum(moments[fullest].values()) else fullest
-    before, after = low.moments[fullest], high.moments[fullest]
-    slope = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in after}
+    fewer, more = low.moments[fullest], high.moments[fullest]
+    slope = {kind: more.get(kind, 0) - fewer.get(kind, 0) for kind in more}
     held = {name: low.held[name] + (high.held[name] - low.held[name]) * factor for name in low.held}
     if _REFIT in high.phases:
-        phases[_REFIT] = held["onload"] + high.phases[_REFIT] - high.held["onload"]
+        before = before_refit(high)
+        phases[_REFIT] = held[before] + high.phases[_REFIT] - high.held[before]
     report = replace(
         low,
         peak_bytes=sum(moments[fullest].values()),
@@ -149,6 +150,11 @@ def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, d
         work=_more_work(low.work, high.work, factor),
     )
     return report, slope
+
+
+def before_refit(report: DryReport) -> str:
+    """The phase before a refit: onload where engines share the GPUs, else train."""
+    return "onload" if "onload" in report.held else "train"
 
 
 def _more_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
@@ -207,10 +213,11 @@ def _quiet() -> None:
 def _run(config: Config, shape: ModelShape, rank: int, expert_skew: float, moves: bool) -> DryReport:
     import torch  # only in the processes of `tracing`
 
-    from megatron_grpo.proof.dry_run import dry_run
+    from megatron_grpo.proof.dry_run import dry_run, run_phases
 
     torch.set_num_threads(1)
-    return dry_run(config, shape, rank, expert_skew=expert_skew, moves=moves)
+    phases = run_phases(config) - ({"refit"} if shape.value_head is not None else set())
+    return dry_run(config, shape, rank, expert_skew=expert_skew, moves=moves, phases=phases)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ UNFIT = [
     (["policy.parallel.expert=2"], "policy.parallel.expert=2", "the model has no experts; use 1"),
     (["policy.parallel.sequence=true"], "policy.parallel.sequence=True", "needs policy.parallel.tensor > 1"),
     (["policy.parallel.data=3"], "policy.parallel.data=3", "32 prompts x 16 generations = 512 samples"),
-    (["generation.parallel.data=3"], "generation.parallel.data=3", "do not share out evenly over 3 engines"),
+    (["policy.parallel.data=3"], "policy.parallel.data=3", "use grpo.num_prompts_per_step=30 or 33"),
     (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1", "use 2 or more"),
     (["generation.max_new_tokens=1025"], "policy.max_total_sequence_length=2048", "1024 + 1025 = 2049 tokens"),
     (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.proof.dry_run import dry_run, tracked_run
+from megatron_grpo.proof.dry_run import dry_run, run_phases, tracked_run
 from megatron_grpo.trainer.dry.tracker import GRANULE
-from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.weights.families import as_value_model, shape_of_config
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.config_problems import SMALL
 
@@ -160,3 +160,29 @@ def weight_bytes(shape: ModelShape) -> list[int]:
         3 * shape.hidden * shape.ffn_hidden,
     ]
     return [2 * one for one in matrices] * shape.layers
+
+
+def test_phases_are_those_that_the_run_has() -> None:
+    config = small_run()
+    assert run_phases(config) == {"train", "refit", "checkpoint"}
+    config.loss_fn.reference_policy_kl_penalty, config.checkpointing.enabled = 0.1, False
+    assert run_phases(config) == {"train", "refit", "reference"}
+    config.policy.train_global_batch_samples, config.generation.placement = 8, "colocated"
+    assert run_phases(config) == {"train", "refit", "reference", "logprobs", "offload", "onload"}
+    config.debug.rollouts_from = "run"
+    assert run_phases(config) == {"train", "reference", "logprobs"}
+
+
+def test_phases_that_a_run_lacks_are_not_run() -> None:
+    config = small_run()
+    found = dry_run(config, DENSE, 0, phases=run_phases(config))
+    assert found.phases.keys() - {"build", "first step"} == {"train", "refit", "checkpoint"}
+
+
+def test_a_value_model_runs_dry_without_a_reference() -> None:
+    config = small_run()
+    reference(config)
+    found = dry_run(config, as_value_model(DENSE), 0, moves=False)
+    assert found.phases.keys() - {"build", "first step"} == {"values", "train"}
+    policy = dry_run(config, DENSE, 0, moves=False)
+    assert found.held["train"] < policy.held["train"]

@@ -1,57 +1,123 @@
-"""Layouts of a search: all legal ones and no other, and estimates of their memory against dry runs."""
+"""Layouts of a search: all legal ones and no other, the reasons of the others, GPUs of policy and engines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
+from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.proof.dry_run import dry_run
+from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.proof.plan.engine_layouts import best_engines
 from megatron_grpo.proof.plan.hardware import hardware
-from megatron_grpo.proof.plan.layouts import (
-    engine_layout,
-    estimate,
-    gpus_of,
-    layout_name,
-    legal_layouts,
-    overrides_of,
-    static_bytes,
-)
+from megatron_grpo.proof.plan.layouts import gpu_splits, idle_gpus, layout_name, legal_layouts, overrides_of
+from megatron_grpo.proof.plan.refusals import Refusals
 from megatron_grpo.weights.shape import ModelShape
-from tests.unit.proof.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
+from tests.unit.proof.test_dry_run import DENSE, EXPERTS, small_run
 
 
-def recipe(nodes: int = 1) -> Config:
+def recipe(nodes: int = 1, prompts: int = 16) -> Config:
     config = small_run()
     config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.gpu = nodes, 8, "h100"
+    if nodes > 1:
+        config.cluster.ray_address = "10.0.0.1:6379"
     config.data.max_input_seq_length, config.generation.max_new_tokens = 32, 32
-    config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt = 16, 4
+    config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt = prompts, 4
     return config
 
 
+def sizes(parallel: ParallelConfig) -> tuple[int, ...]:
+    return parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.data
+
+
+def passing(config: Config, shape: ModelShape, gpus: int) -> set[tuple[int, ...]]:
+    """Sizes of all layouts with equal stages that the run's checks let pass, by trying every combination."""
+    found = set()
+    divisors = [number for number in range(1, gpus + 1) if gpus % number == 0]
+    for tensor, pipeline, context, expert in product(divisors, divisors, divisors, range(1, gpus + 1)):
+        if gpus % (tensor * pipeline * context):
+            continue
+        parallel = ParallelConfig(
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            data=gpus // (tensor * pipeline * context),
+            sequence=tensor > 1,
+        )
+        if not problems_with(replace(config, policy=replace(config.policy, parallel=parallel)), shape):
+            found.add(sizes(parallel))
+    return found
+
+
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS])
-def test_legal_layouts_use_all_gpus_and_pass_every_check(shape: ModelShape) -> None:
-    found = list(legal_layouts(recipe(nodes=2), shape, 8))
-    assert {one.policy.parallel.world_size for one in found} == {8}
-    assert not any(any(layout_problems(one, shape)) for one in found)
+@pytest.mark.parametrize(("gpus", "prompts"), [(8, 16), (6, 16), (12, 18), (10, 7)])
+def test_legal_layouts_are_those_that_the_runs_checks_let_pass(shape: ModelShape, gpus: int, prompts: int) -> None:
+    config, refusals = recipe(nodes=2, prompts=prompts), Refusals()
+    found = list(legal_layouts(config, shape, gpus, refusals))
+    assert not any(problems_with(one, shape) for one in found)
+    assert {one.policy.parallel.world_size for one in found} <= {gpus}
     assert len({(str(one.policy.parallel), one.policy.activation_checkpointing) for one in found}) == len(found)
-    sizes = {(one.policy.parallel.tensor, one.policy.parallel.pipeline) for one in found}
-    heads, groups, layers = shape.attention_heads, shape.key_value_heads, shape.layers
-    legal = {(t, p) for t in (1, 2, 4, 8) for p in (1, 2, 4) if heads % t == 0 and layers % p == 0 and t * p <= 8}
-    assert sizes == {
-        one for one in legal if shape.ffn_hidden % one[0] == 0 and (groups % one[0] == 0 or one[0] % groups == 0)
-    }
-    assert ({one.policy.parallel.expert for one in found} > {1}) == (shape.experts is not None)
+    equal = {sizes(one.policy.parallel) for one in found if one.policy.parallel.first_stage_layers is None}
+    assert equal == passing(config, shape, gpus)
 
 
-def test_gpus_are_shared_as_in_the_recipe() -> None:
+@pytest.mark.parametrize("shape", [DENSE, EXPERTS])
+def test_every_reason_of_a_refusal_is_one_of_the_runs_checks(shape: ModelShape) -> None:
+    config, refusals = recipe(nodes=2, prompts=7), Refusals()
+    list(legal_layouts(config, shape, 10, refusals))
+    assert refusals.counts
+    for problem in refusals.counts:
+        key, _, value = problem.subject.partition("=")
+        name = key.rpartition(".")[2]
+        assert key.startswith("policy.parallel."), problem
+        size = int(value)
+        alone: dict[str, Any] = {name: size, "sequence": name == "tensor" and size > 1}
+        if name == "virtual_pipeline" or "first_stage_layers" in problem.text:
+            continue
+        made = replace(config, policy=replace(config.policy, parallel=ParallelConfig(**alone)))
+        assert problem in problems_with(made, shape)
+
+
+def test_stages_that_do_not_divide_the_layers_get_ends_that_do() -> None:
+    """Twenty GPUs of five nodes have layouts of 36 layers: five stages, of which the ends have fewer."""
+    config, shape = recipe(nodes=5), replace(DENSE, layers=36)
+    pipelines = {one.policy.parallel.pipeline: one for one in legal_layouts(config, shape, 20)}
+    assert 5 in pipelines
+    assert not problems_with(pipelines[5], shape)
+    assert "policy.parallel.first_stage_layers=" in " ".join(overrides_of(pipelines[5]))
+
+
+def test_gpus_are_shared_as_in_the_recipe_first() -> None:
     config = recipe(nodes=8)
     config.policy.parallel.data, config.generation.parallel.data = 6, 2
-    assert gpus_of(config) == (48, 16)
+    splits = gpu_splits(config)
+    assert splits[0] == (48, 16)
+    assert all(one + other <= 64 for one, other in splits)
+    smaller = [min(one / 48, other / 16, 1) for one, other in splits]
+    assert smaller == sorted(smaller, reverse=True)
     config.generation.placement = "colocated"
-    assert gpus_of(config) == (64, 64)
+    assert gpu_splits(config)[:2] == [(64, 64), (63, 63)]
+
+
+def test_gpus_of_the_value_model_are_not_shared_out() -> None:
+    config = recipe(nodes=2)
+    config.algorithm = "ppo"
+    config.value.parallel.tensor = 4
+    config.policy.parallel.data, config.generation.parallel.data = 2, 2
+    assert gpu_splits(config)[0] == (6, 6)
+
+
+def test_idle_gpus_are_those_that_nothing_uses() -> None:
+    config = recipe(nodes=3)
+    config.policy.parallel.data, config.generation.parallel.data = 4, 4
+    assert idle_gpus(config) == 16
+    config.algorithm = "ppo"
+    config.value.parallel.data = 2
+    assert idle_gpus(config) == 14
 
 
 def test_overrides_of_a_layout_give_it_back() -> None:
@@ -63,35 +129,29 @@ def test_overrides_of_a_layout_give_it_back() -> None:
     assert layout_name(config) == "TP2 DP4"
 
 
-def test_engines_without_room_are_an_error_with_the_sizes() -> None:
-    gpu = replace(hardware("h100"), memory_gib=0.001)
-    with pytest.raises(ValueError, match="room for 64 tokens"):
-        engine_layout(recipe(), DENSE, gpu, 4)
-    assert engine_layout(recipe(), DENSE, hardware("h100"), 4).generation.parallel.ranks_per_engine in (1, 2)
+def test_engines_without_room_are_refused_with_the_sizes() -> None:
+    gpu, refusals = replace(hardware("h100"), memory_gib=0.001), Refusals()
+    assert best_engines(recipe(), DENSE, gpu, 4, 4, refusals) is None
+    (problem, *_) = refusals.problems()
+    assert "leaves a cache of 0 tokens" in " ".join(refusals.lines())
+    assert problem.subject.startswith("generation.parallel.tensor=")
+    found = best_engines(recipe(), DENSE, hardware("h100"), 4, 4, Refusals())
+    assert found is not None
+    assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 4
 
 
-@needs_no_gpu
-@pytest.mark.parametrize(
-    ("shape", "parallel"),
-    [
-        (DENSE, {"tensor": 2, "sequence": True, "data": 4}),
-        (EXPERTS, {"expert": 2, "data": 4}),
-        (DENSE, {"pipeline": 2}),
-    ],
-)
-def test_static_bytes_are_those_of_a_dry_run(shape: ModelShape, parallel: dict[str, int | bool]) -> None:
-    config = small_run(**parallel)
-    holders = dry_run(config, shape, 0, moves=False).holders
-    counted = sum(holders[kind] for kind in ("weights", "gradients", "optimizer"))
-    assert static_bytes(config, shape) == pytest.approx(counted, rel=0.06)  # norms and padding are left out
+def test_engines_share_samples_out_unevenly() -> None:
+    """Prompts go to the idlest engine, so 64 samples need not divide by the engines of three nodes."""
+    config = recipe(nodes=3)
+    found = best_engines(config, DENSE, hardware("h100"), 12, 12, Refusals())
+    assert found is not None
+    assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 12
 
 
-def test_estimates_grow_with_recomputation_and_bubbles() -> None:
-    config, gpu = recipe(), hardware("h100")
-    config.policy.parallel = replace(config.policy.parallel, data=2, pipeline=4)
-    plain = estimate(config, DENSE, gpu)
-    config.policy.activation_checkpointing = True
-    assert estimate(config, DENSE, gpu) > plain
-    config.policy.activation_checkpointing = False
-    config.policy.parallel = replace(config.policy.parallel, data=8, pipeline=1)
-    assert estimate(config, DENSE, gpu) < plain
+def test_engines_that_would_cross_nodes_are_refused() -> None:
+    config, shape = recipe(nodes=2), replace(DENSE, attention_heads=6, key_value_heads=6, ffn_hidden=96)
+    config.policy.parallel.data = 4  # leaves 4 GPUs of one node and 8 of the other
+    config.generation.parallel.tensor, config.generation.parallel.data = 6, 2
+    (problem,) = problems_with(config, shape)
+    assert problem.subject == "generation.parallel.data=2"
+    assert "engines of 6 GPUs fit 1 times into what the models leave of the nodes, which is 4 + 8 GPUs" in problem.text

@@ -1,19 +1,17 @@
-"""Memory of a GPU: phases, reserve, holders, and the key that helps a run that does not fit."""
+"""Memory of a GPU: phases, reserve, holders."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.engines import NCCL_SENDING, nccl_bytes
 from megatron_grpo.proof.dry_run import DryReport
 from megatron_grpo.proof.plan.hardware import hardware
-from megatron_grpo.proof.plan.memory import GIB, GRAPHS_GIB, RankMemory, advice, rank_memory
+from megatron_grpo.proof.plan.memory import GIB, GRAPHS_GIB, RankMemory, rank_memory
 from megatron_grpo.proof.plan.trace import RankTrace
 from megatron_grpo.proof.plan.whole import Plan
-from tests.unit.proof.test_dry_run import DENSE, EXPERTS
+from tests.unit.proof.test_dry_run import DENSE
 
 H100 = hardware("h100")
 
@@ -96,9 +94,18 @@ def test_holders_say_what_a_layer_adds() -> None:
     assert memory(on_gpus()).holders[0].as_dict() == {"kind": "optimizer", "gib": 20.0}
 
 
+def test_a_value_model_on_the_same_gpu_is_counted_in_the_reserve() -> None:
+    config = on_gpus()
+    config.generation.placement = "colocated"
+    alone, beside = memory(config), rank_memory(config, traced(STEP), H100, beside=7 * GIB)
+    assert beside.peak == alone.peak + 7 * GIB
+    value = rank_memory(on_gpus(), traced(STEP), H100, model="value model")
+    assert memory(on_gpus()).reserve - value.reserve == nccl_bytes(on_gpus(), 1, NCCL_SENDING)
+
+
 def test_a_plain_training_step_counts_neither_log_probabilities_nor_the_refit() -> None:
     config = on_gpus()
-    config.plan.workload = "pretrain"
+    config.plan.workload, config.debug.rollouts_from = "pretrain", "none"
     found = memory(config, {**STEP, "logprobs": {"weights": 70}})
     assert found.phase == "train"
     assert found.reserve == int(H100.reserve_gib * GIB) + int(H100.fragmentation * 45 * GIB)
@@ -107,43 +114,3 @@ def test_a_plain_training_step_counts_neither_log_probabilities_nor_the_refit() 
 def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
     ranks = [rank_memory(on_gpus(), traced(moments), H100) for moments in (STEP, {"train": {"weights": 50}})]
     assert Plan(on_gpus(), DENSE, H100, ranks, None, None, [], 0.0).fullest is ranks[1]
-
-
-ACTIVATIONS = {"train": {"weights": 10, "linear": 80}}
-LOGITS = {"logprobs": {"weights": 10, "other": 80}}
-STATE = {"train": {"weights": 20, "optimizer": 80}}
-
-
-@pytest.mark.parametrize(
-    ("moments", "settings", "key"),
-    [
-        (ACTIVATIONS, {}, "policy.activation_checkpointing=true"),
-        (ACTIVATIONS, {"activation_checkpointing": True}, "policy.microbatch_tokens=4096"),
-        (
-            ACTIVATIONS,
-            {"activation_checkpointing": True, "microbatch_tokens": 2048},
-            "policy.parallel.context=2",
-        ),
-        (LOGITS, {"logprob_microbatch_tokens": 3000}, "policy.logprob_microbatch_tokens=2048"),
-        (STATE, {}, "policy.parallel.tensor=2"),
-    ],
-)
-def test_advice_names_the_key_that_takes_off_what_is_there_most(
-    moments: dict[str, dict[str, int]], settings: dict[str, int], key: str
-) -> None:
-    config = on_gpus()
-    config.loss_fn.reference_policy_kl_penalty = 0.0
-    for name, value in settings.items():
-        setattr(config.policy, name, value)
-    assert advice(config, DENSE, memory(config, moments)).startswith(key)
-
-
-def test_advice_for_state_knows_experts_and_full_nodes() -> None:
-    config = on_gpus(tensor=8, data=2)
-    config.loss_fn.reference_policy_kl_penalty = 0.0
-    assert advice(config, EXPERTS, memory(config, STATE)).startswith("policy.parallel.expert=2")
-    assert advice(config, DENSE, memory(config, STATE)).startswith("policy.optimizer.cpu_offload=1.0")
-    config.policy.optimizer.cpu_offload = 1.0
-    assert advice(config, DENSE, memory(config, STATE)).startswith("policy.parallel.pipeline=2")
-    config.loss_fn.reference_policy_kl_penalty = 0.1
-    assert advice(config, DENSE, memory(config, STATE)).startswith("reference.offload=true")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.proof.dry_run import dry_run
-from megatron_grpo.proof.plan.layouts import Candidate, static_bytes
+from megatron_grpo.proof.plan.estimates import static_bytes
+from megatron_grpo.proof.plan.layouts import Candidate
 from megatron_grpo.proof.plan.search import _takes_more
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.proof.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run

@@ -132,3 +132,46 @@ def test_overlaps_are_those_of_the_configuration() -> None:
     config.policy.megatron = {"tp_comm_overlap": True}
     found = overlap_of(config)
     assert (found.gradients, found.parameters, found.tensor) == (False, False, True)
+
+
+def test_a_step_has_only_the_phases_of_the_run() -> None:
+    config, lengths = run_config(), log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    assert list(step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths).phase_s) == [
+        *("generation", "train", "optimizer", "refit"),
+    ]
+    config.generation.server.urls = ["http://server:8000"]
+    times = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+    assert list(times.phase_s) == ["train", "optimizer", "refit"]
+    assert times.gpus == 1
+    config.generation.server.urls, config.debug.rollouts_from = [], "run"
+    times = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+    assert list(times.phase_s) == ["train", "optimizer"]
+
+
+def test_the_value_model_learns_before_the_policy() -> None:
+    config, lengths = run_config(), log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    config.algorithm = "ppo"
+    config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt = 4, 4
+    value = rank(0, 0.5, 1.0)
+    moved = Counter({replace_phase(one): number for one, number in value.report.work.items()})
+    value.report.work.update(moved)
+    value.report.passes["values", 0] = 2
+    times = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths, value_ranks=[value])
+    assert list(times.phase_s)[-5:] == ["values", "train_value", "train", "optimizer", "refit"]
+    assert times.phase_s["train_value"] == pytest.approx(times.phase_s["train"] / 2, rel=0.01)
+    assert times.gpus == 1 + 1 + 2
+
+
+def replace_phase(one: Any) -> Any:
+    """The work of log-probabilities as that of values."""
+    return one._replace(phase="values") if one.phase == "logprobs" else one._replace(phase="none")
+
+
+def test_engines_that_share_samples_unevenly_wait_for_the_fullest() -> None:
+    config, lengths = run_config(), full(16)
+    seconds = {}
+    for engines in (5, 6, 8):
+        config.generation.parallel = GenerationParallelConfig(data=engines)
+        found = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+        seconds[engines] = found.phase_s["generation"]
+    assert seconds[5] > seconds[6] > seconds[8]  # 4, 3 and 2 responses on the fullest engine

@@ -1,0 +1,52 @@
+"""Reasons why layouts are refused: the problems that the run's own checks find, each once, with a count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from megatron_grpo.config.errors import Problem
+
+_SHOWN = 8
+"""Most reasons of a message."""
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Problems of the layouts that a search refuses, and how many of the layouts have each."""
+
+    counts: Counter[Problem] = field(default_factory=Counter)
+    roomiest: tuple[float, Problem] | None = None
+    """Least GiB that an engine lacks for the longest sequence, and the problem of its layout; None: none lacks any."""
+
+    def lack_room(self, gib: float, problem: Problem) -> None:
+        """Keep the problem of the engines that lack the least memory, of all that have no room for a sequence."""
+        if self.roomiest is None or gib < self.roomiest[0]:
+            self.roomiest = gib, problem
+
+    def add(self, other: Refusals) -> None:
+        """Count the problems of another search for layouts too, each once."""
+        self.counts.update(other.counts.keys())
+        if other.roomiest is not None:
+            self.lack_room(*other.roomiest)
+
+    def refuse(self, problems: Iterable[Problem]) -> bool:
+        """Count the problems of a layout; returns whether it has any."""
+        before = self.counts.total()
+        self.counts.update(set(problems))
+        return self.counts.total() > before
+
+    def lines(self) -> Iterator[str]:
+        """A line for each problem, those of most layouts first."""
+        shown = self.problems()[:_SHOWN]
+        width = max((len(problem.subject) for problem in shown), default=0)
+        yield from (f"  {problem.subject:<{width}}  {problem.text}" for problem in shown)
+        rest = len(self.problems()) - len(shown)
+        if rest:
+            yield f"  and {rest} more such reasons"
+
+    def problems(self) -> list[Problem]:
+        """Each problem once: engines without room, then the problems of most layouts first."""
+        room = [] if self.roomiest is None else [self.roomiest[1]]
+        return [*room, *(problem for problem, _ in self.counts.most_common())]
