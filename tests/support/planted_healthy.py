@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,8 @@ ANSWER = (40, 41, 42, 43)
 """Tokens with which an environment answers the first part of a response."""
 
 
-def in_turns(run: RecordedRun) -> None:
-    """An environment's tokens stand between the two parts of a response."""
-    version = len(run.versions) - 1
+def with_answer(run: RecordedRun, folder: Path, version: int) -> list[Trajectory]:
+    """Rollouts of an engine with the weights of a folder, with an environment's tokens between two parts of each."""
 
     def forward(model: Any, ids: list[int], prompt: int) -> Tensor:
         first = prompt + FIRST
@@ -81,7 +81,7 @@ def in_turns(run: RecordedRun) -> None:
         logits: Tensor = model(torch.tensor([whole])).logits[0, -1].float()
         return logits
 
-    def with_answer(one: Trajectory) -> Trajectory:
+    def in_two(one: Trajectory) -> Trajectory:
         ((start, end, _),) = one.spans
         first = start + FIRST
         if end <= first:
@@ -90,8 +90,13 @@ def in_turns(run: RecordedRun) -> None:
         spans = [Span(start, first, version), Span(first + len(ANSWER), end + len(ANSWER), version)]
         return replace(one, token_ids=ids, spans=spans)
 
-    drawn = sampled(run.versions[version], run.prompts(), version=version, forward=forward)
-    drawn = [with_answer(one) for one in drawn]
+    return [in_two(one) for one in sampled(folder, run.prompts(), version=version, forward=forward)]
+
+
+def in_turns(run: RecordedRun) -> None:
+    """An environment's tokens stand between the two parts of a response."""
+    version = len(run.versions) - 1
+    drawn = with_answer(run, run.versions[version], version)
     write(run, drawn, scored(run.versions[version], drawn), recorded=False)
 
 

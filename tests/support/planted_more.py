@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import Span, Trajectory
-from tests.support.planted import Case, Edit, Forward, Tensors, engine, record, trainer, write
+from tests.support.planted import Case, Edit, Forward, Tensors, engine, trainer, write
 from tests.support.planted_engines import (
     LAYER,
     OF_MODEL,
@@ -26,7 +24,7 @@ from tests.support.planted_engines import (
     zeroed,
 )
 from tests.support.planted_healthy import Healthy, filtered
-from tests.support.planted_others import LAYOUT, RECORD, ROW, leaking, of_row, shards_exchanged
+from tests.support.planted_others import LAYOUT, leaking, shards_exchanged
 from tests.support.recorded_runs import RecordedRun, alone, sampled, scored
 
 ROUTED = OF_MODEL | {"routing"}
@@ -127,49 +125,6 @@ def odd_rows_off(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     right = alone(model, sequences)
     model.model.layers[1].mlp.down_proj.weight.data.mul_(0.8)
     return [right[row] if row % 2 == 0 else wrong for row, wrong in enumerate(alone(model, sequences))]
-
-
-def exchanged_tokens(one: Trajectory) -> Trajectory:
-    """Two neighbouring tokens in each other's place."""
-    ids, start = one.token_ids.copy(), one.spans[0].start
-    first = next(at for at in range(start + 3, len(ids) - 1) if ids[at] != ids[at + 1])
-    ids[first], ids[first + 1] = ids[first + 1], ids[first]
-    return replace(one, token_ids=ids)
-
-
-def not_a_number(one: Trajectory) -> Trajectory:
-    logprobs = one.logprobs.copy()
-    logprobs[4] = np.nan
-    return replace(one, logprobs=logprobs)
-
-
-def rotated(rollouts: list[Trajectory]) -> list[Trajectory]:
-    """Every rollout of 12 tokens has the log-probabilities of the next such one."""
-    whole = [place for place, one in enumerate(rollouts) if len(one.logprobs) == 12]
-    changed = list(rollouts)
-    for place, source in zip(whole, [*whole[1:], whole[0]], strict=True):
-        changed[place] = replace(rollouts[place], logprobs=rollouts[source].logprobs)
-    return changed
-
-
-def of_base_ten(rollouts: list[Trajectory]) -> list[Trajectory]:
-    return [replace(one, logprobs=one.logprobs / np.float32(np.log(10))) for one in rollouts]
-
-
-def repeated(rollouts: list[Trajectory]) -> list[Trajectory]:
-    """The last rollout is the one before it again."""
-    return [*rollouts[:-1], rollouts[-2]]
-
-
-def late_spans(one: Trajectory) -> Trajectory:
-    """The span begins a token late, and the prompt is a token longer."""
-    ((start, end, version),) = one.spans
-    return replace(one, spans=[Span(start + 1, end, version)], logprobs=one.logprobs[:-1])
-
-
-def empty_file(run: RecordedRun) -> None:
-    record(lambda rollouts: rollouts)(run)
-    rollouts_file(run.run_dir, len(run.versions)).write_bytes(b"")
 
 
 def _config(name: str, run: str, words: Sequence[str], config: dict[str, Any], causes: Any = OF_MODEL) -> Case:
@@ -381,21 +336,6 @@ MORE: Sequence[Case] = (
         OF_MODEL,
         ("trainer", "bias"),
     ),
-    Case("two tokens exchanged", "dense", record(of_row(2, exchanged_tokens)), RECORD, (ROW(1, 0),), "$^"),
-    Case("a log-probability that is no number", "dense", record(of_row(6, not_a_number)), RECORD, (ROW(3, 0),), "$^"),
-    Case("log-probabilities of all rollouts rotated", "dense", record(rotated), RECORD, ("exchange|permut|another rollout|other rollout|order",), "$^"),
-    Case(
-        "log-probabilities of base ten",
-        "dense",
-        record(of_base_ten),
-        RECORD | SAMPLING,
-        ("base|scale|factor|log",),
-        "$^",
-        False,
-    ),
-    Case("a rollout twice", "dense", record(repeated), RECORD, ("(prompt|group) 3",), "$^"),
-    Case("a span that begins late", "dense", record(of_row(3, late_spans)), RECORD, (ROW(1, 1),), "$^"),
-    Case("empty file", "dense", empty_file, RECORD, (r"step_3\.parquet",)),
 )
 
 

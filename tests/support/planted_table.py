@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.support.planted import RUNS, Case, examine, fresh, verdict
 from tests.support.planted_engines import SETTINGS, TENSORS
 from tests.support.planted_healthy import HEALTHY, Healthy
+from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.recorded_runs import RecordedRun
@@ -21,7 +22,7 @@ from tests.support.recorded_runs import RecordedRun
 def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    cases: list[Case | Healthy] = [*HEALTHY, *MORE_HEALTHY, *TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE]
+    cases: list[Case | Healthy] = [*HEALTHY, *MORE_HEALTHY, *TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST]
     patterns = sys.argv[1:]
     chosen = [one for one in cases if not patterns or any(re.search(pattern, one.name) for pattern in patterns)]
     made: dict[str, RecordedRun] = {}

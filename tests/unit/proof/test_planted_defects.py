@@ -18,11 +18,12 @@ from megatron_grpo.observability.run_files import read_lines
 from tests.support.planted import RUNS, Case, examine, fresh, verdict
 from tests.support.planted_engines import SETTINGS, TENSORS
 from tests.support.planted_healthy import HEALTHY, Healthy
+from tests.support.planted_last import LAST
 from tests.support.planted_more import MORE, MORE_HEALTHY
 from tests.support.planted_others import RECORDS, TRAINERS
 from tests.support.recorded_runs import RecordedRun
 
-DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE)
+DEFECTS = (*TENSORS, *SETTINGS, *TRAINERS, *RECORDS, *MORE, *LAST)
 HEALTHY_RUNS = (*HEALTHY, *MORE_HEALTHY)
 FAST = frozenset(
     {
