@@ -172,7 +172,8 @@ def try_run(trial: Trial, folder: Path) -> dict[str, Any]:
             trial.damage(run_dir)
     made = time.monotonic()
     errors, marked = _steps(run_dir)
-    begins = next((step for step, error in errors.items() if error > LARGE), None)
+    is_refused = _is_refused(trial, errors, log.read_text())
+    begins = None if is_refused else next((step for step, error in errors.items() if error > LARGE), None)
     code, text = _python(["megatron_grpo.doctor", str(run_dir), "--json"], trial.defect if trial.in_doctor else None)
     found = json.loads(text.splitlines()[-1]) if code in (0, 1) and text.strip().endswith("}") else {}
     return {
@@ -186,14 +187,15 @@ def try_run(trial: Trial, folder: Path) -> dict[str, Any]:
             ],
             "refusal": None if found else text.strip()[-400:],
         },
-        "verdict": "refused" if _refused(trial, begins, log) else judge(trial, code, found, text),
+        "verdict": "refused" if is_refused else judge(trial, code, found, text),
         "seconds": {"run": round(made - began, 1), "doctor": round(time.monotonic() - made, 1)},
     }
 
 
-def _refused(trial: Trial, begins: int | None, log: Path) -> bool:
-    """Whether a run with a defect ended before a token was sampled wrongly."""
-    return trial.defect is not None and begins is None and _exit_code(log.read_text()) != 0
+def _is_refused(trial: Trial, errors: dict[int, float], log: str) -> bool:
+    """Whether a check of weights ended the run before a token was sampled wrongly."""
+    is_right = not errors or errors[max(errors)] <= LARGE
+    return trial.defect is not None and _exit_code(log) != 0 and is_right and "serve" in log
 
 
 def _exit_code(log: str) -> int:

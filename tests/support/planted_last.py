@@ -39,11 +39,6 @@ def gate_and_up_mixed(now: Tensors, _: Tensors) -> Tensors:
     return now | {gate: torch.cat([first, fourth]), up: torch.cat([third, second])}
 
 
-def padded_vocabulary(logits: Tensor) -> Tensor:
-    """A softmax that counts 61 columns of padding, whose logits are 0."""
-    return logits + logits.logsumexp(-1) - torch.cat([logits, logits.new_zeros(61)]).logsumexp(-1)
-
-
 def stale_in_second_version(run: RecordedRun) -> None:
     """Weights change within each response, and the engine keeps one matrix of the earlier version."""
     version = len(run.versions) - 1
@@ -195,15 +190,6 @@ LAST: Sequence[Case] = (
         OF_MODEL,
         (r"model\.norm",),
         r"model\.norm",
-    ),
-    Case(
-        "columns of padding in the softmax",
-        "dense",
-        engine(choose=padded_vocabulary),
-        OF_MODEL | SAMPLING,
-        ("vocab|padd",),
-        "$^",
-        must=False,
     ),
     Case(
         "stale matrix after a change of version",
