@@ -130,6 +130,7 @@ def test_a_run_that_refused_a_refit_is_not_healthy(run: RecordedRun, capsys: pyt
     code, diagnosis = examine(run, capsys)
     assert (code, diagnosis["findings"][0]["name"]) == (1, "canary")
     summary.unlink()
+    (run.run_dir / "metrics.jsonl").unlink()
 
 
 def test_settings_that_engines_reported_are_compared(
