@@ -28,12 +28,14 @@ from megatron_grpo.proof.recorded_figures import (
     STALE_EXCESS,
     RecordedFigures,
     is_beyond,
+    read_refused_refit,
     read_run_figures,
     replay_in_layout,
     suspicious_steps,
 )
 from megatron_grpo.proof.suspects.settings import PRECISION
 from megatron_grpo.proof.suspects.side import Side, SideName
+from megatron_grpo.proof.suspects.versions import REFIT
 from megatron_grpo.weights.families import shape_of_folder
 
 
@@ -312,6 +314,10 @@ class Examination:
             text = f"the canary of the refit to version {version} differed by {of_refit.canary:.3g}, more than "
             text += f"{of_refit.canary_limit:.3g}"
             diagnosis.findings.append(Finding("canary", "weights", text, OTHER_WEIGHTS))
+        reason = read_refused_refit(self._run_dir)
+        if reason is not None:
+            text = f"the run ended because a check of weights refused a refit: {reason}"
+            diagnosis.findings.append(Finding("refused_refit", "weights", text, REFIT))
         diagnosis.remarks += differing_modes(self._run_dir, config)
         others = [number for number in suspicious if number != step]
         if others:

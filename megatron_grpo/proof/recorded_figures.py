@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.data.replay_files import library_versions
-from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
+from megatron_grpo.observability.run_files import METRICS_FILE, SUMMARY_FILE, read_lines
 from megatron_grpo.proof.compare import Comparison, compare, tolerances
 from megatron_grpo.proof.record import RecordedStep, open_step
 from megatron_grpo.proof.replay import replay_step
@@ -71,9 +72,30 @@ def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
 
 
 def _figure(row: Mapping[str, Any], name: str) -> float | None:
-    if name not in row:
+    values = {**row.get("throughput", {}), **row}  # figures of the checks of weights stand there
+    if name not in values:
         return None
-    return math.nan if row[name] is None else float(row[name])
+    return math.nan if values[name] is None else float(values[name])
+
+
+NOT_SERVED = ("is not served:", "must not serve:")
+"""What the reason of a run says that ended because a check of weights refused a refit."""
+
+
+def read_refused_refit(run_dir: Path) -> str | None:
+    """The reason with which a run ended, if a check of weights had refused a refit; else None.
+
+    Raises:
+        ValueError: the summary of the run is damaged; the message names the file.
+    """
+    file = run_dir / SUMMARY_FILE
+    if not file.exists():
+        return None
+    try:
+        reason = json.loads(file.read_text(encoding="utf-8")).get("reason")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    return reason if isinstance(reason, str) and any(text in reason for text in NOT_SERVED) else None
 
 
 def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool) -> list[int]:

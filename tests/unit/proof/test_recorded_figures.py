@@ -113,6 +113,26 @@ def test_every_engine_is_scored_although_few_tokens_are(
     assert (code, [one["name"] for one in diagnosis["findings"]]) == (1, ["version_behind"])
 
 
+def test_a_run_that_refused_a_refit_is_not_healthy(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """No step is wrong then: the run ended before the engines served."""
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    write_metrics(run.run_dir, 1.0000003, 1.0000002)
+    summary = run.run_dir / "summary.json"
+    reason = "version 2 is not served: generation engine 0, worker 1: lm_head.weight differs"
+    summary.write_text(json.dumps({"outcome": "failed", "reason": reason}))
+    code, diagnosis = examine(run, capsys)
+    assert (code, [one["name"] for one in diagnosis["findings"]]) == (1, ["refused_refit"])
+    assert "lm_head.weight differs" in diagnosis["findings"][0]["text"]
+    summary.write_text(json.dumps({"outcome": "completed", "reason": None}))
+    assert examine(run, capsys)[0] == 0
+    canary = {"canary_logprob_error": 4e-3, "throughput": {"canary_limit": 1e-4}}
+    write_metrics(run.run_dir, 1.0000003, 1.0000002, **canary)
+    code, diagnosis = examine(run, capsys)
+    assert (code, diagnosis["findings"][0]["name"]) == (1, "canary")
+    summary.unlink()
+    (run.run_dir / "metrics.jsonl").unlink()
+
+
 def test_settings_that_engines_reported_are_compared(
     run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
