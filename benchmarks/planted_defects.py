@@ -280,7 +280,8 @@ def main() -> None:
         for trial in chosen:
             results[trial.name] = try_run(trial, folder)
             print(f"{trial.name}: {json.dumps(results[trial.name])}", file=sys.stderr, flush=True)
-        print(json.dumps({**header("planted_defects"), **summary(results), "runs": results}, indent=2))
+        whole = json.dumps({**header("planted_defects"), **summary(results), "runs": results}, indent=2)
+        print(whole.replace(str(folder), "FOLDER"))
 
 
 if __name__ == "__main__":
