@@ -132,6 +132,13 @@ TRIALS = (
         ("eps",),
         (*ALONE, "generation.engine_args.hf_overrides={rms_norm_eps: 0.01}"),
     ),
+    Trial(
+        "another epsilon, no canary",
+        None,
+        ("layer", "weights", "model"),
+        ("rms_norm_eps",),
+        (*ALONE, UNCHECKED, "generation.engine_args.hf_overrides={rms_norm_eps: 0.01}"),
+    ),
     Trial("packed sequences leak", "leak", LAYOUT, ("pack|layout",), DATA),
     Trial("packed sequences leak, no canary", "leak", LAYOUT, ("pack",), (*DATA, UNCHECKED)),
     Trial(
@@ -173,7 +180,8 @@ def try_run(trial: Trial, folder: Path) -> dict[str, Any]:
     made = time.monotonic()
     errors, marked = _steps(run_dir)
     is_refused = _is_refused(trial, errors, log.read_text())
-    begins = None if is_refused else next((step for step, error in errors.items() if error > LARGE), None)
+    is_settled = is_refused or not trial.causes  # tokens of older weights differ in healthy asynchronous runs
+    begins = None if is_settled else next((step for step, error in errors.items() if error > LARGE), None)
     code, text = _python(["megatron_grpo.doctor", str(run_dir), "--json"], trial.defect if trial.in_doctor else None)
     found = json.loads(text.splitlines()[-1]) if code in (0, 1) and text.strip().endswith("}") else {}
     return {
@@ -195,7 +203,7 @@ def try_run(trial: Trial, folder: Path) -> dict[str, Any]:
 def _is_refused(trial: Trial, errors: dict[int, float], log: str) -> bool:
     """Whether a check of weights ended the run before a token was sampled wrongly."""
     is_right = not errors or errors[max(errors)] <= LARGE
-    return trial.defect is not None and _exit_code(log) != 0 and is_right and "serve" in log
+    return bool(trial.causes) and trial.damage is None and _exit_code(log) != 0 and is_right and "serve" in log
 
 
 def _exit_code(log: str) -> int:
