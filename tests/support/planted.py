@@ -64,6 +64,8 @@ class Case:
     """Pattern of the tensors that a text may name; None: any."""
     must: bool = True
     """Whether it has to be named; else it is enough that the run is not called healthy, and nothing wrong is."""
+    overrides: tuple[str, ...] = ()
+    """Changes of the run's configuration."""
 
 
 @dataclass(frozen=True)

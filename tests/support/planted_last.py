@@ -127,6 +127,15 @@ def empty_file(run: RecordedRun) -> None:
 
 LAST: Sequence[Case] = (
     Case(
+        "another epsilon that engine_args say",
+        "llama",
+        engine(config={"rms_norm_eps": 1e-2}),
+        OF_MODEL,
+        (r"^(?!.*name_or_path).*hf_overrides\.rms_norm_eps",),
+        "$^",
+        overrides=("generation.engine_args.hf_overrides={rms_norm_eps: 0.01}",),
+    ),
+    Case(
         "matrix 2% off",
         "llama",
         engine(scaled(1.02, "layers.3.self_attn.q_proj")),

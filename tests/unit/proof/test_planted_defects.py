@@ -68,7 +68,7 @@ def make(made: Callable[[str], RecordedRun], tmp_path: Path) -> MakeRun:
 
 @pytest.mark.parametrize("case", cases_of(DEFECTS))
 def test_a_defect_is_named(case: Case, make: MakeRun) -> None:
-    run = make(case.run)
+    run = make(case.run, *case.overrides)
     case.plant(run)
     answer = examine(run)
     judged = verdict(case, answer)
