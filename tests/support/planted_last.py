@@ -166,6 +166,7 @@ LAST: Sequence[Case] = (
         WEIGHTS,
         ("kv_b_proj|heads", LAYER(2)),
         r"layers\.2\.self_attn",
+        must=False,
     ),
     Case(
         "gate and up of one expert exchanged",
@@ -182,6 +183,7 @@ LAST: Sequence[Case] = (
         WEIGHTS,
         ("bias|k_proj", LAYER(2)),
         r"layers\.2\.self_attn\.[kv]_proj",
+        must=False,
     ),
     Case(
         "gate and up mixed by shards",
@@ -190,6 +192,7 @@ LAST: Sequence[Case] = (
         WEIGHTS,
         ("gate|up|shard", LAYER(1)),
         r"layers\.1\.mlp",
+        must=False,
     ),
     Case("top_k beside a temperature", "colder", engine(choose=likeliest(10)), SAMPLING, ("top_k",), "$^"),
     Case(
@@ -249,6 +252,7 @@ LAST: Sequence[Case] = (
         RECORD,
         ("exchange|permut|(an)?other rollout|order",),
         "$^",
+        must=False,
     ),
     Case(
         "log-probabilities of base ten",
