@@ -175,6 +175,7 @@ LAST: Sequence[Case] = (
         WEIGHTS,
         ("gate", "up", LAYER(3), r"\b1\b"),
         r"layers\.3\.mlp",
+        must=False,
     ),
     Case(
         "biases of keys and values exchanged",
