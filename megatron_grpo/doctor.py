@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.typed import converted
+from megatron_grpo.controller.directory import CONFIG_FILE
 from megatron_grpo.controller.recorded_config import config_of_run
+from megatron_grpo.observability.summary import reason_of_end
 from megatron_grpo.weights.source import model_folder
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ def _run(arguments: Sequence[str]) -> int:
     given = {name: converted(name, own[name], kind) for name, kind in _OWN.items() if name in own}
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not the folder of a run")
+    if not (run_dir / CONFIG_FILE).exists() and (reason := reason_of_end(run_dir)) is not None:
+        raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
     config = config_of_run(run_dir, overrides)
     model = model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,22 @@ class RunEnd:
 
 
 COMPLETED = RunEnd("completed")
+
+
+def reason_of_end(run_dir: Path) -> str | None:
+    """The message that says why a run ended before its last step; None: it has none.
+
+    Raises:
+        ValueError: the summary of the run is damaged; the message names the file.
+    """
+    file = run_dir / SUMMARY_FILE
+    if not file.exists():
+        return None
+    try:
+        reason = json.loads(file.read_text(encoding="utf-8")).get("reason")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    return reason if isinstance(reason, str) else None
 
 
 def write_summary(

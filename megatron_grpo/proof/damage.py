@@ -18,6 +18,8 @@ FEW = 2
 """Most tokens of a rollout that are named one by one; in a rollout with more, the cause is elsewhere."""
 MOST_IDS = 64
 """Most token ids that are tried in the place of an edited one: those whose log-probability is nearest to the record."""
+CUT = 1e-3
+"""Largest difference, in nats, of a record that agrees but for numbers that are cut off."""
 DIGITS = 4
 """Most decimal places of a record that counts as rounded; float32 has about seven."""
 
@@ -47,6 +49,9 @@ def _coarse(side: Side, base: Tensor, _rounding: Distance) -> Finding | None:
         scaled = recorded.double() * 10**digits
         if float((scaled - scaled.round()).abs().max()) < 1e-3 and float(apart.max()) < 0.6 * 10**-digits:
             return _finding(side, f"has numbers of {digits} decimal places", WRITER, base)
+    least = recorded.min()
+    if int((recorded == least).sum()) > 1 and float(residual(recorded, base.clamp(min=float(least))).max()) < CUT:
+        return _finding(side, f"has no number below {float(least):.4g}", WRITER, base)
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         if (
             torch.equal(recorded.to(dtype).float(), recorded)
@@ -120,22 +125,32 @@ def _shifted(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
     return None
 
 
+LEAST_MATCH = 4
+"""Fewest numbers of two rollouts by which one is taken for the other's."""
+
+
 def _exchanged(side: Side, base: Tensor, rounding: Distance) -> Finding | None:
-    """Rollouts that have each other's numbers."""
+    """Rollouts that have the numbers of others, as far as they are long."""
     recorded, plain = side.recorded.split(side.lengths), base.split(side.lengths)
-    for first in range(len(recorded)):
-        for second in range(first + 1, len(recorded)):
-            if len(recorded[first]) != len(recorded[second]) or len(recorded[first]) < 2:
+    sources: dict[int, int] = {}
+    for number, numbers in enumerate(recorded):
+        for other, predicted in enumerate(plain):
+            size = min(len(numbers), len(predicted))
+            is_own = Distance.between(numbers, plain[number]).within(rounding)
+            if number == other or is_own or size < LEAST_MATCH:
                 continue
-            crossed = torch.cat([plain[second], plain[first]])
-            straight = torch.cat([plain[first], plain[second]])
-            both = torch.cat([recorded[first], recorded[second]])
-            if Distance.between(both, crossed).within(rounding) and not Distance.between(both, straight).within(
-                rounding
-            ):
-                names = f"({side.rollouts[first].name}) and ({side.rollouts[second].name})"
-                return _finding(side, f"has exchanged the log-probabilities of the rollouts {names}", CHANGED, base)
-    return None
+            if Distance.between(numbers[:size], predicted[:size]).within(rounding):
+                sources[number] = other
+    if len(sources) < max(2, len(recorded) - 1):
+        return None
+    names = [f"({rollout.name})" for rollout in side.rollouts]
+    if len(sources) == 2 and all(sources.get(other) == number for number, other in sources.items()):
+        first, second = sources
+        text = f"has exchanged the log-probabilities of the rollouts {names[first]} and {names[second]}"
+    else:
+        texts = [f"{names[number]} has those of {names[other]}" for number, other in sources.items()]
+        text = f"has the log-probabilities of other rollouts: {'; '.join(texts[:4])}" + "; and so on" * (len(texts) > 4)
+    return _finding(side, text, CHANGED, base)
 
 
 def find_edits(side: Side, base: Tensor, rounding: Distance) -> tuple[Finding, int] | None:

@@ -37,7 +37,7 @@ def read_engine_settings(run_dir: Path, config: Config, model_config: Any) -> di
     return {
         name: value
         for name, value in settings.items()
-        if name in policy and name not in _NO_NUMBERS and not _is_same(policy[name], value)
+        if name in policy and name not in _NO_NUMBERS and name[0] != "_" and not _is_same(policy[name], value)
     }
 
 

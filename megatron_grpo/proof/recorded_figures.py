@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ import torch
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.data.replay_files import library_versions
-from megatron_grpo.observability.run_files import METRICS_FILE, SUMMARY_FILE, read_lines
+from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
+from megatron_grpo.observability.summary import reason_of_end
 from megatron_grpo.proof.compare import Comparison, compare, tolerances
 from megatron_grpo.proof.record import RecordedStep, open_step
 from megatron_grpo.proof.replay import replay_step
@@ -88,14 +88,8 @@ def read_refused_refit(run_dir: Path) -> str | None:
     Raises:
         ValueError: the summary of the run is damaged; the message names the file.
     """
-    file = run_dir / SUMMARY_FILE
-    if not file.exists():
-        return None
-    try:
-        reason = json.loads(file.read_text(encoding="utf-8")).get("reason")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
-    return reason if isinstance(reason, str) and any(text in reason for text in NOT_SERVED) else None
+    reason = reason_of_end(run_dir) or ""
+    return reason if any(text in reason for text in NOT_SERVED) else None
 
 
 def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool) -> list[int]:

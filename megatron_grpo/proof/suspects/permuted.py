@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, pairwise
@@ -62,6 +63,12 @@ def _exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[str, str
     for first, second in (*MATRICES, *NORMS):
         name = "gate_up_swapped" if first == "gate_proj" else "permuted_weights"
         yield name, f"{first} and {second} in each other's place", partial(_swap_names, first, second)
+        text = f"the biases of {first} and {second} in each other's place"
+        yield "permuted_weights", text, partial(_swap_names, f"{first}.bias", f"{second}.bias")
+    text = "the second halves of gate_proj and up_proj exchanged"
+    yield "permuted_weights", text, partial(_split_stack, (0, 3, 2, 1))
+    text = "gate_proj and up_proj split over two ranks as one matrix"
+    yield "permuted_weights", text, partial(_split_stack, (0, 2, 1, 3))
     for projection, heads in _heads(layer, config).items():
         for text, order in _orders(heads).items():
             yield "permuted_weights", f"heads of {projection} {text}", partial(_order_heads, projection, order)
@@ -76,11 +83,14 @@ def _exchanges(layer: dict[str, Tensor], config: Any) -> Iterator[tuple[str, str
         partial(_pairs, True, config),
     )
     experts = next((len(value) for value in layer.values() if value.dim() == 3), 0)
+    for expert in range(experts):
+        text = f"gate_proj and up_proj of expert {expert} in each other's place"
+        yield "gate_up_swapped", text, partial(_swap_of_expert, expert)
     for text, order in _orders(experts).items():
         yield "permuted_weights", f"experts {text}", partial(_order_experts, order)
     for projection in ("o_proj", "down_proj"):
         yield "permuted_weights", f"the halves of {projection}'s columns exchanged", partial(_halves, projection, 1)
-    for projection in ("gate_proj", "up_proj"):
+    for projection in ("gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "qkv_proj"):
         yield "permuted_weights", f"the halves of {projection}'s rows exchanged", partial(_halves, projection, 0)
     for projection in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
         yield "permuted_weights", f"{projection} transposed", partial(_transposed, projection)
@@ -92,10 +102,32 @@ def _swap_names(first: str, second: str, layer: dict[str, Tensor]) -> dict[str, 
         if name.endswith("gate_up_proj") and (first, second) == MATRICES[0]:  # [experts, gate rows and up rows, hidden]
             changed[name] = torch.cat(value.chunk(2, dim=1)[::-1], dim=1)
         for here, there in ((first, second), (second, first)):
-            other = layer.get(name.replace(here, there)) if f"{here}." in name else None
+            other = layer.get(name.replace(here, there)) if re.search(rf"{here}(\.|$)", name) else None
             if other is not None and other.shape == value.shape:
                 changed[name] = other
     return changed
+
+
+def _swap_of_expert(expert: int, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The stacked gate and up matrices with those of one expert exchanged."""
+    changed = {}
+    for name, value in layer.items():
+        if name.endswith("gate_up_proj"):
+            changed[name] = value.clone()
+            changed[name][expert] = torch.cat(value[expert].chunk(2)[::-1])
+    return changed
+
+
+def _split_stack(order: tuple[int, ...], layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gate and up matrices whose four halves, stacked, are in another order."""
+    changed = {}
+    for name, value in layer.items():
+        up = layer.get(name.replace("gate_proj", "up_proj")) if "gate_proj." in name else None
+        if up is not None and up.shape == value.shape:
+            halves = [*value.chunk(2), *up.chunk(2)]
+            changed[name] = torch.cat([halves[number] for number in order[:2]])
+            changed[name.replace("gate_proj", "up_proj")] = torch.cat([halves[number] for number in order[2:]])
+    return {name: value for name, value in changed.items() if value.shape == layer[name].shape}
 
 
 def _heads(layer: Tensors, config: Any) -> dict[str, int]:

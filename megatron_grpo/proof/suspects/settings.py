@@ -19,22 +19,23 @@ MODEL = f"config.json in policy.model.path, and {OVERRIDES}"
 ROPE = f"rope_parameters of {MODEL}"
 EPSILONS = tuple(10.0**power for power in range(-12, 1))
 SCALES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
-WINDOWS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+WINDOWS = (*range(1, 65), 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 CAPS = (10.0, 20.0, 30.0, 50.0)
 
 
 def engine_setting_suspects(settings: Mapping[str, Any], side: Side) -> Iterator[Candidate]:
-    """Settings of the model that the engine had and the policy's folder has not, together and each alone.
+    """Settings of the model that the engine had and the policy's folder has not, each alone and together.
 
     `settings`: entries of the model's configuration, by name, that the engine was started with.
     """
-    alone = [{name: value} for name, value in settings.items()] if len(settings) > 1 else []
-    for changes in ([dict(settings)] if settings else []) + alone:
+    alone = [{name: value} for name, value in settings.items()]
+    for changes in [*alone, *([dict(settings)] if len(settings) > 1 else [])]:
         config = side.oracle.model.config
         parts = [f"{name}={value}, and the model says {getattr(config, name, None)}" for name, value in changes.items()]
         key = ", ".join(f"{OVERRIDES}.{name}" for name in changes)
-        yield from _with_settings(side, Suspect("engine_settings", "layer", f"has {'; '.join(parts)}", key), changes)
+        suspect = Suspect("engine_settings", "layer", f"has {'; '.join(parts)}", key, assumes=len(changes))
+        yield from _with_settings(side, suspect, changes)
 
 
 def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> Iterator[Candidate]:
@@ -92,6 +93,7 @@ def _other_values(config: Any) -> dict[str, tuple[Any, ...]]:
         if window is None
         else (1 << 20, *WINDOWS, window - 1, window + 1, window // 2, 2 * window),
         "num_experts_per_tok": tuple(range(1, min(count, 2 * chosen) + 1)) if count and chosen else (),
+        "layer_types": _other_kinds(getattr(config, "layer_types", None)),
         "norm_topk_prob": (True, False),
         "routed_scaling_factor": (1.0,),
         "hidden_act": ACTIVATIONS,
@@ -102,11 +104,24 @@ def _other_values(config: Any) -> dict[str, tuple[Any, ...]]:
     return {name: others for name, others in values.items() if hasattr(config, name)}
 
 
+def _other_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
+    """The kinds of the layers in other orders, and one kind for all."""
+    if not kinds or len(set(kinds)) < 2:
+        return ()
+    moved = [[*kinds[by:], *kinds[:by]] for by in range(1, min(len(kinds), 8))]
+    return ([kinds[0]] * len(kinds), [kinds[-1]] * len(kinds), list(kinds[::-1]), *moved)
+
+
 def rope_suspects(side: Side) -> Iterator[Candidate]:
     """Other rotary embeddings: without the model's scaling, with another factor or base, or with a scaling it lacks."""
     whole: dict[str, Any] = side.oracle.model.config.rope_parameters
     # Some families have parameters of their own for each kind of layer.
     of_kinds = {"": whole} if "rope_type" in whole else {f" of {kind}": rope for kind, rope in whole.items()}
+    if len(of_kinds) == 2:
+        first, second = whole
+        exchanged = {first: whole[second], second: whole[first]}
+        text = f"has the rotary embeddings of {first} and {second} in each other's place"
+        yield Suspect("rope_scaling", "layer", text, ROPE), partial(_with_rope, exchanged)
     for kind, rope in of_kinds.items():
         for text, other in _other_ropes(rope):
             everywhere = {**whole, kind.removeprefix(" of "): other} if kind else other

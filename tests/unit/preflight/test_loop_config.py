@@ -62,11 +62,6 @@ FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[p
             "grpo.early_stop.enabled=True",
             "needs data.val_path and grpo.val_period",
         ),
-        (
-            ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.1", "generation.parallel.data=16"],
-            "generation.parallel.data=16",
-            "35 prompts x 8 generations = 280 samples",
-        ),
     ],
 )
 def test_what_does_not_fit_together(overrides: list[str], subject: str, text: str) -> None:
