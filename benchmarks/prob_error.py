@@ -70,7 +70,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
             pack = canary.sequences
 
             def step(*, watched: bool, packed: bool = True) -> Any:
-                grpo.notice = timed if watched else lambda *_: NOTHING
+                vars(grpo)["notice"] = timed if watched else lambda *_: NOTHING
                 config.refit.prob_error_limit = limit if watched else None
                 canary.sequences = pack if packed else pack[:1]
                 number = run.state["total_steps"] + 1

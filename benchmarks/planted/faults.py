@@ -112,7 +112,7 @@ def spoil_sender(module: ModuleType, defect: str) -> None:
         entries = list(bound(*arguments))
         return entries if len(calls) <= RIGHT_REFITS else [replace(one, adapted=None) for one in entries]
 
-    module.bound_entries = bare
+    vars(module)["bound_entries"] = bare
 
 
 def spoil_packing(module: ModuleType, defect: str) -> None:
@@ -125,13 +125,13 @@ def spoil_packing(module: ModuleType, defect: str) -> None:
         whole = replace(layout, widths=np.array([layout.widths.sum()]), lengths=np.array([layout.widths.sum()]))
         return calls(whole, window, move)
 
-    module.attention_calls = leaking
+    vars(module)["attention_calls"] = leaking
 
 
 def spoil_rank(module: ModuleType, defect: str) -> None:
     """A rank of the policy computes something else than its weights say."""
     if defect == "vocabulary_shards":
-        module.linear_logprobs = partial(_other_shard, module.linear_logprobs)
+        vars(module)["linear_logprobs"] = partial(_other_shard, module.linear_logprobs)
     if defect in ("stage_off", "replica_off", "no_temperature"):
         build = module.PolicyRank.__init__
 
@@ -170,4 +170,4 @@ def spoil_requests(module: ModuleType, defect: str) -> None:
         return
     arguments = module.sampling_arguments
     changed = {"top_p": {"top_p": 0.7}, "repetition_penalty": {"repetition_penalty": 1.3}}[defect]
-    module.sampling_arguments = lambda *given: {**arguments(*given), **changed}
+    vars(module)["sampling_arguments"] = lambda *given: {**arguments(*given), **changed}
