@@ -187,11 +187,12 @@ ROPE = {"rope_type": "default", "rope_theta": 3e4}
     ("family", "sizes", "changes", "point"),
     [
         ("qwen3", {}, {"rms_norm_eps": 1e-3}, "layers.0.input_layernorm"),
-        (
+        pytest.param(
             "gemma3",
             {"tensor": 2, "sequence": True},
             {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
             "layers.1.self_attn.heads",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "qwen3", {"context": 2}, {"rope_parameters": ROPE}, "layers.0.self_attn.heads", marks=pytest.mark.slow

@@ -78,6 +78,7 @@ def test_a_healthy_run_has_nothing(dense: RecordedRun, tmp_path: Path) -> None:
     assert set(found.sides) == {"engine", "trainer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["model.layers.0.mlp.up_proj.weight", *rare(["model.layers.3.self_attn.k_norm.weight"])]
 )
@@ -106,6 +107,7 @@ def test_one_of_two_engines_that_is_a_version_behind_is_named(dense: RecordedRun
     assert found.findings[0].text.endswith("(in 4 of 8 rollouts)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [[2], *rare([[0, 1, 2, 3]])], ids=["one layer", "every layer"])
 def test_swapped_gate_and_up_are_named(dense: RecordedRun, tmp_path: Path, layers: list[int]) -> None:
     def swap(now: dict[str, Tensor]) -> dict[str, Tensor]:
