@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ],
     ),
     "kv_cache": ("qwen3_8b_8gpu", "qwen3_8b", ["generation.engine.gpu_memory_utilization=0.2"]),
-    "sequence": ("qwen3_8b_8gpu", "qwen3_8b", [*_LONG, "cluster.nodes=2"]),
+    "sequence": ("llama3_8b_8gpu", "llama3_1_8b", [*_LONG, "cluster.nodes=2", "policy.activation_checkpointing=false"]),
     "reference": (
         "qwen3_8b_8gpu",
         "qwen3_8b",
