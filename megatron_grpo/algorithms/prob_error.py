@@ -104,7 +104,7 @@ class NoiseBounds:
 
 
 def noise_kind(config: Config) -> str:
-    """Name of what determines the noise; noise that was measured for another one does not count."""
+    """Name of the kind of noise a run has; noise measured under another name does not count."""
     hides = " with penalties or a form" if config.generation.hides_distribution else ""
     return f"{config.coarsest_precision}{hides}"
 

@@ -98,11 +98,10 @@ class Causes:
         self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
 
     def oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
-        """The model of a version in transformers; that of the examined version and the latest others are kept."""
+        """The model of a version in transformers; that of the examined version and the latest other one are kept."""
         key, kept = (version, dtype), (self._version, torch.float32)
         if key not in self._oracles:
-            while len(self._oracles) > 2:
-                self._oracles.pop(next(other for other in self._oracles if other != kept))
+            self._oracles = {other: oracle for other, oracle in self._oracles.items() if other == kept}
             self._oracles[key] = Oracle(self._weights.folder(version), dtype)
         return self._oracles[key]
 
@@ -145,7 +144,7 @@ class Causes:
 
     def _tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
         """Groups of suspects; a tier is tried only if none before it reproduces the record."""
-        others = {number: self.oracle(number) for number in self._near(version)[:NEAREST]}
+        others = self._near(version)[:NEAREST]
         has_adapters = self._config.policy.lora.rank > 0
         first: list[Group] = [partial(sampling_suspects, stops)]
         if side.name == "engine":
@@ -154,13 +153,13 @@ class Causes:
                 partial(engine_setting_suspects, settings),
                 partial(prompt_suspects, self._prompts.other_sequences),
             ]
-            first += [partial(cache_suspects, version, others)]
+            first += [partial(cache_suspects, version, others, self.oracle)]
         else:
             packs = read_packs(self._run_dir, self._step, self._config, self._weights.shape)
             first += [partial(packing_suspects, packs)]
-        first += [partial(version_suspects, version, others, has_adapters)]
+        first += [partial(version_suspects, version, others, self.oracle, has_adapters)]
         if has_adapters and version != 0:
-            first += [partial(adapter_suspects, self.oracle(0))]
+            first += [partial(adapter_suspects, self.oracle)]
         yield first
         yield [rope_suspects, setting_suspects, router_suspects, rounded_weight_suspects]
         policy, generation = self._config.policy.parallel, self._config.generation.parallel
@@ -169,10 +168,10 @@ class Causes:
         near = self._near(version)
         earlier = list(dict.fromkeys([*near[:1], *near[-1:]]))
         texts = {number: self._name_of(number, has_adapters) for number in earlier}
-        stale = [partial(stale_suspects, parts, self.oracle(number), texts[number]) for number in earlier]
+        stale = [partial(stale_suspects, parts, partial(self.oracle, number), texts[number]) for number in earlier]
         yield [*stale, partial(missing_suspects, parts), permuted_suspects]
         yield [partial(scaled_suspects, parts, Side.predict)]
-        yield [partial(stale_sets, parts, self.oracle(number), texts[number]) for number in earlier]
+        yield [partial(stale_sets, parts, partial(self.oracle, number), texts[number]) for number in earlier]
 
     def _near(self, version: int) -> list[int]:
         """Other available versions, the nearest first, earlier ones before later ones."""

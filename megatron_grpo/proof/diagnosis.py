@@ -70,7 +70,7 @@ class Finding:
     after: Distance | None = None
     """That distance under this explanation."""
     others: list[str] = field(default_factory=list)
-    """Other explanations that come near: what each is, and the share of the difference that it explains."""
+    """Texts of other explanations, each with the share of the difference that it explains."""
 
     @property
     def explained(self) -> float:

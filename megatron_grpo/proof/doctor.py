@@ -331,7 +331,7 @@ class Examination:
                 diagnosis.findings.append(Finding("recorded_error", "layout", f"{text}; {examined}", key))
 
     def _against_record(self) -> Finding:
-        """The finding that the recorded difference needs what one rank of this machine does not have."""
+        """The finding for an error that the run recorded and one rank does not compute."""
         diagnosis, config, step = self._diagnosis, self._config, self._evidence.step
         measured = (
             f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
@@ -348,8 +348,8 @@ class Examination:
             "the difference needs the run's layout, packing or versions"
         )
         replay = replay_in_layout(self._run_dir, step, config, self._timeout_s)
-        cause_is_known = "layout_differs" if replay.differs else "recorded_error"
-        return Finding(cause_is_known, "layout", f"{text}; {replay.text}", replay.command)
+        name = "layout_differs" if replay.differs else "recorded_error"
+        return Finding(name, "layout", f"{text}; {replay.text}", replay.command)
 
 
 def _without_repetitions(findings: list[Finding]) -> list[Finding]:

@@ -71,8 +71,9 @@ class Search:
                 if time.monotonic() > self.until:
                     self.untried = True
                     break
-            tried.sort(key=lambda entry: entry[0].mean)
-            for distance, suspect, (_, predict) in tried[:FINALISTS]:
+                if len(tried) > 2 * FINALISTS:  # the others' tensors need not stay in memory
+                    tried = _closest(tried)
+            for distance, suspect, (_, predict) in _closest(tried):
                 whole = distance if part is self.side else Distance.between(self.side.recorded, predict(self.side))
                 self.explanations.append(Explanation(suspect, whole))
         self.explanations.sort(key=lambda explanation: explanation.after.mean)
@@ -126,3 +127,8 @@ class Search:
             if share >= MENTIONED and (chosen is None or text != chosen.suspect.text):
                 texts.setdefault(text, share)
         return [f"{text}: {share:.1%}" for text, share in list(texts.items())[:MOST_OTHERS]]
+
+
+def _closest(tried: list[tuple[Distance, Suspect, Candidate]]) -> list[tuple[Distance, Suspect, Candidate]]:
+    """The finalists among suspects, closest first."""
+    return sorted(tried, key=lambda entry: entry[0].mean)[:FINALISTS]

@@ -20,7 +20,7 @@ LARGEST = 40.0
 
 
 def residual(recorded: Tensor, predicted: Tensor) -> Tensor:
-    """Absolute differences of log-probabilities, [tokens], float32; what is not finite counts as `LARGEST`."""
+    """Absolute differences of log-probabilities, [tokens], float32; a difference that is not finite is `LARGEST`."""
     return (recorded - predicted).nan_to_num(LARGEST, LARGEST, -LARGEST).abs().clamp(max=LARGEST)
 
 

@@ -84,7 +84,8 @@ def _leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor:
             tokens = _after(before, side.tokens[number], restarts)
             (predicted,) = side.oracle.logprobs([tokens], [side.law])
             tried.append(predicted)
-        pieces.append(min(tried, key=lambda predicted, recorded=recorded: float(residual(recorded, predicted).mean())))  # type: ignore[misc]
+        errors = [float(residual(recorded, predicted).mean()) for predicted in tried]
+        pieces.append(tried[errors.index(min(errors))])
     return torch.cat(pieces)
 
 

@@ -40,7 +40,7 @@ class Part:
     """By the tensor's name in transformers."""
 
     def mixed(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors with the other model's numbers in the part, by name; those that do not change are left out."""
+        """Tensors with the other model's numbers in the part, by name, without tensors that stay the same."""
         values = {}
         for name, region in self.regions.items():
             value = ours[name].clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -133,22 +134,22 @@ def _banned_token(side: Side, base: Tensor) -> int:
     return int(left.abs().mean(0).argmin())
 
 
+OtherPrompts = Callable[[Sequence[Rollout]], Mapping[str, tuple[str, Sequence[Tokens]]]]
+"""From rollouts to other prompts before them: by description, the key that chooses them and the sequences."""
 MOST_LENGTHS = 12
 """Most lengths to which prompts are cut."""
 
 
-def prompt_suspects(
-    others: Callable[[Sequence[Rollout]], Mapping[str, tuple[str, Sequence[Tokens]]]], side: Side
-) -> Iterator[Candidate]:
-    """Other prompts before the same responses.
-
-    `others`: from rollouts to the key and their sequences, by description.
-    """
-    for text in others(side.rollouts):
-        key = others(side.rollouts)[text][0]
+def prompt_suspects(others: OtherPrompts, side: Side) -> Iterator[Candidate]:
+    """Other prompts before the same responses."""
+    for text, (key, _) in others(side.rollouts).items():
         suspect = Suspect("wrong_template", "tokens", f"has seen another prompt: {text}", key)
-        yield suspect, lambda some, text=text: some.predict(tokens=others(some.rollouts)[text][1])  # type: ignore[misc]
+        yield suspect, partial(_with_prompts, others, text)
     yield from _cut_prompts(side)
+
+
+def _with_prompts(others: OtherPrompts, text: str, side: Side) -> Tensor:
+    return side.predict(tokens=others(side.rollouts)[text][1])
 
 
 def _cut_prompts(side: Side) -> Iterator[Candidate]:
@@ -162,11 +163,15 @@ def _cut_prompts(side: Side) -> Iterator[Candidate]:
     }
     steps = sorted({2**power for power in range(3, 17)} | {length - 1 for length in lengths} - {0})
     for most in [step for step in steps if step < max(lengths)][-MOST_LENGTHS:]:
-        cuts[f"cut to its last {most} tokens"] = lambda ids, most=most: ids[-most:]  # type: ignore[misc]
-        cuts[f"cut to its first {most} tokens"] = lambda ids, most=most: ids[:most]  # type: ignore[misc]
+        cuts[f"cut to its last {most} tokens"] = itemgetter(slice(-most, None))
+        cuts[f"cut to its first {most} tokens"] = itemgetter(slice(most))
     for text, cut in cuts.items():
         suspect = Suspect("cut_prompt", "tokens", f"has seen the prompt {text}", key)
-        yield suspect, lambda some, cut=cut: some.predict(tokens=[_recut(rollout, cut) for rollout in some.rollouts])  # type: ignore[misc]
+        yield suspect, partial(_with_cut_prompts, cut)
+
+
+def _with_cut_prompts(cut: Callable[[list[int]], list[int]], side: Side) -> Tensor:
+    return side.predict(tokens=[_recut(rollout, cut) for rollout in side.rollouts])
 
 
 def _recut(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -20,16 +20,23 @@ FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
 """Factors of adapters that are tried before the best one is refined."""
 
 
-def version_suspects(version: int, others: Mapping[int, Oracle], has_adapters: bool, side: Side) -> Iterator[Candidate]:
+Load = Callable[[int], Oracle]
+"""From a version to its model, which is loaded when it is needed, so that few models are in memory at once."""
+
+
+def version_suspects(
+    version: int, others: Sequence[int], load: Load, has_adapters: bool, side: Side
+) -> Iterator[Candidate]:
     """All weights of another version.
 
     Args:
         version: the version that the record names.
-        others: the models of other versions.
+        others: the other versions.
+        load: gives the model of a version.
         has_adapters: whether the run trains adapters, so that version 0 is the model without them.
         side: the record.
     """
-    for number, oracle in others.items():
+    for number in others:
         behind = version - number
         steps = f"{abs(behind)} version{'s' * (abs(behind) > 1)} {'behind' if behind > 0 else 'ahead'}"
         text = f"has the weights of version {number}, {steps}, and says version {version}"
@@ -37,16 +44,16 @@ def version_suspects(version: int, others: Mapping[int, Oracle], has_adapters: b
         if has_adapters and number == 0:
             text = "has no adapters: its weights are those of the base model"
             suspect = Suspect("adapters_missing", "weights", text, "policy.lora; " + REFIT)
-        yield suspect, partial(_of_model, oracle)
+        yield suspect, partial(_of_version, load, number)
 
 
-def _of_model(oracle: Oracle, side: Side) -> Tensor:
-    return side.predict(oracle=oracle)
+def _of_version(load: Load, number: int, side: Side) -> Tensor:
+    return side.predict(oracle=load(number))
 
 
-def adapter_suspects(base: Oracle, side: Side) -> Iterator[Candidate]:
-    """Adapters that are merged with another factor; `base`: the model without adapters."""
-    ours, bare = side.oracle.tensors(), base.tensors()
+def adapter_suspects(load: Load, side: Side) -> Iterator[Candidate]:
+    """Adapters that are merged with another factor; `load` gives version 0, the model without adapters."""
+    ours, bare = side.oracle.tensors(), load(0).tensors()
 
     def scaled(factor: float) -> AbstractContextManager[None]:
         return side.oracle.replaced(
@@ -69,26 +76,37 @@ def adapter_suspects(base: Oracle, side: Side) -> Iterator[Candidate]:
     )
 
 
-def cache_suspects(version: int, others: Mapping[int, Oracle], side: Side) -> Iterator[Candidate]:
-    """Keys and values that another version has left: of prompts, or of responses that a refit interrupted."""
+def cache_suspects(version: int, others: Sequence[int], load: Load, side: Side) -> Iterator[Candidate]:
+    """Keys and values that another version has left: of prompts, or of responses that a refit interrupted.
+
+    Takes the same as `version_suspects`.
+    """
     interrupted = any(len(_starts(side, number)) > 1 for number in range(len(side.rollouts)))
     key = "generation.engine.enable_prefix_caching=false"
     again = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
-    for number, oracle in others.items():
+    for number in others:
         text = f"has the keys and values of prompts cached from version {number}"
         suspect = Suspect("stale_cache", "staleness", text, key)
-        yield suspect, lambda some, oracle=oracle: _behind(oracle, some, _blocks(some))  # type: ignore[misc]
+        yield suspect, partial(_behind_blocks, load, number)
         for left in LEFT:
             suspect = Suspect("stale_cache", "staleness", f"{text}, but for the last {left} tokens", key)
-            yield suspect, partial(_behind_prompt, oracle, left)
+            yield suspect, partial(_behind_prompt, load, number, left)
         if interrupted:
             text = f"goes on with the keys and values of version {number} after a refit"
             suspect = Suspect("stale_cache", "staleness", text, again)
-            yield suspect, lambda some, oracle=oracle: _behind(oracle, some, _interruptions(some, version))  # type: ignore[misc]
+            yield suspect, partial(_behind_interruption, load, number, version)
 
 
-def _behind_prompt(oracle: Oracle, left: int, side: Side) -> Tensor:
-    return _behind(oracle, side, [max(0, length + 1 - left) for length in _prompts(side)])
+def _behind_blocks(load: Load, number: int, side: Side) -> Tensor:
+    return _behind(load(number), side, _blocks(side))
+
+
+def _behind_prompt(load: Load, number: int, left: int, side: Side) -> Tensor:
+    return _behind(load(number), side, [max(0, length + 1 - left) for length in _prompts(side)])
+
+
+def _behind_interruption(load: Load, number: int, version: int, side: Side) -> Tensor:
+    return _behind(load(number), side, _interruptions(side, version))
 
 
 def _behind(oracle: Oracle, side: Side, cuts: Sequence[int]) -> Tensor:

@@ -52,16 +52,16 @@ def parts_of(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -> 
     ]
 
 
-def stale_suspects(parts: Sequence[Part], other: Oracle, text: str, side: Side) -> Iterator[Candidate]:
+def stale_suspects(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
     """Each part with another version's numbers, and the head and the embedding of a tied pair alone.
 
     Args:
         parts: parts of the model.
-        other: the model of the other version.
+        load: gives the model of the other version.
         text: that version, for messages.
         side: the record.
     """
-    ours, theirs = side.oracle.tensors(), other.tensors()
+    ours, theirs = side.oracle.tensors(), load().tensors()
     for part in parts:
         values = part.mixed(ours, theirs)
         if values:
@@ -174,12 +174,12 @@ def _scaled_end(
         yield suspect, partial(predict, factor)
 
 
-def stale_sets(parts: Sequence[Part], other: Oracle, text: str, side: Side) -> Iterator[Candidate]:
+def stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
     """A set of tensors of another version whose effects add up to the gap.
 
     Weights change little in a step, so the effect of a set of tensors is nearly the sum of their effects.
     """
-    ours, theirs = side.oracle.tensors(), other.tensors()
+    ours, theirs = side.oracle.tensors(), load().tensors()
     plain = side.predict()
     changes = {part.name: values for part in parts if (values := part.mixed(ours, theirs))}
     effects = {name: _with_values(values, side) - plain for name, values in changes.items()}
