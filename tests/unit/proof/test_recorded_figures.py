@@ -79,6 +79,7 @@ def examine(run: RecordedRun, capsys: pytest.CaptureFixture[str], *arguments: st
 def test_a_run_is_not_healthy_against_its_record(
     run: RecordedRun, error: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
     write_metrics(run.run_dir, 1.0000003, error)
     code, diagnosis = examine(run, capsys, "step=2")
     (finding,) = diagnosis["findings"]
@@ -91,6 +92,7 @@ def test_a_run_is_not_healthy_against_its_record(
 
 
 def test_the_step_whose_error_stands_out_is_examined(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
     write_metrics(run.run_dir, 9.2, 1.0000003)
     code, diagnosis = examine(run, capsys)
     assert (code, diagnosis["step"]) == (1, 1)
@@ -108,7 +110,7 @@ def test_every_engine_is_scored_although_few_tokens_are(
     """The second sample of each prompt is of an engine that is a version behind."""
     right, behind = (sampled(run.versions[number], run.prompts(), version=1) for number in (1, 0))
     run.write(2, [behind[number] if number % 2 else right[number] for number in range(len(right))])
-    (run.run_dir / "metrics.jsonl").unlink()
+    (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
     code, diagnosis = examine(run, capsys, "step=2", "tokens=30")
     assert (code, [one["name"] for one in diagnosis["findings"]]) == (1, ["version_behind"])
 
@@ -130,7 +132,7 @@ def test_a_run_that_refused_a_refit_is_not_healthy(run: RecordedRun, capsys: pyt
     code, diagnosis = examine(run, capsys)
     assert (code, diagnosis["findings"][0]["name"]) == (1, "canary")
     summary.unlink()
-    (run.run_dir / "metrics.jsonl").unlink()
+    (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def test_settings_that_engines_reported_are_compared(
@@ -142,6 +144,7 @@ def test_settings_that_engines_reported_are_compared(
                 module.variance_epsilon = 0.0123
 
     run.write(2, sampled(run.versions[1], run.prompts(), version=1, prepare=other_epsilon))
+    (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
     engines = run.run_dir / "engines.json"
     engines.write_text(json.dumps([{"model": {"rms_norm_eps": 0.0123, "vocab_size": 99999}, "dtype": "torch.float32"}]))
     code, diagnosis = examine(run, capsys, "step=2")
