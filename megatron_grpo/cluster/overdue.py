@@ -35,8 +35,10 @@ FAR_SILENT_S = 30.0
 DESCRIBED = 4
 """Most processes in a message; the driver's log lists all."""
 
-SIGNAL_WAIT_S = 0.5
-"""Seconds for processes of this machine to write their stacks before the failed run ends them."""
+SIGNAL_WAIT_S = 5.0
+"""Most seconds for processes of this machine to write their stacks before the failed run ends them."""
+QUIET_S = 0.2
+"""Seconds without a new line after which the stacks in a log are complete."""
 REQUEST_BEATS = 2.5
 """Beats for processes of other machines, which look for requests at every heartbeat, to write their stacks."""
 
@@ -190,25 +192,45 @@ def _state(beat: Heartbeat, machine: str) -> str:
 
 
 def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus]) -> None:
-    """Make processes write their stacks into their logs, and wait long enough for that."""
+    """Make processes write their stacks into their logs, and wait until they did, or long enough for that."""
     stopped = [one.heartbeat for one in overdue if one.state in (STOPPED, TRACED)]
+    signalled: dict[Path, int] = {}
     wait_s = 0.0
     for one in overdue:
         beat = one.heartbeat
         if one.state == ALIVE:
             _append(log, beat.name, f"{what} is overdue; the stacks of the process's threads:")
+            file = log_file(log.folder, beat.name)
+            size = file.stat().st_size
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, signal.SIGUSR1)
-            wait_s = max(wait_s, SIGNAL_WAIT_S)
+                signalled[file] = size
         elif one.state == FAR:
-            with requests_file(log.folder / FOLDER, beat.name).open("ab") as file:
-                file.write(b"!")
+            with requests_file(log.folder / FOLDER, beat.name).open("ab") as requests:
+                requests.write(b"!")
             wait_s = max(wait_s, REQUEST_BEATS * beat_s())
     with ThreadPoolExecutor(max_workers=2) as pool:
         texts = pool.map(_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
         for beat, text in zip(stopped, texts, strict=False):
             _append(log, beat.name, f"{what} is overdue and this process is stopped; {text}")
-    time.sleep(wait_s)
+    started = time.monotonic()
+    _wait_for_stacks(signalled)
+    time.sleep(max(wait_s - (time.monotonic() - started), 0.0))
+
+
+def _wait_for_stacks(sizes: dict[Path, int]) -> None:
+    """Wait until every log has grown and then grows no more, at most SIGNAL_WAIT_S.
+
+    `sizes`: bytes of each log before its process was asked. A busy machine may run a signalled process seconds later.
+    """
+    deadline, seen, unchanged_since = time.monotonic() + SIGNAL_WAIT_S, dict(sizes), time.monotonic()
+    while sizes and (now := time.monotonic()) < deadline:
+        current = {file: file.stat().st_size for file in sizes}
+        if current != seen:
+            seen, unchanged_since = current, now
+        elif all(current[file] > size for file, size in sizes.items()) and now - unchanged_since >= QUIET_S:
+            return
+        time.sleep(QUIET_S / 4)
 
 
 def _stacks_from_outside(pid: int) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,17 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.cluster import overdue as late
-from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat
-from megatron_grpo.cluster.overdue import DESCRIBED, ProcessStatus, doing, report_hanging, report_overdue
+from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
+from megatron_grpo.cluster.overdue import (
+    DESCRIBED,
+    ProcessStatus,
+    doing,
+    report_hanging,
+    report_overdue,
+    request_stacks,
+)
 from megatron_grpo.cluster.phases import Phase
-from megatron_grpo.cluster.process_log import driver_log, log_file
+from megatron_grpo.cluster.process_log import current_log, driver_log, log_file
 from tests.support.logged_processes import (
     HOLDS_THE_INTERPRETER,
     SLEEPS,
@@ -69,6 +77,21 @@ def test_a_process_that_holds_its_interpreter_is_found_and_writes_its_stacks(
     assert "is in phase 'train'" in text
     assert ": its interpreter does not respond" in text
     assert 'File "<string>"' in log_file(folder, "policy rank 0").read_text()
+
+
+def test_stacks_are_waited_for_on_a_busy_machine(folder: Path) -> None:
+    name = "policy rank 0"
+    log = current_log()
+    assert log is not None
+    with logged_processes(folder, {name: SLEEPS}) as processes:
+        (beat,) = (beat for beat in read_heartbeats(folder / FOLDER).values() if beat.name == name)
+        stop(processes[name])  # the machine has no time for the process
+        later = threading.Timer(1.5, processes[name].send_signal, [signal.SIGCONT])
+        later.start()
+        request_stacks(log, "training step", [ProcessStatus(beat, state=late.ALIVE, silence_s=0.0)])
+        text = log_file(folder, name).read_text()
+        later.join()
+    assert 'File "<string>"' in text
 
 
 @pytest.mark.slow
