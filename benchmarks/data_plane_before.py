@@ -28,15 +28,15 @@ from megatron_grpo.config.compose import compose_config
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.environments.registry import build_environments
+from megatron_grpo.generation import engine_group as vllm_generation
+from megatron_grpo.generation.engine_arguments import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
 from megatron_grpo.policy.worker import ModelWorker, RankPlace
 from megatron_grpo.rollouts.collector import RolloutCollector
-from megatron_grpo.sampler import engine_group as vllm_generation
-from megatron_grpo.sampler.arguments import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.trainer import workers
 from megatron_grpo.trainer.group import GlobalCounts, StepShare
-from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
 
 
 class MadeUpEngine:

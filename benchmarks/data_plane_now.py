@@ -18,27 +18,27 @@ from megatron_grpo.algorithms.context import GRPORun, Placement, default_grpo_sa
 from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.algorithms.records import RolloutDumps, run_facts
+from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Span
-from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import WorkerGroup
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.worker_group import WorkerGroup
+from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.trainer import group as rank_group
 from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankPlace, RankSettings, StepShare
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
 
 TOGETHER = 16
 """Responses that an engine hands over in one message: as many as end within its pace."""

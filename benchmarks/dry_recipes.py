@@ -4,7 +4,7 @@
 
 Needs no GPU and no weights. Models are those of tests/data/hf_configs; recipes of other models are left out. Layers are
 at their true sizes. Where all layers of a stage are alike, its memory follows from two dry runs of fewer layers
-("dry_depths"), as in `plan`; tests/unit/proof/plan/test_trace.py compares that with the full depth.
+("dry_depths"), as in `plan`; tests/unit/planning/test_trace.py compares that with the full depth.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _letters(name: str) -> str:
 def recipes() -> Iterator[tuple[str, Any, Any]]:
     """Name, configuration and shape of every recipe whose model is known."""
     from megatron_grpo.config.compose import compose_typed
-    from megatron_grpo.weights.families import shape_of_config
+    from megatron_grpo.models.families import shape_of_config
 
     overrides = [word for word in sys.argv[1:] if "=" in word]
     names = set(sys.argv[1:]) - set(overrides)
@@ -61,7 +61,7 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
 
 def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: float) -> Iterator[dict[str, Any]]:
     """Of a rank of each distinct stage, GiB by phase and by kind."""
-    from megatron_grpo.proof.plan.trace import submit_traces
+    from megatron_grpo.planning.trace import submit_traces
 
     for pending in submit_traces(pool, config, shape, expert_skew=expert_skew):
         found = {"rank": pending.rank, "expert_skew": expert_skew, "layers": pending.layers}
@@ -77,7 +77,7 @@ def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: flo
 
 def main() -> None:
     """Print the memory of every recipe and distinct rank, with balanced experts and with 1.5 times as many tokens."""
-    from megatron_grpo.proof.plan.trace import tracing
+    from megatron_grpo.planning.trace import tracing
 
     found = []
     with tracing() as pool:

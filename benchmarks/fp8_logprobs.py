@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import Fp8Config, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import shape_of_folder
 
 RECIPES: tuple[Literal["tensorwise", "blockwise", "mxfp8"], ...] = ("tensorwise", "blockwise", "mxfp8")
 

@@ -29,8 +29,8 @@ from header import header
 from small_model import PROMPT_WORDS, make_model, prompts
 
 if TYPE_CHECKING:
-    from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import WorkerGroup
+    from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.worker_group import WorkerGroup
 
 Sampled = tuple[float, list[list[int]]]
 """Seconds, and the token ids of each response."""
@@ -45,7 +45,7 @@ SETTLE_S = 2.0
 
 def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     """All requests, sampled anew each time."""
-    from megatron_grpo.data.responses import SamplingSettings
+    from megatron_grpo.batch.generation_requests import SamplingSettings
     from megatron_grpo.observability.timing import StepTimer
 
     settings = SamplingSettings(max_new_tokens=asked.tokens, stop_token_ids=(1,))
@@ -67,10 +67,10 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
     from megatron_grpo.cluster.ray_cluster import RayCluster
     from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig
     from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
-    from megatron_grpo.environments.pool import build_environments
-    from megatron_grpo.sampler.arguments import VllmSettings
-    from megatron_grpo.sampler.engine_group import VllmGeneration
-    from megatron_grpo.sampler.pool import RolloutPool
+    from megatron_grpo.environments.environment_processes import build_environments
+    from megatron_grpo.generation.engine_arguments import VllmSettings
+    from megatron_grpo.generation.engine_group import VllmGeneration
+    from megatron_grpo.rollouts.pool import RolloutPool
 
     longest = PROMPT_WORDS + asked.tokens
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from megatron_grpo.sampler.plan import sample_seed
+    from megatron_grpo.rollouts.seeds import sample_seed
 
     llm = LLM(
         folder,

@@ -26,7 +26,7 @@ from header import header
 
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import ParallelConfig
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.models.shape import ModelShape
 
 LOOK_S = 0.0005
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -86,11 +86,11 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
     import torch
 
     from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+    from megatron_grpo.models.families import shape_of_config
     from megatron_grpo.platform.device import reach_store
     from megatron_grpo.trainer.messages import RankSettings
     from megatron_grpo.trainer.parallel import initialize_parallel
     from megatron_grpo.trainer.rank import PolicyRank
-    from megatron_grpo.weights.families import shape_of_config
 
     torch.set_num_threads(1)
     parallel = ParallelConfig(**layout)
@@ -130,8 +130,8 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
 def measure_import(shape: ModelShape, parallel: ParallelConfig, folder: str) -> tuple[list[int], int]:
     """Bytes of each parameter of this rank's part of a model, and the most that were held while it was loaded."""
     from megatron_grpo.config.schema import PolicyConfig
+    from megatron_grpo.models.hf_weights import load_hf_weights
     from megatron_grpo.trainer.model.build import build_model
-    from megatron_grpo.weights.hf_weights import load_hf_weights
 
     with Peak() as importing:
         chunks = build_model(PolicyConfig(parallel=parallel, precision="float32"), shape)

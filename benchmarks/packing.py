@@ -19,7 +19,7 @@ import numpy as np
 from header import header
 from numpy.typing import NDArray
 
-from megatron_grpo.data.packing import Bins, Cost, Rectangles
+from megatron_grpo.batch.packing import Bins, Cost, Rectangles
 
 LAYERS, HIDDEN, FFN, QUERIES, KEYS_VALUES, VOCAB = 36, 4096, 12288, 4096, 2048, 151_936
 COST = Cost(

@@ -22,17 +22,17 @@ import yaml
 from header import header
 
 from megatron_grpo.config.schema import Config, Fp8Config, ParallelConfig
-from megatron_grpo.proof.plan.costs import Overlap
-from megatron_grpo.proof.plan.generation import Lengths
-from megatron_grpo.proof.plan.hardware import hardware
-from megatron_grpo.proof.plan.step import step_times
-from megatron_grpo.proof.plan.trace import RankTrace, _more_work, _run, at_depth, tracing
-from megatron_grpo.trainer.dry.work import Work
-from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.costs import Overlap
+from megatron_grpo.planning.dry.work import Work
+from megatron_grpo.planning.generation_cost import Lengths
+from megatron_grpo.planning.hardware import hardware
+from megatron_grpo.planning.step import step_times
+from megatron_grpo.planning.trace import RankTrace, _more_work, _run, at_depth, tracing
 
 if TYPE_CHECKING:
-    from megatron_grpo.proof.dry_run import DryReport
+    from megatron_grpo.planning.dry_run import DryReport
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "tests" / "data" / "hf_configs"

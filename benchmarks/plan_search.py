@@ -31,10 +31,10 @@ def cpu_s() -> float:
 def measure(recipe: str, nodes: int) -> dict[str, Any]:
     """A search on H100s, within the seconds that a user's search has."""
     from megatron_grpo.config.compose import compose_typed
-    from megatron_grpo.proof.plan.layouts import layout_name
-    from megatron_grpo.proof.plan.search import search
-    from megatron_grpo.proof.plan.trace import tracing
-    from megatron_grpo.weights.families import shape_of_config
+    from megatron_grpo.models.families import shape_of_config
+    from megatron_grpo.planning.policy_layouts import layout_name
+    from megatron_grpo.planning.search import search
+    from megatron_grpo.planning.trace import tracing
 
     config = compose_typed([f"+exp={recipe}", f"cluster.nodes={nodes}", "cluster.gpu=h100"]).config
     assert config is not None

@@ -23,7 +23,7 @@ from typing import Any
 
 from header import header
 
-from megatron_grpo.data.packing import Rectangles
+from megatron_grpo.batch.packing import Rectangles
 
 FORMER = "19e7a4f:megatron_grpo/data/padded_batches.py"
 """The last commit whose planning takes quadratic time."""

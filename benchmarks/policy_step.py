@@ -28,15 +28,15 @@ from torch.distributed import HashStore
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from megatron_grpo.batch.packing import OF_TOKENS, planner
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields, given
-from megatron_grpo.data.packing import OF_TOKENS, planner
-from megatron_grpo.proof.problem import counts_of, make_loss
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.source import PREPARED_MODELS
+from megatron_grpo.verification.problem import counts_of, make_loss
 
 Step = Callable[[], float]
 """One optimizer step; the norm of its gradient."""

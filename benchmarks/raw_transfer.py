@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from megatron_grpo.config.schema import GenerationParallelConfig
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import destinations, engine_shards, in_fp8_blocks
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.refit_plan import RefitSummary
-from megatron_grpo.weights.families import weight_entries
-from megatron_grpo.weights.layouts import destinations, engine_shards, in_fp8_blocks
-from megatron_grpo.weights.refit.groups import Rendezvous, gloo
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weight_sync.groups import Rendezvous, gloo
 
 HOST = "127.0.0.1"
 

@@ -23,13 +23,13 @@ from header import header
 from small_model import WORDS, make_model
 from torch.distributed import HashStore
 
+from megatron_grpo.batch.replay_files import StepFigures, sum_states, watched_tokens, write_figures
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.data.replay_files import StepFigures, sum_states, watched_tokens, write_figures
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import shape_of_folder
 
 LENGTH, ROUNDS = 256, 7
 

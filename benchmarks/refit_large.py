@@ -20,9 +20,9 @@ from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.weight_layouts import cut_blocks, engine_shards, training_shards
 from megatron_grpo.refit_plan import refit_summary
-from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.layouts import cut_blocks, engine_shards, training_shards
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -19,12 +19,12 @@ from header import header
 from refit_large import CASES
 
 from megatron_grpo.config.generation_schema import RefitConfig
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.weight_layouts import engine_shards, training_shards
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.layouts import engine_shards, training_shards
-from megatron_grpo.weights.refit.groups import FAILURE, LOOK_S, Rendezvous
-from megatron_grpo.weights.refit.links import schedule, write_plan
-from megatron_grpo.weights.refit.plan import plan_pieces, wire_dtypes
+from megatron_grpo.weight_sync.groups import FAILURE, LOOK_S, Rendezvous
+from megatron_grpo.weight_sync.links import schedule, write_plan
+from megatron_grpo.weight_sync.transfer_plan import plan_pieces, wire_dtypes
 
 HOST = "127.0.0.1"
 CLIENTS, LOOKS = 100, 50

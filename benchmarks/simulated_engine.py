@@ -13,15 +13,15 @@ import numpy as np
 import ray
 from simulated_parts import RIGHT, WRONG, Member, Times
 
+from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
-from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Span
-from megatron_grpo.sampler.arguments import VllmSettings
-from megatron_grpo.sampler.requests import in_bunches
-from megatron_grpo.sampler.shutdown import EngineProcesses
-from megatron_grpo.weights.refit.groups import Rendezvous
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.shutdown import EngineProcesses
+from megatron_grpo.generation.vllm_requests import in_bunches
+from megatron_grpo.weight_sync.groups import Rendezvous
 
 TICK_S = 0.02
 """Seconds of the clock within which responses that end are answered together."""

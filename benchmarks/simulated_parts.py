@@ -16,13 +16,13 @@ import numpy as np
 import ray
 import torch
 
-from megatron_grpo.data.batch import TokenFields
-from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
+from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.messages import ForwardShare, RankPlace, RankSettings, ReplicaWork, StepShare
-from megatron_grpo.weights.refit.groups import FAILURE, LOOK_S, Rendezvous
-from megatron_grpo.weights.refit.links import Side
-from megatron_grpo.weights.refit.plan import PIECE
+from megatron_grpo.weight_sync.groups import FAILURE, LOOK_S, Rendezvous
+from megatron_grpo.weight_sync.links import Side
+from megatron_grpo.weight_sync.transfer_plan import PIECE
 
 RIGHT, WRONG = "right", "wrong"
 """Texts of responses."""

@@ -38,30 +38,31 @@ from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.algorithms.records import RolloutDumps, run_facts
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
+from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.controller.startup import make_transport, start_rollouts
 from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.environments import pool as environment_pool
-from megatron_grpo.environments.worker import EnvironmentWorker
+from megatron_grpo.environments.environment_worker import EnvironmentWorker
+from megatron_grpo.generation import engine_group
+from megatron_grpo.generation.engine import VllmEngine
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.sampler import engine_group, worker_group
-from megatron_grpo.sampler.arguments import VllmSettings
-from megatron_grpo.sampler.engine import VllmEngine
-from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.worker import RolloutWorker
+from megatron_grpo.rollouts import worker_group
+from megatron_grpo.rollouts.rollout_worker import RolloutWorker
+from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.startup import make_transport, start_rollouts
 from megatron_grpo.trainer import group as rank_group
 from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.refit.transport import WeightTransport
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 OBJECT_STORE_BYTES = 4 * 2**30
 

@@ -32,13 +32,13 @@ from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
-from megatron_grpo.data.batch import TokenBatch, TokenFields, given  # noqa: E402
-from megatron_grpo.data.rollout_files import read_recorded, rollouts_file  # noqa: E402
-from megatron_grpo.data.trajectory import Trajectory  # noqa: E402
+from megatron_grpo.batch.rollout_files import read_recorded, rollouts_file  # noqa: E402
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given  # noqa: E402
+from megatron_grpo.batch.trajectory import Trajectory  # noqa: E402
+from megatron_grpo.models.source import model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
-from megatron_grpo.sampler.shards import shard_arrays  # noqa: E402
-from megatron_grpo.weights.source import model_folder  # noqa: E402
+from megatron_grpo.rollouts.shards import shard_arrays  # noqa: E402
 
 WARM_UP_STEPS = 3
 

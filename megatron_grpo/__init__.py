@@ -30,7 +30,7 @@ __all__ = ["Callback", "ConfigError", "RunError", "train"]
 
 _WHERE = {
     "train": "megatron_grpo.api",
-    "Callback": "megatron_grpo.controller.user_objects",
+    "Callback": "megatron_grpo.run.user_objects",
     "ConfigError": "megatron_grpo.config.errors",
     "RunError": "megatron_grpo.config.errors",
 }

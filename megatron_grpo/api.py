@@ -18,12 +18,12 @@ from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.script_data import ScriptData
-from megatron_grpo.controller.user_objects import Callback, UserObjects
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.observability.run_files import read_lines
 from megatron_grpo.preflight.load import check_config, check_overrides
-from megatron_grpo.preflight.script import argument_problems
+from megatron_grpo.preflight.script_checks import argument_problems
+from megatron_grpo.run.script_data import ScriptData
+from megatron_grpo.run.user_objects import Callback, UserObjects
 
 GIVEN = "given"
 """Name that replaces the module in the path of a reward function that cannot be imported."""

@@ -18,11 +18,11 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
-from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
-from megatron_grpo.controller.directory import data_remarks
+from megatron_grpo.models.source import is_prepared, local_folder
 from megatron_grpo.preflight.load import check_overrides, summary
-from megatron_grpo.preflight.tokenizer_files import has_tokenizer
-from megatron_grpo.weights.source import is_prepared, local_folder
+from megatron_grpo.preflight.tokenizer_checks import has_tokenizer
+from megatron_grpo.run.checkpoints import Checkpointer, checkpoint_to_start_from
+from megatron_grpo.run.directory import data_remarks
 
 Task = Literal["train", "check", "show"]
 
@@ -69,7 +69,7 @@ def _tell_fit(checked: Composed) -> None:
     if config is None or config.cluster.gpu is None:
         return
     if all(problem.key == "cluster.gpus_per_node" for problem in checked.problems):
-        from megatron_grpo.proof.plan.check import fit_remarks  # imported here, because NumPy takes long to import
+        from megatron_grpo.planning.check import fit_remarks  # imported here, because NumPy takes long to import
 
         for remark in fit_remarks(config):
             print(f"{remark.subject} {remark.text}", flush=True)
@@ -83,7 +83,9 @@ def _check_start(config: Config) -> Path | None:
             prompts are short enough.
     """
     if config.generates:
-        from megatron_grpo.environments.checks import check_scoring  # imported here, because NumPy takes long to import
+        from megatron_grpo.preflight.environment_checks import (
+            check_scoring,  # imported here, because NumPy takes long to import
+        )
 
         check_scoring(config)
     for remark in data_remarks(Path(config.run_dir), config):  # a start prints them among the changes
@@ -92,9 +94,9 @@ def _check_start(config: Config) -> Path | None:
     start_from = checkpoint_to_start_from(checkpointer, config)
     folder = local_folder(config.policy.model.path)
     if config.generates and not is_prepared(config) and folder is not None and has_tokenizer(folder):
-        from megatron_grpo.environments.conversation_checks import (
-            load_examined_prompts,
-        )  # imported here, because torch takes long to import
+        from megatron_grpo.preflight.conversation_checks import (
+            load_examined_prompts,  # imported here, because torch takes long to import
+        )
 
         for note in load_examined_prompts(config, folder).notes:
             print(note, flush=True)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.typed import converted
-from megatron_grpo.controller.directory import CONFIG_FILE
-from megatron_grpo.controller.recorded_config import config_of_run
+from megatron_grpo.models.source import model_folder
 from megatron_grpo.observability.summary import reason_of_end
-from megatron_grpo.weights.source import model_folder
+from megatron_grpo.run.directory import CONFIG_FILE
+from megatron_grpo.run.recorded_config import config_of_run
 
 if TYPE_CHECKING:
-    from megatron_grpo.proof.doctor import Diagnosis
+    from megatron_grpo.verification.doctor.examination import Diagnosis
 
 USAGE = """\
 python -m megatron_grpo.doctor RUN_DIR [step=N] [tokens=N] [engine=true] [key=value ...] [--json]
@@ -64,7 +64,7 @@ def _run(arguments: Sequence[str]) -> int:
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     try:
         with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as scratch:
-            from megatron_grpo.proof.doctor import diagnose  # here: torch takes seconds to import
+            from megatron_grpo.verification.doctor.examination import diagnose  # here: torch takes seconds to import
 
             diagnosis = diagnose(run_dir, config, model, Path(scratch), **given)
     finally:

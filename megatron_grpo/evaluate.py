@@ -39,7 +39,7 @@ def _evaluate(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
     if request.config.cluster.ray_address is None:
         prepare_ray_environment()
-    from megatron_grpo.evaluation.evaluate import evaluate  # after the checks: Ray takes long to import
+    from megatron_grpo.evaluation.checkpoint_scores import evaluate  # after the checks: Ray takes long to import
 
     _print(evaluate(request))
     print(f"wrote {request.output}")

@@ -18,12 +18,12 @@ from megatron_grpo.config.paths import is_hub_name, unwritable
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
 from megatron_grpo.config.typed import converted
-from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, verify
-from megatron_grpo.controller.checkpoints import named_checkpoint
-from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
-from megatron_grpo.controller.model_card import push
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.source import model_folder
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.source import model_folder
+from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify
+from megatron_grpo.run.checkpoints import named_checkpoint
+from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
+from megatron_grpo.run.model_card import push
 
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized] [push_to_hub=NAME]
@@ -78,7 +78,7 @@ def _export(arguments: Sequence[str]) -> int:
     logging.disable(logging.WARNING)  # packages log their fallbacks
     try:
         with warnings.catch_warnings(action="ignore"):
-            from megatron_grpo.weights.hf_export import export_checkpoint  # only now, because it imports torch
+            from megatron_grpo.trainer.hf_export import export_checkpoint  # only now, because it imports torch
 
             export_checkpoint(
                 weights,

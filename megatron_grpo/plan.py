@@ -14,19 +14,19 @@ from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.recorded_config import config_of_run
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import known_shape
+from megatron_grpo.planning.advice import with_advice
+from megatron_grpo.planning.calibrate import calibrate, measured_of, write_profile
+from megatron_grpo.planning.device_memory import GIB
+from megatron_grpo.planning.page import write_page
+from megatron_grpo.planning.policy_layouts import layout_name, overrides_of
+from megatron_grpo.planning.search import Search, search
+from megatron_grpo.planning.trace import tracing
+from megatron_grpo.planning.whole import Plan, fp8_problems_of, profile, submit_plan
 from megatron_grpo.preflight.load import compose_config, compose_for_search
-from megatron_grpo.preflight.model_files import unusable_model
-from megatron_grpo.proof.plan.advice import with_advice
-from megatron_grpo.proof.plan.calibrate import calibrate, measured_of, write_profile
-from megatron_grpo.proof.plan.layouts import layout_name, overrides_of
-from megatron_grpo.proof.plan.memory import GIB
-from megatron_grpo.proof.plan.page import write_page
-from megatron_grpo.proof.plan.search import Search, search
-from megatron_grpo.proof.plan.trace import tracing
-from megatron_grpo.proof.plan.whole import Plan, fp8_problems_of, profile, submit_plan
-from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.source import known_shape
+from megatron_grpo.preflight.model_file_checks import unusable_model
+from megatron_grpo.run.recorded_config import config_of_run
 
 USAGE = """\
 python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=value …] [--search]

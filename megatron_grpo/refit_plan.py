@@ -11,10 +11,10 @@ from megatron_grpo.config.help import run_command
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.config.typed import converted
-from megatron_grpo.preflight.engines import NCCL_RECEIVING, NCCL_SENDING, nccl_bytes
+from megatron_grpo.models.source import known_shape
+from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, refit_summary
+from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, nccl_bytes
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.refit.summary import RankLoad, RefitSummary, refit_summary
-from megatron_grpo.weights.source import known_shape
 
 USAGE = """\
 python -m megatron_grpo.refit_plan +exp=NAME key=value … [--gb-per-s=N] [--json]

@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+from megatron_grpo.batch.replay_files import library_versions
 from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.typed import converted
-from megatron_grpo.data.replay_files import library_versions
 
 if TYPE_CHECKING:
-    from megatron_grpo.proof.compare import Comparison, Difference
-    from megatron_grpo.proof.record import RecordedStep
+    from megatron_grpo.verification.replay.compare import Comparison, Difference
+    from megatron_grpo.verification.replay.record import RecordedStep
 
 USAGE = """\
 python -m megatron_grpo.replay RUN_DIR step=N [section.key=value ...] [--json]
@@ -93,9 +93,13 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
     """
     warnings.filterwarnings("ignore")  # packages warn about their fallbacks
     os.environ["PYTHONWARNINGS"] = "ignore"
-    from megatron_grpo.proof.compare import compare, recorded, tolerances  # here: torch takes seconds to import
-    from megatron_grpo.proof.record import open_step
-    from megatron_grpo.proof.replay import replay_step
+    from megatron_grpo.verification.replay.compare import (  # here: torch takes seconds to import
+        compare,
+        recorded,
+        tolerances,
+    )
+    from megatron_grpo.verification.replay.record import open_step
+    from megatron_grpo.verification.replay.replayed_step import replay_step
 
     changed = open_step(request.run_dir, request.step, request.overrides) if request.overrides else None
     record = open_step(request.run_dir, request.step)

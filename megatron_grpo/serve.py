@@ -13,10 +13,10 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import MISTAKE
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import TOKEN_VARIABLE, token
+from megatron_grpo.generation.http_guard import NAMES_VARIABLE
+from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
+from megatron_grpo.models.source import model_folder
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.sampler.guard import NAMES_VARIABLE
-from megatron_grpo.sampler.plugin import SERVER_MARKER
-from megatron_grpo.weights.source import model_folder
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,8 +25,8 @@ _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "mi
 _FOR_RUNS = (
     "--enable-scale-out",  # adds the endpoint that takes and returns token ids
     "--logprobs-mode=processed_logprobs",
-    "--worker-extension-cls=megatron_grpo.weights.refit.worker.RefitWorker",
-    "--middleware=megatron_grpo.sampler.guard.TokenGuard",
+    "--worker-extension-cls=megatron_grpo.weight_sync.engine_worker.RefitWorker",
+    "--middleware=megatron_grpo.generation.http_guard.TokenGuard",
 )
 
 _SWITCHES = ("--enable-prefix-caching", "--enforce-eager", "--trust-remote-code")
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]
     if current_platform().name == "cpu":  # prompts in one piece: a response can then be repeated from its seed
-        from megatron_grpo.cpu.engine import CPU_BATCH_TOKENS
+        from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS
 
         command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
     command += [*given, *_FOR_RUNS]

@@ -19,13 +19,13 @@ from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
 from megatron_grpo.config.typed import converted
-from megatron_grpo.preflight.layout import split_rules
-from megatron_grpo.preflight.model_files import weight_problems
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight.layout_checks import split_rules
+from megatron_grpo.preflight.model_file_checks import weight_problems
 
 if TYPE_CHECKING:
-    from megatron_grpo.proof.ranks import Row
+    from megatron_grpo.verification.ranks import Row
 
 SIZES = {
     "tp": "tensor",
@@ -116,8 +116,12 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     """
     warnings.filterwarnings("ignore")  # packages warn about their fallbacks
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    from megatron_grpo.proof.problem import make_batch, prepare_model, solve  # here: torch takes seconds to import
-    from megatron_grpo.proof.ranks import Task, compare_layout, run_layout
+    from megatron_grpo.verification.problem import (  # here: torch takes seconds to import
+        make_batch,
+        prepare_model,
+        solve,
+    )
+    from megatron_grpo.verification.ranks import Task, compare_layout, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = shape_of_folder(model)

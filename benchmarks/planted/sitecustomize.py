@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {
-    "megatron_grpo.weights.refit.model_writer": "spoil_writer",
-    "megatron_grpo.weights.refit.reshard": "spoil_sender",
+    "megatron_grpo.weight_sync.model_writer": "spoil_writer",
+    "megatron_grpo.weight_sync.reshard": "spoil_sender",
     "megatron_grpo.trainer.model.packed_sequences": "spoil_packing",
     "megatron_grpo.trainer.rank": "spoil_rank",
-    "megatron_grpo.sampler.requests": "spoil_requests",
+    "megatron_grpo.generation.vllm_requests": "spoil_requests",
 }
 """Modules that a defect changes after they are loaded, and the function of `faults` that changes them."""
 

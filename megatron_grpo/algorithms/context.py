@@ -12,24 +12,24 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 from megatron_grpo.algorithms.prob_error import ProbErrorState
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepGuard
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
+from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.cluster.futures import is_lost
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER
-from megatron_grpo.controller.user_objects import Callbacks
 from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
+from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue, RankGroup
-from megatron_grpo.weights.refit.transport import WeightTransport
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
 

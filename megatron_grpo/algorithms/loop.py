@@ -11,18 +11,18 @@ from typing import Any
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, SomeRun
 from megatron_grpo.algorithms.validation import observe, reason_to_stop, validate
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import sometimes_absent
-from megatron_grpo.controller.checkpoint_files import read_state
-from megatron_grpo.controller.directory import STOP_FILE
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
-from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.plan import reasons
+from megatron_grpo.rollouts.seeds import reasons
+from megatron_grpo.run.checkpoint_files import read_state
+from megatron_grpo.run.directory import STOP_FILE
 
 PROFILES_FOLDER = "profiles"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.context import PPORun, PPOSaveState
 from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.algorithms.prob_error import notice, oldest_age
@@ -20,6 +19,7 @@ from megatron_grpo.algorithms.stages import (
     sampling_metrics,
     training_batch,
 )
+from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer

@@ -27,17 +27,17 @@ from numpy.typing import NDArray
 from megatron_grpo.config.errors import DisagreementError
 from megatron_grpo.losses.divergence import error_without_worst
 from megatron_grpo.losses.loss import bounded_exp
-from megatron_grpo.sampler.metrics import age_metrics
+from megatron_grpo.rollouts.rollout_metrics import age_metrics
 
 if TYPE_CHECKING:
     from megatron_grpo.algorithms.context import GRPORun
     from megatron_grpo.algorithms.records import StepGuard
+    from megatron_grpo.batch.step_batch import StepBatch
+    from megatron_grpo.batch.trajectory import Outcome
     from megatron_grpo.config.schema import Config
-    from megatron_grpo.data.step_batch import StepBatch
-    from megatron_grpo.data.trajectory import Outcome
+    from megatron_grpo.models.shape import ModelShape
     from megatron_grpo.observability.timing import StepTimer
-    from megatron_grpo.sampler.pool import RolloutPool
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.rollouts.pool import RolloutPool
 
 ERROR = "token_mult_prob_error"
 WORST = "token_mult_prob_error_max"

@@ -11,13 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.cluster.futures import stored
-from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
-from megatron_grpo.config.schema import Config, LoggerConfig
-from megatron_grpo.data.batch import token_places
-from megatron_grpo.data.loader import Batches
-from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.rollout_files import (
+from megatron_grpo.batch.rollout_files import (
     RunFacts,
     StepFacts,
     StepRecord,
@@ -25,13 +19,19 @@ from megatron_grpo.data.rollout_files import (
     rollouts_file,
     rows_of_file,
 )
-from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.token_batch import token_places
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
+from megatron_grpo.cluster.futures import stored
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
+from megatron_grpo.config.schema import Config, LoggerConfig
+from megatron_grpo.data.loader import Batches
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.source import vocabulary_digest
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import one_a_group
-from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.source import vocabulary_digest
+from megatron_grpo.rollouts.pool import RolloutPool
 
 
 class RecordedSteps(Batches):

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.batch.trajectory import SampledGroup, renumbered
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.data.loader import Batches, with_waiting
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.data.trajectory import SampledGroup, renumbered
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.plan import RolloutPlan
-from megatron_grpo.sampler.pool import Complete, RolloutPool, UnderWay
+from megatron_grpo.rollouts.pool import Complete, RolloutPool, UnderWay
+from megatron_grpo.rollouts.seeds import RolloutPlan
 
 
 class SampleBuffer(ABC):

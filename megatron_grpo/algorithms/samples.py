@@ -9,16 +9,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.advantages import Scores, score
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.records import RecordedSteps
+from megatron_grpo.algorithms.step_advantages import Scores, score
+from megatron_grpo.batch.generation_requests import engine_figures
+from megatron_grpo.batch.rollout_files import StepFacts
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup, renumbered
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import engine_figures
-from megatron_grpo.data.rollout_files import StepFacts
-from megatron_grpo.data.trajectory import Outcome, SampledGroup, renumbered
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.metrics import age_metrics
+from megatron_grpo.rollouts.rollout_metrics import age_metrics
 
 _DYNAMIC_SAMPLING = "dynamic_sampling_"
 _GEN_BATCHES = f"{_DYNAMIC_SAMPLING}gen_batches"

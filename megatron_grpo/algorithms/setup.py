@@ -22,11 +22,25 @@ from megatron_grpo.algorithms.context import (
 )
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, run_facts
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
+from megatron_grpo.batch.generation_requests import sampling_settings
+from megatron_grpo.batch.special_tokens import StopConditions
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
-from megatron_grpo.controller.lifetime import Startup, started
-from megatron_grpo.controller.startup import (
+from megatron_grpo.data.load_prompts import PromptData
+from megatron_grpo.data.loader import Batches
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value import MseValueLossFn
+from megatron_grpo.models.source import is_prepared, model_folder
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.preflight.conversation_checks import load_examined_prompts
+from megatron_grpo.prepare.models import prepare
+from megatron_grpo.rollouts.pool import RolloutPool, not_replaced
+from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
+from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
+from megatron_grpo.run.lifetime import Startup, started
+from megatron_grpo.run.startup import (
     Models,
     make_transport,
     restore_from_folder,
@@ -34,23 +48,9 @@ from megatron_grpo.controller.startup import (
     start_models,
     start_rollouts,
 )
-from megatron_grpo.controller.user_objects import Callbacks
-from megatron_grpo.data.load_prompts import PromptData
-from megatron_grpo.data.loader import Batches
-from megatron_grpo.data.responses import sampling_settings
-from megatron_grpo.data.special_tokens import StopConditions
-from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.environments.conversation_checks import load_examined_prompts
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.prepare.models import prepare
-from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.pool import RolloutPool, not_replaced
-from megatron_grpo.weights.refit.canary import Canary
-from megatron_grpo.weights.refit.transport import WeightTransport
-from megatron_grpo.weights.source import is_prepared, model_folder
+from megatron_grpo.run.user_objects import Callbacks
+from megatron_grpo.weight_sync.canary import Canary
+from megatron_grpo.weight_sync.transport import WeightTransport
 
 
 @contextmanager

@@ -11,31 +11,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import Scores
 from megatron_grpo.algorithms.context import GRPORun, Placement
 from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.algorithms.prob_error import NOTHING, Notice, refuse, require_agreement
 from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.samples import StepSamples
+from megatron_grpo.algorithms.step_advantages import Scores
+from megatron_grpo.batch.packing import OF_TOKENS, Cost
+from megatron_grpo.batch.replay_files import StepFigures, figures_file, write_figures
+from megatron_grpo.batch.step_batch import StepBatch, assign
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.packing import OF_TOKENS, Cost
-from megatron_grpo.data.replay_files import StepFigures, figures_file, write_figures
-from megatron_grpo.data.step_batch import StepBatch, assign
-from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
 from megatron_grpo.observability.timing import StepTimer, peak_tflops, throughput
-from megatron_grpo.sampler.metrics import (
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.rollout_metrics import (
     group_metrics,
     length_metrics,
     reward_function_metrics,
     rollout_metrics,
     task_metrics,
 )
-from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.trainer.group import (
     MegatronPolicy,
     MegatronValue,
@@ -44,7 +44,7 @@ from megatron_grpo.trainer.group import (
     RefusedStepError,
     TrainResult,
 )
-from megatron_grpo.weights.refit.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
 
 
 def training_batch(

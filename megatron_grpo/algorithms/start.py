@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.user_objects import UserObjects
+from megatron_grpo.run.user_objects import UserObjects
 
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo:grpo_train", "ppo": "megatron_grpo.algorithms.ppo:ppo_train"}
 """Training function of each algorithm; imported late, because torch and Ray take seconds to import."""
@@ -34,7 +34,7 @@ def start(config: Config, user_objects: UserObjects | None = None, began: float 
     if config.cluster.ray_address is None:
         prepare_ray_environment()
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata warns about its own code
-    from megatron_grpo.controller.lifetime import started  # after the checks: Ray takes long to import
+    from megatron_grpo.run.lifetime import started  # after the checks: Ray takes long to import
 
     trained = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
     with ThreadPoolExecutor(1, "import") as importer:

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_grpo.algorithms.context import EarlyStopState, SamplingRun
+from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import EarlyStopConfig
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.observability.run_logger import prompt_text, sample_row
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.metrics import reward_function_metrics, rollout_metrics
-from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.rollout_metrics import reward_function_metrics, rollout_metrics
 
 
 def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:

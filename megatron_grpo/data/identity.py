@@ -15,7 +15,7 @@ from megatron_grpo.config.errors import counted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import is_remote
-from megatron_grpo.weights.source import made_before_the_run
+from megatron_grpo.models.source import made_before_the_run
 
 
 @dataclass(frozen=True, slots=True)

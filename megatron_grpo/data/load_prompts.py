@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch.utils.data import ConcatDataset
 
+from megatron_grpo.batch.special_tokens import StopConditions, added_tokens, stop_conditions, unstopped_turn
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, counted
 from megatron_grpo.config.schema import Config
@@ -20,7 +21,6 @@ from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visit
 from megatron_grpo.data.processors import DatumSpec, task_of
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.rows import examined
-from megatron_grpo.data.special_tokens import StopConditions, added_tokens, stop_conditions, unstopped_turn
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
 from megatron_grpo.data.tokenizer import (
     LoadedTokenizer,
@@ -29,7 +29,7 @@ from megatron_grpo.data.tokenizer import (
     read_tokenizer,
     sample_texts,
 )
-from megatron_grpo.data.tokenizer_files import TOKENIZER_FILE, declared_vocabulary
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_vocabulary
 
 BATCH_ROWS = 1000
 """Rows that are tokenised together, on all cores."""

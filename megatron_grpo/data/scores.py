@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.trajectory import StopReason
+from megatron_grpo.batch.trajectory import StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

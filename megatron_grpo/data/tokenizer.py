@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.tokenizer_files import TOKENIZER_FILE, declared_tokens
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_tokens
 
 SAMPLE_TEXTS = (
     "How many of the 2023 cats\n  are in the hat?",

@@ -17,7 +17,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.weights.source import download_config, local_folder, model_folder
+from megatron_grpo.models.source import download_config, local_folder, model_folder
 
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import RewardModelConfig

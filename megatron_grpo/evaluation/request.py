@@ -14,13 +14,13 @@ from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import Positive, Temperature
 from megatron_grpo.config.typed import converted
-from megatron_grpo.controller.checkpoints import named_checkpoint
-from megatron_grpo.controller.directory import POLICY_FOLDER
-from megatron_grpo.controller.recorded_config import composes, config_of_run
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
-from megatron_grpo.preflight.data_files import report_of_rows
-from megatron_grpo.preflight.machine import evaluation_problems
+from megatron_grpo.preflight.data_checks import report_of_rows
+from megatron_grpo.preflight.machine_checks import evaluation_problems
+from megatron_grpo.run.checkpoints import named_checkpoint
+from megatron_grpo.run.directory import POLICY_FOLDER
+from megatron_grpo.run.recorded_config import composes, config_of_run
 
 DATA_KEY = "data.val_path"
 

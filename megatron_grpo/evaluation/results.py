@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.algorithms.validation import held_out_metrics
+from megatron_grpo.batch.trajectory import Outcome, Trajectory
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.environments.math_answers import final_answer
 
 SAMPLES_FILE = "samples.jsonl"

@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenFields
-from megatron_grpo.data.step_batch import StepBatch
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.token_batch import TokenFields
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenFields, given
+from megatron_grpo.batch.token_batch import TokenFields, given
 from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate, sampling_correction
 from megatron_grpo.losses.loss import (
     bounded_exp,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenFields, given
+from megatron_grpo.batch.token_batch import TokenFields, given
 from megatron_grpo.losses.loss import masked, token_mean, weight_of, weighted_mean
 
 if TYPE_CHECKING:

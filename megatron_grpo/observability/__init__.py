@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.rollout_files import read_rollouts as read_rollouts
+    from megatron_grpo.batch.rollout_files import read_rollouts as read_rollouts
 
 
 def __getattr__(name: str) -> Any:
     """Import `read_rollouts` on first use, because other modules of this folder need no NumPy."""
     if name == "read_rollouts":
-        from megatron_grpo.data.rollout_files import read_rollouts
+        from megatron_grpo.batch.rollout_files import read_rollouts
 
         return read_rollouts
     raise AttributeError(f"module {__name__} has no attribute {name}")

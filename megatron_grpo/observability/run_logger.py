@@ -18,13 +18,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_grpo.batch.figures import MOST_FIGURES, is_of_environment
+from megatron_grpo.batch.rollout_files import drop_rollouts_after
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.figures import MOST_FIGURES, is_of_environment
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.prompt_renderer import content_text
-from megatron_grpo.data.rollout_files import drop_rollouts_after
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.page.trajectories import TokenBytes, mean_advantage, token_bytes_of
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.run_files import (

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from megatron_grpo.weights.families import forward_flops
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.families import forward_flops
+from megatron_grpo.models.shape import ModelShape
 
 TOTAL = "total"
 """Key of the whole step's time among the times of its phases."""

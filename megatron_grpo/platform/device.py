@@ -21,7 +21,8 @@ from torch.distributed import TCPStore
 class Platform:
     """One kind of device and the collective library that belongs to it.
 
-    A dry platform (`proof.dry_run`) has tensors without numbers on the CPU, for which everything is decided as on CUDA.
+    A dry platform (`planning.dry_run`) has tensors without numbers on the CPU, for which everything is decided as on
+    CUDA.
     """
 
     name: Literal["cuda", "cpu", "dry"]

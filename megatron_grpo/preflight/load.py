@@ -8,26 +8,31 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_grpo.cluster.machines import find_address, find_gpus
-from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
-from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import Problem, counted
 from megatron_grpo.config.job import Job
+from megatron_grpo.config.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.preflight.data_files import recorded_max_num_steps, training_rows
-from megatron_grpo.preflight.engines import (
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import known_shape
+from megatron_grpo.preflight.config_checks import config_problems
+from megatron_grpo.preflight.data_checks import recorded_max_num_steps, training_rows
+from megatron_grpo.preflight.engine_checks import (
     engine_problems,
     length_problems,
     placement_problems,
     refit_problems,
     refit_remarks,
 )
-from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.preflight.machine import examine_machine
-from megatron_grpo.preflight.model import adapter_problems, fp8_problems, quantization_problems, training_problems
-from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.source import known_shape
+from megatron_grpo.preflight.layout_checks import layout_problems
+from megatron_grpo.preflight.machine_checks import examine_machine
+from megatron_grpo.preflight.model_checks import (
+    adapter_problems,
+    fp8_problems,
+    quantization_problems,
+    training_problems,
+)
+from megatron_grpo.preflight.remarks import remarks
 
 
 def summary(config: Config, start_from: Path | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.weights.source import CALL_BEGIN, CALL_END, EOS, PAD
+from megatron_grpo.models.source import CALL_BEGIN, CALL_END, EOS, PAD
 
 ANSWER_DIGITS = 3
 

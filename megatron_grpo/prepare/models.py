@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode, split_lessons
-from megatron_grpo.weights.source import (
+from megatron_grpo.models.source import (
     CALL_BEGIN,
     CALL_END,
     CONVERSATION_VOCABULARY,
@@ -23,6 +22,7 @@ from megatron_grpo.weights.source import (
     PREPARED_MODELS,
     VOCABULARY,
 )
+from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode, split_lessons
 
 MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
 
@@ -80,7 +80,7 @@ def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Ma
     """Write a Hugging Face model in the format of released models, in float32, with its config.json and tokenizer."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    from megatron_grpo.weights.hf_folder import save_tensors
+    from megatron_grpo.models.hf_folder import save_tensors
 
     folder.mkdir()
     _tokenizer(vocabulary, config["max_position_embeddings"]).save_pretrained(folder)

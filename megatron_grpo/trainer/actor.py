@@ -17,7 +17,7 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.trainer.messages import ForwardShare, RankPlace, RankSettings, ReplicaWork
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.step_batch import StepBatch
+    from megatron_grpo.batch.step_batch import StepBatch
 
 
 ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
@@ -64,7 +64,7 @@ class RankActor:
 
         require_gpus(self.gpus())
         if current_platform().name == "cpu":
-            from megatron_grpo.cpu.megatron import apply_patches
+            from megatron_grpo.platform.megatron_on_cpu import apply_patches
 
             apply_patches()
         importlib.import_module("megatron_grpo.trainer.rank")
@@ -79,10 +79,10 @@ class RankActor:
         import torch
         from megatron.core import parallel_state
 
+        from megatron_grpo.models.source import require_folder
         from megatron_grpo.platform.device import current_platform, reach_store
         from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
         from megatron_grpo.trainer.rank import PolicyRank, ValueRank
-        from megatron_grpo.weights.source import require_folder
 
         require_folder(settings.folder)
         if current_platform().name == "cpu":
@@ -148,7 +148,7 @@ class RankActor:
         """Get from the object store the fields that this rank's stage reads; no others are moved to its node."""
         import ray
 
-        from megatron_grpo.data.batch import TokenBatch
+        from megatron_grpo.batch.token_batch import TokenBatch
 
         wanted = [name for name in self.model.stored_entries(loss_fn) if name in batch.fields]
         with phase("fetch tokens"):  # waits for shards that are still in transfer

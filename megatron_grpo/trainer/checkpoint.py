@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS
 from megatron_grpo.platform.device import current_platform, environment
 from megatron_grpo.trainer.plain_pickles import open_checkpoint, plain_layer_state, unlisted
-from megatron_grpo.weights.hf_weights import ADAPTER_PARAMETERS
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import ModelRank

@@ -13,18 +13,18 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
+from megatron_grpo.batch.packing import Cost, planner
+from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.token_batch import token_places
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.batch import token_places
-from megatron_grpo.data.packing import Cost, planner
-from megatron_grpo.data.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
-from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
+from megatron_grpo.models.families import forward_flops
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.messages import RankPlace, RankSettings, StepShare
-from megatron_grpo.weights.families import forward_flops
-from megatron_grpo.weights.shape import ModelShape
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenBatch, token_places
+from megatron_grpo.batch.token_batch import TokenBatch, token_places
 from megatron_grpo.trainer.model.packed_sequences import held_source
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.step_batch import StepBatch
+    from megatron_grpo.batch.step_batch import StepBatch
 
 ReplicaWork = tuple["StepBatch", list[list[int]]]
 """A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch its sequences' numbers in that part."""

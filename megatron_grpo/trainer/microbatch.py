@@ -13,9 +13,10 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.losses.loss import Segments
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
@@ -27,7 +28,6 @@ from megatron_grpo.trainer.model.packed_sequences import (
     membership,
     packed_sequences,
 )
-from megatron_grpo.weights.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

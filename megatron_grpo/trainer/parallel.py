@@ -95,7 +95,7 @@ def initialize_parallel(
     """
     platform = platform or current_platform()
     if platform.name != "cuda":
-        from megatron_grpo.cpu.megatron import apply_patches
+        from megatron_grpo.platform.megatron_on_cpu import apply_patches
 
         apply_patches()
     exchange_shapes_in_order()

@@ -19,9 +19,11 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.disagreement import is_beyond_limit
@@ -33,8 +35,6 @@ from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.trainer.step_record import StepRecorder
-from megatron_grpo.weights.hf_weights import load_hf_weights
-from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
 from megatron_grpo_kernels.head import HeadKernel
 from megatron_grpo_kernels.logprob import linear_logprobs

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenBatch
-from megatron_grpo.data.replay_files import TensorFigure
+from megatron_grpo.batch.replay_files import TensorFigure
+from megatron_grpo.batch.token_batch import TokenBatch
+from megatron_grpo.models.hf_weights import iter_adapter_tensors, iter_hf_tensors
 from megatron_grpo.trainer.hidden_states import Piece, capture_states
-from megatron_grpo.weights.hf_weights import iter_adapter_tensors, iter_hf_tensors
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import Microbatches, ModelRank

@@ -24,7 +24,7 @@ def ends_dry(layout: Layout, tiny: TinyModel, **policy: Any) -> None:
     if DRY not in os.environ:
         return
     from megatron_grpo.config.schema import Config, ModelConfig, PolicyConfig
-    from megatron_grpo.proof.dry_run import dry_run
+    from megatron_grpo.planning.dry_run import dry_run
 
     model = ModelConfig(path=str(tiny.path))
     config = Config(policy=PolicyConfig(model=model, parallel=layout.parallel, precision="bfloat16", **policy))

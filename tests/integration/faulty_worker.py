@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_grpo.weights.refit.model_writer import ModelWriter
-from megatron_grpo.weights.refit.worker import RefitWorker
+from megatron_grpo.weight_sync.engine_worker import RefitWorker
+from megatron_grpo.weight_sync.model_writer import ModelWriter
 
 WRITE = ModelWriter.write
 FLIPPED = ("model.layers.1.self_attn.o_proj", "weight")

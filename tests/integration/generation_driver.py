@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 from tests.integration.vllm_helpers import engines, generate, request
 
 

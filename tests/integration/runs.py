@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.cluster.heartbeat import FOLDER
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
-from megatron_grpo.data.rollout_files import read_rollouts
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
 """Environment variable that every process of a run inherits."""

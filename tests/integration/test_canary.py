@@ -15,18 +15,18 @@ from transformers import Qwen3MoeConfig
 
 from megatron_grpo.algorithms.context import Placement
 from megatron_grpo.algorithms.stages import publish
+from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
-from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.refit import reshard
-from megatron_grpo.weights.refit.canary import Canary, canary_sequences
-from megatron_grpo.weights.refit.reshard import ReshardTransport
-from megatron_grpo.weights.refit.transport import RefitError, TransferReport
+from megatron_grpo.weight_sync import reshard
+from megatron_grpo.weight_sync.canary import Canary, canary_sequences
+from megatron_grpo.weight_sync.reshard import ReshardTransport
+from megatron_grpo.weight_sync.transport import RefitError, TransferReport
 from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, VOCAB, engines, generate, gpus, make_model, request
 

@@ -12,7 +12,7 @@ import yaml
 from megatron_grpo import export
 from megatron_grpo.config.help import MISTAKE
 from megatron_grpo.config.schema import CheckpointingConfig
-from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.run.checkpoints import Checkpointer
 from tests.integration.runs import TrainingRun, without_timing
 from tests.support.damage import delete, files_of, flip, truncate
 

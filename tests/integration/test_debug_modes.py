@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.data.rollout_files import rollouts_file
+from megatron_grpo.batch.rollout_files import rollouts_file
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 TINY = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.val_period=0")

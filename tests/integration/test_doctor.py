@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_grpo.data.trajectory import Span, Trajectory
-from megatron_grpo.proof.doctor import Diagnosis, diagnose
-from megatron_grpo.proof.prompts import TEMPLATES
+from megatron_grpo.batch.trajectory import Span, Trajectory
+from megatron_grpo.verification.doctor.examination import Diagnosis, diagnose
+from megatron_grpo.verification.doctor.prompts import TEMPLATES
 from tests.support.one_engine import ask
 from tests.support.recorded_runs import EOS, PROMPTS, SAMPLES, RecordedRun, edited_copy, make_run, moved, rollout
 

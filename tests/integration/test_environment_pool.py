@@ -13,9 +13,9 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
+from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentPool, build_environments
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.pool import EnvironmentHandle, EnvironmentPool, build_environments
-from megatron_grpo.sampler.environment_client import EnvironmentClient
+from megatron_grpo.rollouts.environment_client import EnvironmentClient
 
 
 @pytest.fixture(scope="module", autouse=True)

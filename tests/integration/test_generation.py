@@ -17,10 +17,10 @@ import psutil
 import pytest
 import ray
 
-from megatron_grpo.cpu.engine import CPU_BATCH_TOKENS, cores_of_ranks
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Span
-from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS, cores_of_ranks
+from megatron_grpo.generation.engine_group import VllmGeneration
 from tests.integration import generation_driver
 from tests.integration.vllm_helpers import (
     EOS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.data.rollout_files import read_rollouts
+from megatron_grpo.batch.rollout_files import read_rollouts
 from tests.integration.runs import TrainingRun, without_timing
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from megatron_grpo.models.source import VOCABULARY
 from megatron_grpo.prepare.lessons import split_lessons
 from megatron_grpo.prepare.models import expected_reward, greedy_accuracy
-from megatron_grpo.weights.source import VOCABULARY
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 STEPS = 120

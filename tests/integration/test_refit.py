@@ -11,15 +11,15 @@ import pytest
 import ray
 import torch
 
+from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
+from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
-from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
-from megatron_grpo.data.trajectory import Span
-from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.refit.broadcast import BroadcastTransport
-from megatron_grpo.weights.refit.transport import RefitError
+from megatron_grpo.weight_sync.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.transport import RefitError
 from tests.integration.vllm_helpers import (
     ON_GPUS,
     START_S,
@@ -154,7 +154,7 @@ def assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> N
 
 def _corrupt_next_refit(_: Any) -> None:
     """On the rank that sends stage 1: flip one bit of the first message after it is sealed, once."""
-    from megatron_grpo.weights.refit import reshard
+    from megatron_grpo.weight_sync import reshard
 
     if torch.distributed.get_rank() != 1:
         return

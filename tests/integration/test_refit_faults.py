@@ -15,13 +15,13 @@ import psutil
 import pytest
 import ray
 
+from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.weights.hf_weights import load_hf_weights
-from megatron_grpo.weights.refit.transport import SETTLE_S, PolicyLostError, RefitError
+from megatron_grpo.weight_sync.transport import SETTLE_S, PolicyLostError, RefitError
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
 from tests.support.refit_faults import (
@@ -273,7 +273,7 @@ def _inject(_: Any, moment: str, target: tuple[int, int] | None, what: str | Non
     """On a rank of the policy: `refit_faults.inject`."""
     import torch
 
-    from megatron_grpo.weights.refit import reshard as sender
+    from megatron_grpo.weight_sync import reshard as sender
 
     if torch.distributed.get_rank() == FAULTY_RANK:
         assert sender._sender is not None

@@ -11,11 +11,11 @@ import pytest
 import ray
 
 from megatron_grpo.config.schema import RefitConfig
-from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.weights.refit.broadcast import BroadcastTransport
-from megatron_grpo.weights.refit.files import FilesTransport
-from megatron_grpo.weights.refit.reshard import ReshardTransport
+from megatron_grpo.weight_sync.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.files import FilesTransport
+from megatron_grpo.weight_sync.reshard import ReshardTransport
 from tests.integration.test_refit import ray_cluster, start_policy
 from tests.integration.test_reshard import CASES, FAMILIES, RARE, Case, answers
 from tests.integration.vllm_helpers import engines, make_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.weights.refit.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from tests.integration.test_refit import REFIT, assert_serves, ray_cluster, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, gemma3, make_model
 

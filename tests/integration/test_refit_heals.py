@@ -14,11 +14,11 @@ import torch
 from ray.exceptions import RayTaskError
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.weights.refit.files import FilesTransport
-from megatron_grpo.weights.refit.reshard import ReshardTransport
-from megatron_grpo.weights.refit.transport import RefitError
+from megatron_grpo.weight_sync.files import FilesTransport
+from megatron_grpo.weight_sync.reshard import ReshardTransport
+from megatron_grpo.weight_sync.transport import RefitError
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.test_refit_files import REFIT as FILES
 from tests.integration.test_refit_files import scale_a_norm
@@ -170,7 +170,7 @@ def _lose_the_links(_rank: Any) -> None:
 
 def _links_of_the_second_rank() -> Any:
     """Those of this process if it is the second rank of the policy; None elsewhere."""
-    from megatron_grpo.weights.refit import reshard as sender
+    from megatron_grpo.weight_sync import reshard as sender
 
     if torch.distributed.get_rank() != 1:
         return None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo import replay
-from megatron_grpo.data.replay_files import figures_file
-from megatron_grpo.data.rollout_files import recorded_steps
-from megatron_grpo.proof.compare import TOLERANCES
+from megatron_grpo.batch.replay_files import figures_file
+from megatron_grpo.batch.rollout_files import recorded_steps
+from megatron_grpo.verification.replay.compare import TOLERANCES
 from tests.integration.runs import TrainingRun
 
 SHORT = (

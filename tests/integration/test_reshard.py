@@ -13,14 +13,14 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
+from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.weights.hf_weights import load_hf_weights
-from megatron_grpo.weights.refit.broadcast import BroadcastTransport
-from megatron_grpo.weights.refit.reshard import ReshardTransport
-from megatron_grpo.weights.refit.transport import WeightTransport
+from megatron_grpo.weight_sync.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.reshard import ReshardTransport
+from megatron_grpo.weight_sync.transport import WeightTransport
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request
 

@@ -17,16 +17,16 @@ import pytest
 import ray
 from numpy.typing import NDArray
 
+from megatron_grpo.batch.rollout_files import read_rollouts
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.rollout_files import read_rollouts
-from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.plan import sample_seed
-from megatron_grpo.sampler.pool import Complete, RolloutPool
+from megatron_grpo.rollouts.pool import Complete, RolloutPool
+from megatron_grpo.rollouts.seeds import sample_seed
 from tests.support.made_up_pool import (
     PROMPTS,
     SAMPLES,

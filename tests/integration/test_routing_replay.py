@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
+from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, MoeConfig, PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
-from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import shape_of_folder
 from tests.integration.vllm_helpers import VOCAB, engines, generate, make_model, request
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.forced_routing import own_routing

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
-from megatron_grpo.data.rollout_files import read_rollouts
+from megatron_grpo.batch.rollout_files import read_rollouts
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import read_jsonl

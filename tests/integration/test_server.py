@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import RefitMode, ServerConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig, RefitConfig
-from megatron_grpo.controller.startup import make_transport
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.data.trajectory import Span
-from megatron_grpo.sampler.arguments import VllmSettings
-from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.run.startup import make_transport
 from tests.integration.server_process import ServerProcess, serving
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.vllm_helpers import MAX_LENGTH, START_S, Oracle, generate, make_model, request
@@ -27,7 +27,7 @@ REFIT = RefitConfig(bucket_mib=0.05, timeout_s=60.0, retries=1)
 PROMPT = [2, 3, 5, 7]
 
 
-@pytest.mark.slow  # tests/unit/sampler/test_server_engine.py asks a made-up server with every `make test`
+@pytest.mark.slow  # tests/unit/generation/test_server_engine.py asks a made-up server with every `make test`
 def test_a_server_serves_what_the_policy_is_however_weights_come_and_after_it_was_killed(
     server: ServerProcess, models: tuple[Path, Path], tmp_path: Path
 ) -> None:

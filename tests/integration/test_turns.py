@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.endpoint import EndpointSettings
-from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.plan import sample_seed
-from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import WorkerGroup
+from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.seeds import sample_seed
+from megatron_grpo.rollouts.worker_group import WorkerGroup
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
-pytestmark = pytest.mark.slow  # .ci/run runs it; tests/unit/sampler has turns and the endpoint without an engine
+pytestmark = pytest.mark.slow  # .ci/run runs it; tests/unit/rollouts has turns and the endpoint without an engine
 
 SEED, STEP, SAMPLES, TURNS = 5, 3, 6, 3
 SETTINGS = SamplingSettings(max_new_tokens=12, stop_token_ids=(EOS, *range(2, 20)))

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, Qwen3Config
 
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Span
-from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.engines import EngineClient, Engines
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.hf_weights import load_hf_weights
-from megatron_grpo.weights.refit.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
 
 MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400

@@ -24,13 +24,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.config.schema import AsyncGRPOConfig, EngineConfig, GenerationConfig, GenerationParallelConfig
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.sampler.arguments import VllmSettings
-from megatron_grpo.sampler.engine import VllmEngine
-from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.sampler.engines import EngineClient, Engines
+from megatron_grpo.generation.engine import VllmEngine
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

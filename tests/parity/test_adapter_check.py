@@ -11,11 +11,11 @@ import pytest
 from torch import Tensor
 
 from megatron_grpo.config.schema import OptimizerConfig
+from megatron_grpo.models import hf_weights
+from megatron_grpo.models.adapter_check import AdapterCheck, check_adapters
+from megatron_grpo.models.hf_weights import BoundEntry
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights import hf_weights
-from megatron_grpo.weights.adapter_check import AdapterCheck, check_adapters
-from megatron_grpo.weights.hf_weights import BoundEntry
 from tests.parity.adapters import MATRICES, adapted_layers, make_lora_rank
 from tests.parity.policy_training import train_arguments
 from tests.parity.ranks import Layout, run_on_ranks

@@ -16,14 +16,14 @@ from torch.nn import functional
 from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
-from megatron_grpo.sampler.canary import CanaryPrompt
+from megatron_grpo.generation.engine_canary import CanaryPrompt
+from megatron_grpo.models.weight_layouts import RankShard, engine_shards
 from megatron_grpo.trainer import microbatch
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.layouts import RankShard, engine_shards
-from megatron_grpo.weights.refit.canary import LENGTHS, canary_sequences, policy_logprobs
-from megatron_grpo.weights.refit.fingerprints import (
+from megatron_grpo.weight_sync.canary import LENGTHS, canary_sequences, policy_logprobs
+from megatron_grpo.weight_sync.fingerprints import (
     OF_OUTPUTS,
     Fingerprint,
     difference,

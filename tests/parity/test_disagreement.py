@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenBatch
+from megatron_grpo.batch.token_batch import TokenBatch
 from tests.parity.policy_training import OPTIMIZER, make_batch, make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_training import adamw_steps, expect_equal

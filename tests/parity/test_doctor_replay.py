@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.controller.recorded_config import config_of_run
-from megatron_grpo.proof import recorded_figures
-from megatron_grpo.proof.compare import Comparison, Difference
-from megatron_grpo.proof.recorded_figures import replay_in_layout
+from megatron_grpo.run.recorded_config import config_of_run
+from megatron_grpo.verification.doctor import recorded_figures
+from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
+from megatron_grpo.verification.replay.compare import Comparison, Difference
 from tests.support.recorded_run import make_recorded_run
 
 

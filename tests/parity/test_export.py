@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, STATE_FILE, complete
 from megatron_grpo.export import main
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, STATE_FILE, complete
 from megatron_grpo.trainer.checkpoint import sharded_weights
 from megatron_grpo.trainer.model.build import build_model
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.hf_weights import load_hf_weights
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.damage import delete, files_of, flip, truncate
 from tests.support.tiny_models import TinyModel
@@ -196,7 +196,7 @@ def test_a_disk_that_fills_up_is_one_message(
         raise OSError(28, "No space left on device")
 
     checkpoint = make_run(tiny_models["qwen3_tied"], tmp_path / "run", Layout())
-    monkeypatch.setattr("megatron_grpo.weights.hf_folder.save_file", full)
+    monkeypatch.setattr("megatron_grpo.models.hf_folder.save_file", full)
     message = mistake(capsys, f"checkpoint={checkpoint}", f"output={tmp_path}/new/out")
     assert f"output={tmp_path}/new/out cannot be written: [Errno 28] No space left on device" in message
     assert not (tmp_path / "new" / "out").exists()

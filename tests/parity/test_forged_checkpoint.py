@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, complete
 from megatron_grpo.export import main
+from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, complete
 from megatron_grpo.trainer.plain_pickles import plain_layer_state
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_background_save import make_engine

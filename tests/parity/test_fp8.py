@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MicrobatchMaker
@@ -20,7 +21,6 @@ from megatron_grpo.trainer.model.build import transformer_config
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.model.rounding import round_blocks, round_tensor
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.shape import ModelShape
 from tests.parity.fp8_oracle import block_scales, e4m3, simulate
 from tests.parity.policy_training import OPTIMIZER, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks

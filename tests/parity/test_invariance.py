@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenBatch
-from megatron_grpo.data.packing import Rectangles
+from megatron_grpo.batch.packing import Rectangles
+from megatron_grpo.batch.token_batch import TokenBatch
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks

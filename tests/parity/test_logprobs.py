@@ -15,10 +15,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.hf_weights import load_hf_weights
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
-from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.export import main
+from megatron_grpo.run.checkpoint_files import complete
 from tests.parity.adapters import LORA, adapted_layers, make_lora_rank
 from tests.parity.lora import (
     fill_b,

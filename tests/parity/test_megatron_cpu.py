@@ -17,10 +17,10 @@ from megatron.core.transformer import TransformerConfig, build_module
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.hf_weights import iter_hf_tensors, load_hf_weights
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.tiny_models import VOCAB, TinyModel
 

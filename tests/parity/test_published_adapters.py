@@ -19,16 +19,16 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import OptimizerConfig
-from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.export import main
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
+from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.run.checkpoint_files import complete
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import weight_entries
-from megatron_grpo.weights.hf_weights import BoundEntry, iter_hf_tensors
-from megatron_grpo.weights.layouts import engine_shards, training_shards
-from megatron_grpo.weights.refit.files import connect_writer, write_weights
-from megatron_grpo.weights.refit.links import schedule, split_messages
-from megatron_grpo.weights.refit.plan import packed_pieces, plan_pieces, tensor_name, wire_dtypes
-from megatron_grpo.weights.refit.reshard import ShardSender
+from megatron_grpo.weight_sync.files import connect_writer, write_weights
+from megatron_grpo.weight_sync.links import schedule, split_messages
+from megatron_grpo.weight_sync.reshard import ShardSender
+from megatron_grpo.weight_sync.transfer_plan import packed_pieces, plan_pieces, tensor_name, wire_dtypes
 from tests.parity.adapters import LORA, MATRICES, adapted_layers, make_lora_rank
 from tests.parity.policy_training import train_arguments
 from tests.parity.ranks import Layout, run_on_ranks

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import (
     LossConfig,
     ModelConfig,
@@ -22,14 +23,13 @@ from megatron_grpo.config.schema import (
     QuantizationFormat,
     ReferenceConfig,
 )
-from megatron_grpo.controller.checkpoint_files import complete
-from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.export import main
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.run.checkpoint_files import complete
+from megatron_grpo.trainer.hf_export import quantized_rows
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.rounding import QuantizedLinear
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.hf_export import quantized_rows
 from tests.parity.fp8_oracle import e4m3
 from tests.parity.policy_training import OPTIMIZER, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.models.hf_folder import HFFolderReader
+from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.hf_folder import HFFolderReader
-from megatron_grpo.weights.hf_weights import iter_hf_tensors
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors

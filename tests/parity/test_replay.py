@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo import replay
-from megatron_grpo.data.rollout_files import read_rollouts
-from megatron_grpo.proof import problem
-from megatron_grpo.proof.compare import TOLERANCES
+from megatron_grpo.batch.rollout_files import read_rollouts
+from megatron_grpo.verification import problem
+from megatron_grpo.verification.replay.compare import TOLERANCES
 from tests.support.recorded_run import add_figures, make_recorded_run
 
 KL = {"loss_fn": {"reference_policy_kl_penalty": 0.05}}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from megatron_grpo.batch.token_batch import TokenBatch
 from megatron_grpo.config.schema import MoeConfig, ReferenceConfig
-from megatron_grpo.data.batch import TokenBatch
-from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients

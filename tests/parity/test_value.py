@@ -16,14 +16,14 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.loop_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.value import MseValueLossFn
+from megatron_grpo.models.families import as_value_model, shape_of_folder
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
-from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
 from tests.support.rare import rare

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from megatron_grpo import verify
-from megatron_grpo.proof import ranks as compare
+from megatron_grpo.verification import ranks as compare
 
 
 @pytest.mark.parametrize(

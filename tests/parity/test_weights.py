@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.hf_folder import write_hf_folder
+from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.hf_folder import write_hf_folder
-from megatron_grpo.weights.hf_weights import iter_hf_tensors, load_hf_weights
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.support.tiny_models import TinyModel
 

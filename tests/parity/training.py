@@ -6,11 +6,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.data.packing import Rectangles
+from megatron_grpo.batch.packing import Rectangles
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
+from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.trainer.rank import PolicyRank, ValueRank
-from megatron_grpo.weights.hf_weights import iter_hf_tensors
 from tests.parity.ranks import Layout
 
 LENGTHS = [5, 9, 7, 12, 6, 12, 8, 4]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.config.schema import CheckpointingConfig
-from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.run.checkpoints import Checkpointer
 
 MODELS = ("megatron", "megatron_value")
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.families.family import global_entries
 from megatron_grpo.preflight.load import load_config
-from megatron_grpo.weights.families import shape_of_config, weight_entries
-from megatron_grpo.weights.families.family import global_entries
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.batch import TokenBatch, TokenFields, given
-from megatron_grpo.data.packing import Cost
-from megatron_grpo.data.replay_files import StateFigure, TensorFigure, watched_tokens
-from megatron_grpo.data.step_batch import StepBatch
+from megatron_grpo.batch.packing import Cost
+from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, watched_tokens
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.group import TrainResult, cost_of
-from megatron_grpo.weights.shape import ModelShape
 from tests.support.fake_rollouts import add_entry, by_sequence
 from tests.support.token_fields import in_rectangles
 

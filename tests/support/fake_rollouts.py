@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_grpo.data.batch import STORED_DTYPES
+from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
+from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_recorded
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.token_batch import STORED_DTYPES
+from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import EngineCounts, SamplingSettings
-from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorded
-from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.plan import RolloutPlan
-from megatron_grpo.sampler.pool import Complete
+from megatron_grpo.rollouts.pool import Complete
+from megatron_grpo.rollouts.seeds import RolloutPlan
 
 Answers = Callable[[Sequence[DatumSpec], int], Sequence[Sequence[Trajectory]]]
 """(prompts, samples of each) -> the samples of each prompt."""
@@ -63,7 +63,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     """Stands in for Ray in those places of the driver's code that ask the object store themselves."""
     fake = FakeRay()
     monkeypatch.setattr("megatron_grpo.cluster.futures.ray", SimpleNamespace(get=fake.get_all))
-    monkeypatch.setattr("megatron_grpo.sampler.shards.ray", SimpleNamespace(put=fake.put))
+    monkeypatch.setattr("megatron_grpo.rollouts.shards.ray", SimpleNamespace(put=fake.put))
     return fake
 
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.algorithms.context import GRPORun, Placement, PPORun, SamplingRun, default_grpo_save_state
+from megatron_grpo.batch.generation_requests import SamplingSettings
+from megatron_grpo.batch.rollout_files import StepFacts
+from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.data.rollout_files import StepFacts
-from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.weights.refit.transport import TransferReport
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.weight_sync.transport import TransferReport
 from tests.support.fake_models import FakePolicy, FakeValue
 from tests.support.fake_rollouts import FakeRollouts
 

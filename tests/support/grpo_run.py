@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_grpo.algorithms import grpo
 from megatron_grpo.algorithms.loop import StepReport
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.models.source import known_shape
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.source import known_shape
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
 from tests.support.trajectories import make_trajectory

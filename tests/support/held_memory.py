@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.environments.sandbox.memory import MemoryGroup, parent_of_groups
+from megatron_grpo.environments.sandbox.memory_limit import MemoryGroup, parent_of_groups
 from tests.support.forked import in_fork
 
 _WHATEVER = 2**36

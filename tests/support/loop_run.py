@@ -13,12 +13,12 @@ import pytest
 from megatron_grpo.algorithms import loop as train_loop
 from megatron_grpo.algorithms.context import Placement, default_grpo_save_state
 from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import CheckpointingConfig, Config, GRPOConfig, LossConfig
-from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.controller.user_objects import Callbacks
-from megatron_grpo.data.trajectory import SampledGroup
-from megatron_grpo.weights.refit.transport import RefitError
+from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
+from megatron_grpo.run.checkpoints import Checkpointer
+from megatron_grpo.run.user_objects import Callbacks
+from megatron_grpo.weight_sync.transport import RefitError
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
 from tests.support.recording import make_facts

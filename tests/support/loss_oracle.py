@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 
 Row = dict[str, list[float]]

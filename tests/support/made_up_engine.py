@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.cluster.futures import pickled
-from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Span
 
 VERSION = 3
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import ray
 
+from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import SampledGroup, Span, Trajectory
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import EnvironmentConfig, RolloutsConfig
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import SampledGroup, Span, Trajectory
-from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.plan import sample_seed
-from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import WorkerGroup
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.seeds import sample_seed
+from megatron_grpo.rollouts.worker_group import WorkerGroup
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
 
 SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24

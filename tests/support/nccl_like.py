@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megatron_grpo.weights.refit import links
-from megatron_grpo.weights.refit.groups import Rendezvous
+from megatron_grpo.weight_sync import links
+from megatron_grpo.weight_sync.groups import Rendezvous
 
 _LENGTH_BYTES = 8
 _READY, _RECEIVED = b"\1", b"\2"

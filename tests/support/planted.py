@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_grpo import doctor
-from megatron_grpo.controller.recorded_config import config_of_values
-from megatron_grpo.data.rollout_files import Learnt
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.batch.rollout_files import Learnt
+from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.run.recorded_config import config_of_values
 from tests.support.recorded_runs import (
     RecordedRun,
     alone,

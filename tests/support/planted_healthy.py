@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from tests.support.planted import Plant, engine, write
 from tests.support.planted_engines import likeliest
 from tests.support.recorded_runs import RecordedRun, sampled, scored

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.data.rollout_files import rollouts_file
-from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.batch.rollout_files import rollouts_file
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from tests.support.planted import Case, Column, Tensors, changed_folder, engine, record, trainer, write
 from tests.support.planted_engines import (
     LAYER,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from tests.support.planted import Case, Edit, Forward, Tensors, engine, trainer, write
 from tests.support.planted_engines import (
     LAYER,

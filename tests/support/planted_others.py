@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.data.rollout_files import rollouts_file
-from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.batch.rollout_files import rollouts_file
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from tests.support.planted import Case, Column, Plant, record, trainer
 from tests.support.planted_engines import STALE, WEIGHTS, exchanged, old, scaled
 from tests.support.recorded_runs import RecordedRun, alone

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config, LossConfig, PPOConfig
-from megatron_grpo.data.trajectory import Trajectory
 from tests.support.fake_models import fetched
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence
 from tests.support.trajectories import make_trajectory

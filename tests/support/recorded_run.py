@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from megatron_grpo.batch.replay_files import StepFigures, figures_file, sum_states, watched_tokens, write_figures
+from megatron_grpo.batch.rollout_files import Learnt, RunFacts, StepRecord, rollouts_file, write_rollouts
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, token_places
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.typed import typed
-from megatron_grpo.controller.directory import record_start
-from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
-from megatron_grpo.data.replay_files import StepFigures, figures_file, sum_states, watched_tokens, write_figures
-from megatron_grpo.data.rollout_files import Learnt, RunFacts, StepRecord, rollouts_file, write_rollouts
-from megatron_grpo.data.trajectory import Span, Trajectory
-from megatron_grpo.proof.problem import prepare_model
-from megatron_grpo.proof.processes import run_on_ranks
-from megatron_grpo.proof.record import open_step
-from megatron_grpo.proof.replay import ReplayTask, replay_step, replay_task
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.run.directory import record_start
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.verification.problem import prepare_model
+from megatron_grpo.verification.processes import run_on_ranks
+from megatron_grpo.verification.replay.record import open_step
+from megatron_grpo.verification.replay.replayed_step import ReplayTask, replay_step, replay_task
 from tests.support.recording import make_facts
 
 PROMPTS, SAMPLES = 3, 4

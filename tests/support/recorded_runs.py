@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from megatron_grpo.batch.rollout_files import Learnt, rollouts_file, write_rollouts
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.schema import Config, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.controller.directory import record_start
 from megatron_grpo.data.load_prompts import load_prompt_data
-from megatron_grpo.data.rollout_files import Learnt, rollouts_file, write_rollouts
-from megatron_grpo.data.trajectory import Span, Trajectory
-from megatron_grpo.proof.problem import prepare_model
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.run.directory import record_start
+from megatron_grpo.trainer.hf_export import export_checkpoint
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.hf_export import export_checkpoint
+from megatron_grpo.verification.problem import prepare_model
 from tests.support.recording import make_record
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.data.rollout_files import RunFacts, StepFacts, StepRecord
+from megatron_grpo.batch.rollout_files import RunFacts, StepFacts, StepRecord
 
 RUN = RunFacts(prompts_per_step=2, samples_per_prompt=2, max_num_steps=2, vocab=9, vocabulary=None)
 

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from megatron_grpo.weights.refit.links import Links
-from megatron_grpo.weights.refit.reshard import ReshardTransport
+from megatron_grpo.weight_sync.links import Links
+from megatron_grpo.weight_sync.reshard import ReshardTransport
 
 FAULTY_RANK = 1
 """The rank of the policy on which faults of messages happen."""

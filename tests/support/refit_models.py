@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.weights.families import weight_entries
-from megatron_grpo.weights.layouts import RankShard
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import RankShard
 from tests.support.moe_config import QWEN3_MOE
 
 DENSE: dict[str, Any] = {

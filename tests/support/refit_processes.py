@@ -20,10 +20,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
-from megatron_grpo.weights.families import shape_of_config, weight_entries
-from megatron_grpo.weights.refit.groups import Rendezvous
-from megatron_grpo.weights.refit.links import Links
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.weight_sync.groups import Rendezvous
+from megatron_grpo.weight_sync.links import Links
 from tests.support import nccl_like
 from tests.support.refit_faults import inject
 from tests.support.refit_models import DENSE

@@ -13,9 +13,9 @@ import numpy as np
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
-from megatron_grpo.data.trajectory import Span, Trajectory
 from tests.support.trajectories import make_trajectory, with_learnt
 
 PROMPT = "What is 2 + 2? "

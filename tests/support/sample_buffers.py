@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
+from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.config.schema import AsyncGRPOConfig, LoopConfig
 from megatron_grpo.data.loader import PromptLoader, Visits, prompt_batches
-from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS

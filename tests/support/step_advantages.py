@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.data.trajectory import Trajectory
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, stored_names
 
 

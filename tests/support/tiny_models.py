@@ -29,8 +29,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
 
 VOCAB = 61
 """Odd, so that it has to be padded in every tensor-parallel layout."""

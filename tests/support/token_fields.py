@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 
 
 def mapped(tokens: TokenFields, function: Callable[[Tensor], Tensor]) -> TokenFields:

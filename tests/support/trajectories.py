@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.data.rollout_files import Learnt
-from megatron_grpo.data.trajectory import Outcome, Span, Trajectory
+from megatron_grpo.batch.rollout_files import Learnt
+from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
 
 
 def make_trajectory(tokens: int = 2, *, prompt_tokens: int = 1, **changes: Any) -> Trajectory:

@@ -21,8 +21,8 @@ from megatron_grpo import api
 from megatron_grpo.api import environment_overrides, written
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.user_objects import UserObjects
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.run.user_objects import UserObjects
 from tests.integration.example_rewards import right
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)]
@@ -277,7 +277,7 @@ def test_names_of_validation_sets(started: list[tuple[Config, UserObjects]], tmp
 
 def test_environments_are_named_by_where_they_are(tmp_path: Path) -> None:
     found = environment_overrides({"math": "math", "mine": UserObjects})
-    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.controller.user_objects:UserObjects"]
+    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.run.user_objects:UserObjects"]
     local = type("Local", (), {"__module__": "__main__"})
     with pytest.raises(ConfigError, match="cannot be imported by the processes of the run"):
         megatron_grpo.train("+exp=quickstart", environments={"mine": local})

@@ -26,8 +26,8 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import COMMANDS
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.directory import claimed_run_directory, record_start
 from megatron_grpo.preflight.load import load_config
+from megatron_grpo.run.directory import claimed_run_directory, record_start
 from tests.support.checkpoints import MODELS, save
 
 
@@ -50,7 +50,7 @@ def put_loop_in_place(
     made_up = {
         "algorithms.grpo": {"grpo_train": grpo_train},
         "algorithms.setup": {"setup": setup},
-        "controller.lifetime": {"started": lambda *_: nullcontext(startup)},
+        "run.lifetime": {"started": lambda *_: nullcontext(startup)},
     }
     for name, functions in made_up.items():
         module = ModuleType(f"megatron_grpo.{name}")

@@ -18,13 +18,13 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from megatron_grpo.batch.rollout_files import examine_file, read_recorded, rollouts_file, rows_of_file, write_rollouts
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DatasetConfig, RewardModelConfig
-from megatron_grpo.controller.checkpoint_files import LOADER_FILE, CheckpointError, read_loader_state
-from megatron_grpo.data.rollout_files import examine_file, read_recorded, rollouts_file, rows_of_file, write_rollouts
 from megatron_grpo.data.sources import SourceError, open_source
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.reward_model import RewardModel, model_problem
+from megatron_grpo.run.checkpoint_files import LOADER_FILE, CheckpointError, read_loader_state
 from tests.support.trajectories import make_trajectory, with_learnt
 
 

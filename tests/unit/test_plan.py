@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo import plan
+from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.config.help import FAILED, MISTAKE
-from megatron_grpo.controller.directory import record_start
-from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
+from megatron_grpo.planning.calibrate import write_profile
+from megatron_grpo.planning.check import fit_remarks
+from megatron_grpo.planning.hardware import hardware
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.model_files import unusable_model
-from megatron_grpo.proof.plan.calibrate import write_profile
-from megatron_grpo.proof.plan.check import fit_remarks
-from megatron_grpo.proof.plan.hardware import hardware
+from megatron_grpo.preflight.model_file_checks import unusable_model
+from megatron_grpo.run.directory import record_start
 from tests.support.config_problems import SMALL
 from tests.support.trajectories import make_trajectory
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.data.trajectory import Span
+from megatron_grpo.batch.trajectory import Span
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GPUS, RANKS, ENGINES, WORKERS = 64, 32, 8, 1
@@ -90,7 +90,7 @@ def test_spans_of_a_response_over_a_refit(parts: SimpleNamespace) -> None:
 
 
 def test_lengths_and_rewards_follow_from_the_seed(parts: SimpleNamespace) -> None:
-    from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+    from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 
     model, settings = times(parts), SamplingSettings(max_new_tokens=150)
     requests = [GenerationRequest(prompt_ids=None, seed=seed, max_new_tokens=1000) for seed in range(2000)]  # type: ignore[arg-type]

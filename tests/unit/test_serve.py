@@ -11,8 +11,8 @@ import pytest
 
 from megatron_grpo import serve
 from megatron_grpo.config.paths import TOKEN_VARIABLE
-from megatron_grpo.sampler.guard import NAMES_VARIABLE
-from megatron_grpo.sampler.plugin import SERVER_MARKER
+from megatron_grpo.generation.http_guard import NAMES_VARIABLE
+from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
 
 
 class Became(Exception):  # noqa: N818 - what happened, no error

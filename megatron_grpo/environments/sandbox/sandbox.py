@@ -21,7 +21,7 @@ import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, has_filter
-from megatron_grpo.environments.sandbox.memory import MemoryGroup, parent_of_groups
+from megatron_grpo.environments.sandbox.memory_limit import MemoryGroup, parent_of_groups
 from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02

@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron_grpo.data.rollout_files import count_rollouts, recorded_steps, rows_of_file
-from megatron_grpo.data.trajectory import suspicions
-from megatron_grpo.weights.source import local_folder
+from megatron_grpo.batch.rollout_files import count_rollouts, recorded_steps, rows_of_file
+from megatron_grpo.batch.trajectory import suspicions
+from megatron_grpo.models.source import local_folder
 
 TOKENIZER_FILE = "tokenizer.json"
 LEAST_GAP = -40.0

@@ -15,8 +15,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.model.packed_sequences import AttentionGroup, PackedSequences
-from megatron_grpo.weights.shape import ModelShape
 
 
 def _taken(tokens: Tensor, index: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.models.families.family import padded_vocab
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, RotaryTable, scaled_rope
 from megatron_grpo.trainer.model.experts import mark_experts
@@ -22,8 +24,6 @@ from megatron_grpo.trainer.model.layer_spec import layer_spec, uses_transformer_
 from megatron_grpo.trainer.model.lora import train_adapters_alone
 from megatron_grpo.trainer.model.megatron_config import require_fp8, transformer_config
 from megatron_grpo.trainer.model.rounding import keep_outer_layers
-from megatron_grpo.weights.families.family import padded_vocab
-from megatron_grpo.weights.shape import ModelShape
 
 
 class DecoderModel(GPTModel):

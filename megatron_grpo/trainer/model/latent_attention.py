@@ -20,9 +20,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
+from megatron_grpo.models.shape import LatentShape
 from megatron_grpo.trainer.model.attention import TorchCoreAttention
 from megatron_grpo.trainer.model.layers import RMSNorm
-from megatron_grpo.weights.shape import LatentShape
 
 
 class ReplicatedLinear(torch.nn.Module):

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
@@ -26,7 +27,6 @@ from megatron_grpo.trainer.model.latent_attention import LatentAttention, Latent
 from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, with_front
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
-from megatron_grpo.weights.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class EngineParts:
 def _engine_parts(platform: Platform) -> EngineParts:
     # Imported here because Transformer Engine may not be installed.
     if platform.name == "dry":
-        from megatron_grpo.trainer.dry import layers
+        from megatron_grpo.planning.dry import stand_in_layers as layers
 
         return EngineParts(layers.shaped_layer, layers.ShapedAttention, layers.ShapedNorm)
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm

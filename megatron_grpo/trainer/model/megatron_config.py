@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.config.checks.passthrough import library_problems
 from megatron_grpo.config.errors import Problem, RunError
+from megatron_grpo.config.passthrough import library_problems
 from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
-from megatron_grpo.weights.shape import ModelShape
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.routed import UNKNOWN
+from megatron_grpo.models.routed_experts import UNKNOWN
 
 LEAST_FILL = 0.75
 """Sequences share an attention call if the shortest has at least this share of the longest's tokens."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.models.families import FAMILIES
 from tests.cuda.null import kernels
 from tests.cuda.null.trial import make_model
 

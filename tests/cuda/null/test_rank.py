@@ -25,12 +25,12 @@ from megatron_grpo.config.schema import (
     PolicyConfig,
     ReferenceConfig,
 )
+from megatron_grpo.models.weight_layouts import engine_shards, training_shards
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.layouts import engine_shards, training_shards
-from megatron_grpo.weights.refit.links import schedule, split_messages
-from megatron_grpo.weights.refit.plan import packed_pieces, plan_pieces, wire_dtypes
-from megatron_grpo.weights.refit.reshard import ShardSender
+from megatron_grpo.weight_sync.links import schedule, split_messages
+from megatron_grpo.weight_sync.reshard import ShardSender
+from megatron_grpo.weight_sync.transfer_plan import packed_pieces, plan_pieces, wire_dtypes
 from tests.cuda.null.kernels import SELECTIONS, host_waits
 from tests.cuda.null.trial import LENGTHS, Trial, make_trial
 

@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron_grpo.config.schema import Config, PolicyConfig
-from megatron_grpo.proof.dry_run import dry_run
-from megatron_grpo.trainer.dry.tracker import MemoryTracker
-from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.planning.dry.tracker import MemoryTracker
+from megatron_grpo.planning.dry_run import dry_run
 from tests.cuda.null.test_rank import Case, fp8, layout
 from tests.cuda.null.trial import make_trial
 

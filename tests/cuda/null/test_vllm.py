@@ -16,13 +16,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 
 from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, ParallelConfig
-from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
-from megatron_grpo.weights.families import FAMILIES, shape_of_folder
-from megatron_grpo.weights.layouts import engine_shards, training_shards
-from megatron_grpo.weights.refit.links import schedule, split_messages
-from megatron_grpo.weights.refit.model_writer import ModelWriter
-from megatron_grpo.weights.refit.plan import FP8, packed_pieces, plan_pieces, wire_dtypes
+from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
+from megatron_grpo.models.families import FAMILIES, shape_of_folder
+from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.weight_sync.links import schedule, split_messages
+from megatron_grpo.weight_sync.model_writer import ModelWriter
+from megatron_grpo.weight_sync.transfer_plan import FP8, packed_pieces, plan_pieces, wire_dtypes
 
 LONGEST = 1024
 
@@ -51,7 +51,7 @@ def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Pa
     assert config.model_config.enable_sleep_mode is (placement == "colocated")
     assert config.model_config.logprobs_mode == "processed_logprobs"
     assert config.model_config.max_model_len == LONGEST
-    assert config.parallel_config.worker_extension_cls == "megatron_grpo.weights.refit.worker.RefitWorker"
+    assert config.parallel_config.worker_extension_cls == "megatron_grpo.weight_sync.engine_worker.RefitWorker"
     assert config.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
 
 

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.proof.problem import SMALL, TINY, counts_of, make_loss
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.messages import RankSettings, StepShare
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
-from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.verification.problem import SMALL, TINY, counts_of, make_loss
 from tests.cuda.null.kernels import Answers
 
 SIZES: dict[str, Any] = {
@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 256,
     "num_local_experts": 8,
 }
-"""Sizes that every FP8 recipe can split into whole blocks, in place of those of `proof.problem`."""
+"""Sizes that every FP8 recipe can split into whole blocks, in place of those of `verification.problem`."""
 LATENT = {
     "num_key_value_heads": SIZES["num_attention_heads"],
     "q_lora_rank": 128,

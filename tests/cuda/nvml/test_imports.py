@@ -18,7 +18,7 @@ PARTS = (
     "vllm.v1.engine.async_llm",
     "vllm.cumem_allocator",
     "vllm.distributed.device_communicators.pynccl",
-    "megatron_grpo.weights.refit.worker",
+    "megatron_grpo.weight_sync.engine_worker",
 )
 
 

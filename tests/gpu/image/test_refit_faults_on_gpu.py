@@ -19,7 +19,7 @@ from tests.support.refit_faults import (
     STALL_WORKER,
 )
 from tests.support.refit_processes import GREETING, JOINING
-from tests.unit.weights.refit import test_fault_matrix as matrix
+from tests.unit.weight_sync import test_fault_matrix as matrix
 
 scene = matrix.scene
 GROUP = "gpus" if torch.cuda.is_available() else "nccl"

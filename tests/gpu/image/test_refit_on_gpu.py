@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3Config
 
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
-from megatron_grpo.weights.refit.reshard import ReshardTransport
+from megatron_grpo.weight_sync.reshard import ReshardTransport
 from tests.integration import test_reshard
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.test_reshard import REFIT, Case, after, answers
@@ -85,7 +85,7 @@ def test_bandwidth(colocated: bool, tmp_path: Path, record_property: Callable[[s
 
 def _flip_a_bit(_: Any) -> None:
     """On the rank: flip one bit of its first message after it is sealed, once."""
-    from megatron_grpo.weights.refit import reshard
+    from megatron_grpo.weight_sync import reshard
 
     assert reshard._sender is not None
     links = reshard._sender._links

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_grpo.platform.device import environment
-from megatron_grpo.weights.refit.ipc import CudaMemory, HostMemory
+from megatron_grpo.weight_sync.ipc import CudaMemory, HostMemory
 
 CONTEXT = multiprocessing.get_context("spawn")
 Memory: Any = CudaMemory if torch.cuda.is_available() else HostMemory

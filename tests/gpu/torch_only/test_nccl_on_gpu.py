@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.weights.refit.groups import LOOK_S, Rendezvous, Watch, join, record_failure
+from megatron_grpo.weight_sync.groups import LOOK_S, Rendezvous, Watch, join, record_failure
 
 CUDA = torch.cuda.is_available()
 CONTEXT = multiprocessing.get_context("spawn")

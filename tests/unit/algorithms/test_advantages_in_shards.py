@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import finite_sequences
+from megatron_grpo.algorithms.step_advantages import finite_sequences
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, GRPOConfig, LossConfig
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages, reward_to_go
 from megatron_grpo.losses.divergence import kl_estimate
 from tests.support.step_advantages import advantages_of

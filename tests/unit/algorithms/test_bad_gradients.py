@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.data.step_batch import StepBatch
+from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankPlace, StepShare
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.controller.directory import STOP_FILE, claimed_run_directory
-from megatron_grpo.controller.user_objects import Callback, Callbacks
+from megatron_grpo.run.directory import STOP_FILE, claimed_run_directory
+from megatron_grpo.run.user_objects import Callback, Callbacks
 from tests.support.loop_run import LIMITS, Run, validating
 
 

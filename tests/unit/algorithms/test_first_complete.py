@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.sample_buffer import FirstComplete
-from megatron_grpo.sampler.pool import Complete
+from megatron_grpo.rollouts.pool import Complete
 
 PER_TAKE = st.integers(1, 3)
 AGES = st.integers(1, 3)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import grpo, samples
-from megatron_grpo.algorithms.advantages import score
+from megatron_grpo.algorithms.step_advantages import score
+from megatron_grpo.batch.replay_files import figures_file, read_figures
+from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.recorded_config import config_of_values
-from megatron_grpo.data.replay_files import figures_file, read_figures
-from megatron_grpo.data.trajectory import Outcome
-from megatron_grpo.weights.families import forward_flops
+from megatron_grpo.models.families import forward_flops
+from megatron_grpo.run.recorded_config import config_of_values
 from tests.support.documented import undocumented
 from tests.support.fake_rollouts import FakeRay
 from tests.support.grpo_run import EVERYTHING, KL_IN_REWARD, Run

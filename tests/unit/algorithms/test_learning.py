@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.stages import combine_results, learn, learn_values, train_in_minibatches
+from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
-from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.losses.policy_loss import add_derived_metrics
 from megatron_grpo.trainer.group import NonFiniteGradientError, TrainResult

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.stages import add_logprobs, training_batch
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig
-from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_models import FakePolicy
 from tests.support.fake_rollouts import FakeRay, FakeRollouts, add_entry, by_sequence, stored_names

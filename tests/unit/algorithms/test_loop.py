@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_grpo.algorithms.loop import StepReport
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.schema import EarlyStopConfig, LossConfig
-from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.weights.refit.transport import PolicyLostError, RefitError
+from megatron_grpo.weight_sync.transport import PolicyLostError, RefitError
 from tests.support.damage import flip
 from tests.support.loop_run import CHECKPOINTING, LIMITS, SOUND, Run, validating
 from tests.support.recording import make_facts

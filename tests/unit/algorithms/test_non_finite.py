@@ -13,9 +13,9 @@ import pytest
 
 from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.validation import validate
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRay, FakeRollouts, add_entry

@@ -11,7 +11,7 @@ from megatron_grpo.algorithms.context import Placement
 from megatron_grpo.algorithms.stages import publish
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.weights.refit.transport import CanaryFailedError, RefitError
+from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError
 
 REFIT = ["policy offloads", "value offloads all", "weights wake", "refit", "policy offloads all", "kv_cache wake"]
 TO_TRAINING = ["engines sleep", "policy onloads", "value onloads"]

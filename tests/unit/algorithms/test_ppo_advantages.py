@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import add_advantages, score
-from megatron_grpo.algorithms.advantages import ppo_token_advantages as token_advantages
 from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.algorithms.step_advantages import ppo_token_advantages as token_advantages
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.divergence import kl_estimate
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
-from megatron_grpo.sampler.shards import compute
+from megatron_grpo.rollouts.shards import compute
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, split
 from tests.support.ppo_batch import VALUES, advantages_of, make_config, make_trajectories
 from tests.support.trajectories import failed_trajectory, make_trajectory

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms.records import RolloutDumps
+from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoggerConfig
-from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.loop_run import LIMITS, Run
 from tests.support.recording import RUN

@@ -13,8 +13,8 @@ from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.algorithms.sampling_only import sampling_step
+from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from tests.support.grpo_run import EVERYTHING, Run
 from tests.support.recording import make_record
 from tests.support.trajectories import make_trajectory

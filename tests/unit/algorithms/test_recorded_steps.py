@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms.records import RecordedSteps
+from megatron_grpo.batch.rollout_files import rollouts_file
 from megatron_grpo.config.errors import ConfigError, RunError, SamplingError
-from megatron_grpo.controller.startup import restore_from_folder
 from megatron_grpo.data.loader import prompt_batches
-from megatron_grpo.data.rollout_files import rollouts_file
+from megatron_grpo.run.startup import restore_from_folder
 
 
 def make(folder: Path, *steps: int) -> RecordedSteps:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms.records import RolloutDumps
+from megatron_grpo.batch.rollout_files import StepRecord
 from megatron_grpo.config.schema import LoggerConfig
-from megatron_grpo.data.rollout_files import StepRecord
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.recording import RUN, make_facts
 from tests.support.trajectories import make_trajectory

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import samples as stage
-from megatron_grpo.algorithms.advantages import score
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer
 from megatron_grpo.algorithms.samples import StepSamples, sample
+from megatron_grpo.algorithms.step_advantages import score
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import AsyncGRPOConfig, Config, GRPOConfig, RewardShapingConfig
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS, make_sampling_run

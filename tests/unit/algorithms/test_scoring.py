@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.algorithms.advantages import Scores, score
+from megatron_grpo.algorithms.step_advantages import Scores, score
+from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,
     Config,
@@ -21,7 +22,6 @@ from megatron_grpo.config.schema import (
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from megatron_grpo.data.trajectory import Outcome
 from tests.support.trajectories import failed_trajectory, make_outcome
 
 LENGTHS = [3, 1, 2, 2]

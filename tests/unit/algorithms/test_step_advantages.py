@@ -10,9 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.stages import sampling_metrics
+from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,
     Config,
@@ -21,7 +22,6 @@ from megatron_grpo.config.schema import (
     LossConfig,
     RewardShapingConfig,
 )
-from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence
 from tests.support.step_advantages import advantages_of, laid_out

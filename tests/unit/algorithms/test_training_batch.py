@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.batch.packing import OF_TOKENS, Bins
+from megatron_grpo.batch.step_batch import StepBatch, assign
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PPOConfig
-from megatron_grpo.data.packing import OF_TOKENS, Bins
-from megatron_grpo.data.step_batch import StepBatch, assign
-from megatron_grpo.data.trajectory import Span, Trajectory
 from tests.support.fake_rollouts import FakeRollouts, by_sequence, stored_names
 from tests.support.trajectories import failed_trajectory, make_trajectory
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms.validation import held_out_metrics, validate
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts

@@ -57,7 +57,7 @@ def test_layouts_that_do_not_fit_what_is_found(given: list[str], monkeypatch: py
 def test_a_driver_without_gpus_does_not_guess_those_of_a_cluster(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_grpo.preflight.machine.unreachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.unreachable", lambda address: None)
     ((subject, text),) = problems_of([*given, f"cluster.ray_address={ADDRESS}"]).items()
     assert subject == "cluster.gpus_per_node=null"
     assert text.endswith("give their number, or 0 for CPU")

@@ -136,7 +136,7 @@ def test_an_address_in_the_environment_that_does_not_work_is_named(
 
 
 def test_a_run_that_joins_by_the_environment_says_so(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
-    monkeypatch.setattr("megatron_grpo.preflight.machine.unreachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.unreachable", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     checked = check_overrides([*given, "cluster.gpus_per_node=0"])
     assert checked.require().cluster.ray_address == "10.0.0.1:6379"

@@ -14,7 +14,7 @@ from trl.scripts.vllm_serve import ScriptArguments
 
 from megatron_grpo.config.keys import known_key
 from megatron_grpo.config.suggestions import NOTHING_ALIKE, counterpart, unknown_key
-from megatron_grpo.preflight.script import argument_problems
+from megatron_grpo.preflight.script_checks import argument_problems
 from tests.support.config_problems import problems_of
 
 FILE = Path(__file__).parents[2] / "data" / "foreign_settings.yaml"

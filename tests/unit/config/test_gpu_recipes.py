@@ -7,11 +7,11 @@ from math import prod
 import pytest
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.families import shape_of_folder, weight_entries
+from megatron_grpo.models.families.family import global_entries
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import RankShard, destinations, engine_shards, in_fp8_blocks
 from megatron_grpo.preflight.load import check_config
-from megatron_grpo.weights.families import shape_of_folder, weight_entries
-from megatron_grpo.weights.families.family import global_entries
-from megatron_grpo.weights.layouts import RankShard, destinations, engine_shards, in_fp8_blocks
-from megatron_grpo.weights.shape import ModelShape
 from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
 
 GPU_BYTES = 80e9

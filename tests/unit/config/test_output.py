@@ -16,8 +16,8 @@ import yaml
 
 from megatron_grpo.config.help import MISTAKE, run_command
 from megatron_grpo.config.output import TolerantStream, tolerant_output
-from megatron_grpo.controller.lifetime import end_recorded
 from megatron_grpo.observability.run_logger import ProgressDisplay
+from megatron_grpo.run.lifetime import end_recorded
 
 TEXT = "日本 → ½ 😀 \u2028 é"
 ODD = "half a pair: \ud83d"

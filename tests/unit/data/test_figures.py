@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from megatron_grpo.algorithms.stages import sampling_metrics
+from megatron_grpo.batch.figures import MOST_FIGURES
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.figures import MOST_FIGURES
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments import worker as worker_module
+from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
-from megatron_grpo.environments.worker import EnvironmentWorker
 from megatron_grpo.observability.page.write import write_report
 from megatron_grpo.observability.run_files import read_lines
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.sampler.rollout import judge
+from megatron_grpo.rollouts.rollout import judge
 from tests.support.trajectories import make_trajectory
 
 HOSTILE = (

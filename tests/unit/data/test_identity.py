@@ -15,11 +15,11 @@ from datasets import Dataset, DatasetDict
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig, EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
-from megatron_grpo.controller.directory import DATA_FILE, changes_since_last_start, record_start
 from megatron_grpo.data.identity import identify
 from megatron_grpo.data.loader import StreamLoader
 from megatron_grpo.data.rows import file_digest
+from megatron_grpo.run.checkpoints import Checkpointer, checkpoint_to_start_from
+from megatron_grpo.run.directory import DATA_FILE, changes_since_last_start, record_start
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
 OTHER = [{"prompt": f"{n}-{n}=", "answer": "0"} for n in range(8)]

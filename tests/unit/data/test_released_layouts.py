@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.special_tokens import response_text, stop_conditions, unstopped_turn
+from megatron_grpo.batch.trajectory import Span, StopReason
 from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.special_tokens import response_text, stop_conditions, unstopped_turn
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.data.trajectory import Span, StopReason
-from megatron_grpo.sampler.conversation import Conversation
+from megatron_grpo.rollouts.conversation import Conversation
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, LAYOUTS, SYSTEM, TRICKY, USER, calls, results
 

@@ -21,10 +21,10 @@ from megatron_grpo.config.data_schema import EnvironmentConfig, TaskConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.environments.conversation_checks import examine_conversations, load_examined_prompts
 from megatron_grpo.environments.interface import Environment
+from megatron_grpo.models.source import CONVERSATION_VOCABULARY
+from megatron_grpo.preflight.conversation_checks import examine_conversations, load_examined_prompts
 from megatron_grpo.prepare.models import _tokenizer
-from megatron_grpo.weights.source import CONVERSATION_VOCABULARY
 from tests.support.released.layout import Layout
 from tests.support.released.table import ADD, BY_NAME, LAYOUTS
 from tests.support.released.weights import write_model

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.batch.special_tokens import response_text
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.data.special_tokens import response_text
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.tools import calculate, parser_names
+from megatron_grpo.models.source import CONVERSATION_VOCABULARY
+from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import _tokenizer
-from megatron_grpo.weights.source import CONVERSATION_VOCABULARY
 from tests.support.foreign_tokenizers import byte_level, save_folder
 
 EXPRESSIONS = st.recursive(

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.batch.special_tokens import StopConditions
+from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.data.load_prompts import HeldOutPrompts
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.data.special_tokens import StopConditions
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.evaluation import evaluate as module
-from megatron_grpo.evaluation.evaluate import evaluate
+from megatron_grpo.evaluation.checkpoint_scores import evaluate
 from megatron_grpo.evaluation.request import EvaluatedSet, EvaluationRequest
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts

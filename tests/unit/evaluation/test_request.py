@@ -13,8 +13,8 @@ from datasets import Dataset, DatasetDict
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.evaluate import main
 from megatron_grpo.evaluation.request import EvaluationRequest, read_request
+from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.source import PREPARED_MODELS
 
 
 def write_row(file: Path) -> None:

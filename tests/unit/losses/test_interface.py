@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.token_batch import STORED_DTYPES, TokenFields
 from megatron_grpo.config.loop_schema import MseValueLossConfig
-from megatron_grpo.data.batch import STORED_DTYPES, TokenFields
-from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.support.loss_oracle import counts_of, random_batch
 

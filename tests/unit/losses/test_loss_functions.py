@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_grpo.batch.packing import Rectangles
+from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.data.batch import TokenFields
-from megatron_grpo.data.packing import Rectangles
 from megatron_grpo.losses.divergence import sampling_correction
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn

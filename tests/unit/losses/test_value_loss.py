@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.loop_schema import MseValueLossConfig
-from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
 from tests.support.token_fields import mapped

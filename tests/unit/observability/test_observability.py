@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
+from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
+from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
-from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.run_files import read_lines, write_json
 from megatron_grpo.observability.run_logger import ProgressDisplay, RunLogger, format_duration

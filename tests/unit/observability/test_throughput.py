@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.timing import forward_flops, peak_tflops, throughput
-from megatron_grpo.weights.families import shape_of_folder
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,4 +1,4 @@
-"""Nothing imports megatron_grpo.cpu where the platform is CUDA."""
+"""Nothing imports megatron_grpo.generation where the platform is CUDA."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ for file in sorted(root.rglob("*.py")):
 
 import ray
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.sampler import engine
-from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
+from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.generation import engine
+from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
 ray.get_gpu_ids = lambda: [0]
 settings = VllmSettings(
     index=0,
@@ -43,7 +43,7 @@ settings = VllmSettings(
 )
 engine.prepare_processes(settings, "generation engine 0")
 arguments = engine_arguments(settings)
-found = [name for name in sys.modules if name.startswith("megatron_grpo.cpu")]
+found = [name for name in sys.modules if name.startswith("megatron_grpo.generation")]
 count = sum(name.startswith("megatron_grpo.") for name in sys.modules)
 print(json.dumps([arguments, found, count, needs]))
 """

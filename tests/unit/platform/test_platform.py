@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 
-from megatron_grpo.cpu.megatron import CUDA_MODULES, FACTORIES, apply_patches
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.megatron_on_cpu import CUDA_MODULES, FACTORIES, apply_patches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is only used without CUDA")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is 
 REPLACED_NAMES = """
 import importlib, json
 from functools import reduce
-from megatron_grpo.cpu.megatron import apply_patches
+from megatron_grpo.platform.megatron_on_cpu import apply_patches
 from megatron_grpo.platform.hooks import hooks
 
 # torch.compile is replaced only while Megatron-Core is imported.

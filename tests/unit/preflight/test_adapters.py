@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_grpo.config.checks.remarks import unused_settings
 from megatron_grpo.config.schema import Config, LoraConfig
-from megatron_grpo.preflight.model import adapter_problems
-from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.preflight.model_checks import adapter_problems
+from megatron_grpo.preflight.remarks import unused_settings
 from tests.support.config_problems import SMALL, problems_of
 
 DENSE = shape_of_config(SMALL)

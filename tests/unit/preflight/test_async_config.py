@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.algorithms.grpo import async_grpo_train
-from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.metric_names import step_metrics
 from megatron_grpo.preflight.load import compose_config, summary
+from megatron_grpo.preflight.remarks import remarks
 from tests.support.config_problems import problems_of
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.checks.remarks import cautions, remarks
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.remarks import cautions, remarks
 
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
 STOP = ("grpo.early_stop.enabled=true",)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.controller.directory import claimed_run_directory, record_start
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config
-from megatron_grpo.preflight.machine import examine_machine
+from megatron_grpo.preflight.machine_checks import examine_machine
+from megatron_grpo.run.directory import claimed_run_directory, record_start
 from tests.support.config_problems import SMALL, problems_of
 
 
@@ -148,8 +148,8 @@ def test_a_hub_name_in_the_cache_is_found(
 
 def test_a_driver_without_a_gpu_cannot_estimate_advantages_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cluster has GPUs, and may be elsewhere."""
-    monkeypatch.setattr("megatron_grpo.preflight.machine.visible_gpus", lambda: 0)
-    monkeypatch.setattr("megatron_grpo.preflight.machine.unreachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.visible_gpus", lambda: 0)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.unreachable", lambda address: None)
     config = compose_config(["+exp=quickstart_ppo", "cluster.gpus_per_node=8", "cluster.ray_address=10.0.0.1:6379"])
     assert examine_machine(config)[0] == []
     config.ppo.calculate_advantages_on_gpu = True

@@ -8,8 +8,8 @@ import pytest
 from transformers import Qwen3Config
 
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.families import shape_of_folder
 
 PPO = "+exp=quickstart_ppo"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.batch.rollout_files import StepRecord, rollouts_file, write_rollouts
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rollout_files import StepRecord, rollouts_file, write_rollouts
+from megatron_grpo.models.source import vocabulary_digest
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, summary
-from megatron_grpo.weights.source import vocabulary_digest
 from tests.support.config_problems import problems_of
 from tests.support.recording import RUN, make_facts, make_record
 from tests.support.trajectories import make_trajectory, with_learnt

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.schema import GenerationParallelConfig
-from megatron_grpo.preflight.layout import layout_problems
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.source import PREPARED_MODELS
+from megatron_grpo.preflight.layout_checks import layout_problems
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.source import PREPARED_MODELS
 from tests.support.config_problems import problems_of
 
 

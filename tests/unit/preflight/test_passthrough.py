@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.checks.passthrough import OWNED
 from megatron_grpo.config.compose import compose_typed
+from megatron_grpo.config.passthrough import OWNED
 from megatron_grpo.preflight.load import check_overrides, compose_config
 from tests.support.config_problems import problems_of
 
@@ -89,7 +89,7 @@ def test_refused_before_anything_starts(given: list[str], override: str, text: s
 
 
 def test_fields_against_the_libraries_own_classes() -> None:
-    from megatron_grpo.sampler.arguments import passed_field_problems as vllm_problems
+    from megatron_grpo.generation.engine_arguments import passed_field_problems as vllm_problems
     from megatron_grpo.trainer.model.megatron_config import passed_field_problems as megatron_problems
 
     for table, problems_in in ((MEGATRON, megatron_problems), (VLLM, vllm_problems)):
@@ -125,7 +125,7 @@ def test_a_wrong_field_is_refused_at_start_and_a_library_that_is_missing_is_name
 
     monkeypatch.setattr(subprocess, "run", run)
     assert problems_of([*given, f"{ARGS}.block_size=16"]) == {"a=1": "is wrong"}
-    assert [command[-1].count("sampler.arguments") for command in commands] == [1]
+    assert [command[-1].count("generation.engine_arguments") for command in commands] == [1]
     monkeypatch.setattr(
         subprocess, "run", lambda command, **others: subprocess.CompletedProcess(command, 1, "", "Error: why")
     )

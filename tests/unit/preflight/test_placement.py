@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.suggestions import counterpart
-from megatron_grpo.preflight.engines import length_problems, placement_problems
-from megatron_grpo.preflight.layout import layout_problems
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.preflight.config_checks import config_problems
+from megatron_grpo.preflight.engine_checks import length_problems, placement_problems
+from megatron_grpo.preflight.layout_checks import layout_problems
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.preflight.remarks import remarks
 
 RECIPE = "+exp=qwen3_1_7b_one_gpu"
 COLOCATED = "generation.placement=colocated"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.data.specs import PREPARED_PROMPTS
+from megatron_grpo.models.source import PREPARED_FOLDER
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.machine import examine_machine
+from megatron_grpo.preflight.machine_checks import examine_machine
 from megatron_grpo.prepare.lessons import split_lessons
 from megatron_grpo.prepare.models import MODEL_FOLDER, TRAIN_FILE, VAL_FILE
-from megatron_grpo.weights.source import PREPARED_FOLDER
 
 
 @pytest.mark.parametrize("name", PREPARED_PROMPTS)

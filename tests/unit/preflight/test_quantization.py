@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig
-from megatron_grpo.preflight.model import quantization_machine_problems, quantization_problems, training_problems
-from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.shape import ExpertShape, ModelShape
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ExpertShape, ModelShape
+from megatron_grpo.preflight.model_checks import quantization_machine_problems, quantization_problems, training_problems
 from tests.support.config_problems import SMALL
 
 SHAPE = shape_of_config(SMALL)

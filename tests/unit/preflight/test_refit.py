@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.engines import NCCL_RECEIVING, nccl_bytes, refit_problems, refit_remarks
-from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, nccl_bytes, refit_problems, refit_remarks
 from tests.support.config_problems import SMALL
 
 SHAPE = replace(shape_of_config(SMALL), hidden=256, head_dim=128, ffn_hidden=512)

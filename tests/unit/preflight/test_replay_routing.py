@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.preflight.layout import layout_problems
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight.layout_checks import layout_problems
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.shape import ModelShape
 from tests.support.config_problems import SMALL
 from tests.support.moe_config import QWEN3_MOE
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.checks.remarks import remarks
-from megatron_grpo.preflight.engines import CPU_HEAD_SIZES
+from megatron_grpo.preflight.engine_checks import CPU_HEAD_SIZES
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.remarks import remarks
 from megatron_grpo.trainer.messages import training_filter
 from tests.support.config_problems import problems_of, write_weights
 

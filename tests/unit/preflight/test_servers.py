@@ -8,8 +8,8 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.paths import TOKEN_VARIABLE
-from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.environments.interface import Environment
+from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import problems_of
 

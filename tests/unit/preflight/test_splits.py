@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.preflight.layout import split_rules
-from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.preflight.layout_checks import split_rules
 
 DENSE = ModelShape(
     family="qwen3",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.model import training_problems
+from megatron_grpo.preflight.model_checks import training_problems
 
 
 def test_a_loss_without_a_deterministic_form_on_gpus_is_refused() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.checks.remarks import unused_settings
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.remarks import unused_settings
 
 MINIBATCHES = "policy.train_global_batch_samples=64"
 

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_grpo.preflight.model_files import weight_problems
-from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.preflight.model_file_checks import weight_problems
 from tests.support.config_problems import SMALL, write_weights
 
 SHAPE = shape_of_config(SMALL)

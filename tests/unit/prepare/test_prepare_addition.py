@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.preflight.model_files import weight_problems
+from megatron_grpo.models.families import shape_of_config, shape_of_folder
+from megatron_grpo.models.source import PREPARED_MODELS
+from megatron_grpo.preflight.model_file_checks import weight_problems
 from megatron_grpo.prepare.lessons import RECIPES, split_lessons
 from megatron_grpo.prepare.models import prepare
-from megatron_grpo.weights.families import shape_of_config, shape_of_folder
-from megatron_grpo.weights.source import PREPARED_MODELS
 
 
 def read(path: Path) -> list[dict[str, Any]]:

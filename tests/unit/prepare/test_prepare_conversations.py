@@ -16,10 +16,10 @@ from megatron_grpo.data.specs import PREPARED_PROMPTS
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.models.source import CONVERSATION_VOCABULARY, EOS, PAD
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.lessons import RECIPES, Lesson, encode, split_lessons
 from megatron_grpo.prepare.models import prepare
-from megatron_grpo.weights.source import CONVERSATION_VOCABULARY, EOS, PAD
 
 NAMES = ["calculator", "two_tasks"]
 

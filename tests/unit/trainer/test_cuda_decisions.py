@@ -17,6 +17,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
+from megatron_grpo.models.families import shape_of_config
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import actor, offload, parallel, rank
 from megatron_grpo.trainer.actor import ALLOCATOR, RankActor
@@ -25,7 +26,6 @@ from megatron_grpo.trainer.model.attention import RotaryTable, TorchCoreAttentio
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import transformer_fields
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
-from megatron_grpo.weights.families import shape_of_config
 from tests.support.config_problems import SMALL
 from tests.support.moe_config import QWEN3_MOE
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, Level
-from megatron_grpo.environments.sandbox.memory import MemoryGroup, parent_of_groups
+from megatron_grpo.environments.sandbox.memory_limit import MemoryGroup, parent_of_groups
 from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox
 from tests.support.held_memory import HOLDING, peak_of
 from tests.support.ordinary_user import as_ordinary_user

@@ -1,0 +1,69 @@
+"""Figures that environments and reward functions report, under names that none of the run's own metrics has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from megatron_grpo.batch.trajectory import LEFT_OUT, SUSPECT
+from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE, UNUSUALLY_SHORT
+
+MOST_FIGURES = 200
+"""Most names of figures that one response, one step or one run may have; others are left out, with a message."""
+
+_MOST_CHARACTERS = 120
+"""Characters of a figure's name; trackers refuse names of more than 250."""
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+logger = logging.getLogger(__name__)
+
+
+def reported_figures(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of one response under the names that the run gives them, as Python floats.
+
+    Args:
+        figures: numbers (of Python, NumPy or torch) by the name that the environment gave them.
+
+    Raises:
+        ValueError: a figure is not a number.
+    """
+    renamed: dict[str, float] = {}
+    for name, value in figures.items():
+        if len(renamed) == MOST_FIGURES:
+            _warn_once(f"more than {MOST_FIGURES} figures of one response: figure {name!r} and others are left out")
+            break
+        try:
+            renamed[figure_name(str(name))] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"figure {name!r} is {type(value).__name__}, and not a number") from None
+    return renamed
+
+
+def figure_name(name: str) -> str:
+    """env/NAME, or suspect/NAME for a sign of an undeserved reward, for a figure that an environment calls `name`.
+
+    The parts of a name between slashes are neither empty nor "." or "..", because trackers store names as paths.
+    """
+    parts = _UNPRINTABLE.sub("_", name)[:_MOST_CHARACTERS].split("/")
+    clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
+    # suspect/unusually_short is the run's own, in every environment.
+    return clean if clean.startswith(SUSPECT) and is_of_environment(clean) else ENVIRONMENT_FIGURE + clean
+
+
+def step_figure_name(name: str) -> str:
+    """Name of a figure of a response among the metrics of a step; recordings of earlier versions have bare names."""
+    is_named = name == LEFT_OUT or name.startswith((SUSPECT, ENVIRONMENT_FIGURE))
+    return name if is_named else figure_name(name)
+
+
+def is_of_environment(name: str) -> bool:
+    """True for names of a step's metrics that come from environments or reward functions."""
+    return name.startswith((ENVIRONMENT_FIGURE, SUSPECT)) and name != SUSPECT + UNUSUALLY_SHORT
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)

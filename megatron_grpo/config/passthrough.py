@@ -1,0 +1,123 @@
+"""Fields that users pass on to Megatron-Core and vLLM: those that the run sets itself, and checks of names and types.
+
+Names and types are checked against the installed library's own dataclasses (`library_problems`). Importing the library
+takes seconds and loads torch, so its callers are in trainer/ and generation/, and run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from megatron_grpo.config.errors import Problem, did_you_mean, shown
+from megatron_grpo.config.keys import data_file, in_words
+from megatron_grpo.config.schema import Config
+
+OWNED = {
+    section: {name: advice for advice, names in table.items() for name in names.split()}
+    for section, table in data_file("owned_fields.yaml").items()
+}
+"""By section: the fields that the run sets itself, each with what the user does instead."""
+
+
+def passed_fields(config: Config) -> dict[str, dict[str, Any]]:
+    """The fields that the user passes on, by section; sections without any are left out."""
+    sections = {f"policy.{name}": getattr(config.policy, name) for name in ("megatron", "ddp", "megatron_optimizer")}
+    sections["generation.engine_args"] = config.generation.engine_args
+    return {section: dict(values) for section, values in sections.items() if values}
+
+
+def owned_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """Fields that the run sets itself.
+
+    Args:
+        sections: the fields passed on, by section (`passed_fields`).
+    """
+    for section, values in sections.items():
+        for name, value in values.items():
+            if name in OWNED[section]:
+                yield Problem(f"{section}.{name}={shown(value)}", f"is set by the run itself: {OWNED[section][name]}")
+
+
+def library_problems(
+    section: str, values: Mapping[str, Any], annotations: Mapping[str, Any], what: str
+) -> Iterator[Problem]:
+    """Fields that the library does not have, or whose values are of another type.
+
+    Args:
+        section: key of the configuration that holds the fields.
+        values: the fields passed on, as YAML gives them.
+        annotations: the type of every field of the library's dataclass.
+        what: name of a field of this class in messages, such as "an argument of the installed vLLM".
+    """
+    free = {name for name in annotations if not name.startswith("_")} - OWNED[section].keys()
+    for name, value in values.items():
+        text = _mismatch(annotations[name], value) if name in free else None
+        if name not in free and name not in OWNED[section]:
+            text = f"is not {what}" + did_you_mean(name, sorted(free), f"{section}.{{}}", otherwise="")
+        if text is not None:
+            yield Problem(f"{section}.{name}={shown(value)}", text)
+
+
+def _mismatch(annotation: Any, value: Any) -> str | None:
+    """The reason why a value is not of a library's type; None if it is, or if only the library can tell."""
+    kind = _plain(annotation)
+    if kind in (_Unwritable, type(None)):
+        name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+        return f"takes a {name}, which a configuration cannot hold"
+    try:  # as JSON, in which a list is also a tuple
+        TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_json(json.dumps(value))
+    except ValidationError:
+        return f"must be {in_words(kind)}"
+    except PydanticSchemaGenerationError:
+        return None
+    kinds = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    settings = {field.name for one in kinds if is_dataclass(one) for field in fields(one)}
+    wrong = next((name for name in value if name not in settings), None) if isinstance(value, dict) else None
+    if not settings or wrong is None:
+        return None
+    return f"has {wrong}, which is not a setting of it" + did_you_mean(str(wrong), sorted(settings), otherwise="")
+
+
+class _Unwritable:
+    """Placeholder for a type that no YAML value has: a class of the library, a function."""
+
+
+_DtypeName = Literal["float32", "bfloat16", "float16"]
+"""Names of torch.dtype in a configuration."""
+
+
+def _plain(kind: Any) -> Any:
+    """A library's type as YAML can write it: enumerations and torch.dtype by name, dataclasses as mappings."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if _is_union(kind):
+        members = [member for member in map(_plain, args) if member is not _Unwritable]
+        nothing = all(member is type(None) for member in members)
+        return _Unwritable if nothing else typing.Union[tuple(members)]  # noqa: UP007  made from a tuple
+    if origin is typing.Annotated:
+        return _plain(args[0])
+    if isinstance(kind, str | typing.ForwardRef):  # names that the library imports for type checkers alone
+        return Any
+    if origin is set:
+        return list[_plain(args[0])]  # type: ignore[misc,unused-ignore]
+    if origin in (list, dict, tuple):
+        return origin[tuple(one if one is ... else _plain(one) for one in args)]
+    if isinstance(kind, enum.EnumType):
+        return Literal[tuple(kind.__members__)]  # type: ignore[misc,unused-ignore]
+    if isinstance(kind, type) and is_dataclass(kind):
+        return dict[str, Any]
+    if getattr(kind, "__module__", "") == "torch" and kind.__name__ == "dtype":
+        return _DtypeName
+    known = kind in (Any, object, bool, int, float, str, list, dict, tuple, None, type(None))
+    return kind if known or origin is Literal else _Unwritable
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)

@@ -1,1 +1,0 @@
-"""Patches and settings that let libraries that assume CUDA run on a CPU."""

@@ -1,0 +1,100 @@
+"""The processes of an environment: started by the driver, used and replaced by the rollout workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from megatron_grpo.data.prompt_renderer import PromptFormat
+from megatron_grpo.environments.interface import EnvironmentSettings
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.data_schema import EnvironmentConfig
+
+
+@dataclass(slots=True)
+class EnvironmentHandle:
+    """The processes of one environment that belong to one rollout worker. It is sent to the worker."""
+
+    name: str
+    """Task name of the environment."""
+    timeout_s: float
+    """Deadline of one call of a process, in seconds."""
+    leave_out_suspects: list[str]
+    """Names of figures (without suspect/): a response with one of these above 0 loses its reward."""
+    prompts: PromptFormat
+    """Rendering of the task's conversations, for its agents."""
+    processes: list[Any]
+    """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
+    arguments: tuple[Any, ...] = field(repr=False)
+    """Arguments of `EnvironmentWorker`: name, configuration, settings, reference to reward functions of a script."""
+
+    def spawn(self) -> Any:
+        """Start another process of the environment; it ends with the calling process."""
+        from megatron_grpo.environments.environment_worker import EnvironmentWorker
+
+        actor: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(EnvironmentWorker)
+        return actor.remote(*self.arguments)
+
+
+@dataclass(slots=True)
+class EnvironmentPool:
+    """All processes of one environment."""
+
+    name: str
+    """Task name, for messages."""
+    config: EnvironmentConfig
+    """Type, options, processes (num_workers) and deadline of a call."""
+    settings: EnvironmentSettings
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Reward functions that a script passed, by their entry in reward_funcs; they are not imported."""
+    _processes: list[Any] = field(default_factory=list, init=False)
+
+    def start(self, shares: int = 1) -> list[EnvironmentHandle]:
+        """Begin to start the processes, and divide them among `shares` rollout workers; each gets at least one."""
+        count = max(self.config.num_workers, shares)
+        arguments = (self.name, self.config, self.settings, self._references())
+        settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects, self.settings.prompts)
+        handles = [EnvironmentHandle(*settings, [], arguments) for _ in range(shares)]
+        for number in range(count):
+            process = handles[0].spawn()
+            self._processes.append(process)
+            handles[number % shares].processes.append(process)
+        return handles
+
+    def _references(self) -> Any:
+        """Store the script's reward functions and clients of reward models as a Ray object; starts these models."""
+        rewards: dict[str, Any] = {name: one for name, one in self.rewards.items() if name in self.config.reward_funcs}
+        if self.config.reward_model_folders:
+            from megatron_grpo.environments.reward_model import start_reward_model
+
+            for folder in self.config.reward_model_folders:
+                rewards[folder], workers = start_reward_model(folder, self.config.reward_model)
+                self._processes += workers
+        return ray.put(rewards) if rewards else None
+
+    def shutdown(self) -> None:
+        """End the processes; idempotent. Processes started by a rollout worker end with that worker."""
+        for process in self._processes:
+            ray.kill(process)
+        self._processes = []
+
+
+def build_environments(
+    config: Mapping[str, EnvironmentConfig],
+    settings: Callable[[str], EnvironmentSettings] = lambda _: EnvironmentSettings(),
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+) -> dict[str, EnvironmentPool]:
+    """Make a pool for each entry of the configuration's `env`, by task name; the pools are not started yet.
+
+    Args:
+        config: type and options of each environment, by task name.
+        settings: function from a task name to the settings of its environment.
+        rewards: reward functions that a script passed, by their entry in reward_funcs.
+    """
+    return {
+        name: EnvironmentPool(name, environment, settings(name), rewards or {}) for name, environment in config.items()
+    }

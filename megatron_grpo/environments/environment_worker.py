@@ -1,0 +1,138 @@
+"""The Ray actor that runs one environment and tokenizes its texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+from ray import cloudpickle
+
+from megatron_grpo.batch.figures import reported_figures
+from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.prompt_renderer import PromptRenderer
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
+from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.reward_model import RewardModelClient
+
+Value = TypeVar("Value")
+
+STARTUP_S = 800.0
+"""Deadline for loading a reward model, in seconds; shorter than the deadline of the environment's own start-up."""
+
+
+class EnvironmentWorker:
+    """Ray actor that is synchronous, so that the environment runs on the main thread, where Python delivers signals.
+
+    An exception of the environment is returned as a line of text, so that other requests of the same call keep their
+    results. States travel pickled, so that only environment processes need their classes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: EnvironmentConfig,
+        settings: EnvironmentSettings,
+        rewards: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """
+        Args:
+            name: task name of the environment, for messages.
+            config: type and options of the environment.
+            settings: settings of the run.
+            rewards: reward functions of a script and clients of reward models, by their entry in reward_funcs.
+        """
+        begin_process_log(f"environment {name} worker {os.getpid()}")
+        self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
+
+    @cached_property
+    def _renderer(self) -> PromptRenderer:
+        return PromptRenderer(self._settings.load_tokenizer(), self._settings.prompts)
+
+    def ready(self) -> dict[str, Any]:
+        """Make the environment; must be called first. Returns the process's node and pid, and kind of environment."""
+        for reward in self._rewards.values():
+            if isinstance(reward, RewardModelClient):
+                reward.wait_ready(STARTUP_S)
+        self._environment = create_environment(self._config, self._settings, self._rewards)
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+            "multi_turn": self._environment.multi_turn,
+            "agent": self._environment.agent,
+            "reads_token_ids": self._environment.reads_token_ids,
+        }
+
+    @phase("score")
+    def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
+        """Call several methods of this actor, each given by name and arguments; returns the list of results."""
+        return pickled([getattr(self, method)(*arguments) for method, arguments in jobs])
+
+    def reset(
+        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]
+    ) -> tuple[bytes | None, str | None]:
+        """Return the first state of a rollout, pickled, or the message of an exception."""
+        return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
+
+    def step(self, state: bytes, response: str, last_token: int) -> tuple[Turn | None, str | None]:
+        """Return the turn after a response, with its observation as tokens, or the message of an exception."""
+        return self._attempt(lambda: self._turn(state, response, last_token))
+
+    def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
+        turn = self._environment.step(cloudpickle.loads(state), response)
+        observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may return a list
+        # With a chat template an empty text (such as the output of a program) is a message too: without it the model
+        # would continue after the end of its own message.
+        is_message = self._settings.prompts.apply_chat_template and not len(observation)
+        if not turn.done and (turn.text or turn.messages or is_message):
+            messages = turn.messages or [{"role": turn.role, "content": turn.text}]
+            observation = np.array(self._renderer.encode_later_turn(messages, last_token), dtype=np.int32)
+        return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), observation=observation)
+
+    def act(
+        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
+    ) -> tuple[bytes | None, str | None]:
+        """Run the agent; returns the state of the rollout, pickled, or the message of an exception."""
+        return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+        """Return a score or an error message for each sample. If scoring them together raises, each is scored alone."""
+        requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in requests]
+        together, _ = self._attempt(lambda: self._score(requests))
+        if together is not None:
+            return list(together)
+        alone = [self._attempt(partial(self._score, [one])) for one in requests]
+        return [scores[0] if scores is not None else str(reason) for scores, reason in alone]
+
+    def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        returns = self._environment.score(requests)
+        if len(returns) != len(requests):
+            raise RunError(f"{len(returns)} scores for {len(requests)} responses")
+        return [_plain(one) for one in returns]
+
+    def _attempt(self, call: Callable[[], Value]) -> tuple[Value | None, str | None]:
+        try:
+            return call(), None
+        except RunError as error:
+            return None, f"environment {self._name}: {error}"
+        except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
+            return None, f"environment {self._name}: {type(error).__name__}: {error}"
+
+
+def _plain(given: EnvironmentReturn) -> EnvironmentReturn:
+    """Convert a score to Python's own types, since those of NumPy or torch would fail in files; rename its figures."""
+    reward = None if given.reward is None else float(given.reward)
+    correct = None if given.correct is None else bool(given.correct)
+    parts = {name: float(part) for name, part in given.parts.items()}
+    notes = {str(name): note if isinstance(note, str) else repr(note) for name, note in given.notes.items()}
+    metrics = reported_figures(given.metrics)
+    return replace(given, reward=reward, correct=correct, parts=parts, metrics=metrics, notes=notes)

@@ -1,0 +1,147 @@
+"""Runs an evaluation: samples and scores responses to each set, and writes results.json."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_grpo.algorithms.validation import respond
+from megatron_grpo.batch.generation_requests import sampling_settings
+from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.schema import Config, MoeConfig
+from megatron_grpo.data.load_prompts import HeldOutPrompts, held_out_prompts
+from megatron_grpo.evaluation.request import EvaluationRequest
+from megatron_grpo.evaluation.results import (
+    SAMPLES_FILE,
+    Answered,
+    Row,
+    comparison,
+    sample_row,
+    set_results,
+)
+from megatron_grpo.observability.run_files import json_line, read_lines, write_json
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.preflight.environment_checks import check_scoring
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.startup import start_engines, start_rollouts
+
+RESULTS_FILE = "results.json"
+
+
+def evaluate(request: EvaluationRequest) -> dict[str, Any]:
+    """Sample responses to every set, and write samples.jsonl and results.json; returns the content of results.json.
+
+    Raises:
+        ConfigError: an environment cannot be made, or a set of prompts, or a row in it, cannot be used.
+        RunError: the checkpoint cannot be exported, or a process did not start or failed.
+    """
+    config, timer = request.config, StepTimer()
+    check_scoring(config, [one.rows for one in request.sets.values()])
+    before = None if request.compare is None else read_lines(request.compare / SAMPLES_FILE)
+    request.output.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sets: dict[str, Any] = {}
+    rows: list[Row] = []
+    with _model(request) as model:
+        with timer.phase("prompts"):
+            prompts = {name: held_out_prompts(config, model, one.key, one.rows) for name, one in request.sets.items()}
+        for note in (note for held_out in prompts.values() for note in held_out.notes):
+            print(note, flush=True)
+        with (
+            rollout_pool(config, model, request.output) as rollouts,
+            (request.output / SAMPLES_FILE).open("w", encoding="utf-8") as file,
+        ):
+            for name, held_out in prompts.items():
+                answered = _answer(request, name, held_out, rollouts, timer, file)
+                sets[name] = set_results(answered, request.k)
+                rows += [row for group in answered.rows for row in group]
+    results: dict[str, Any] = {
+        "checkpoint": str(request.checkpoint),
+        "samples": request.samples,
+        "temperature": request.temperature,
+        "seed": config.loop.seed,
+        "interval": "95%, percentiles of 10,000 bootstrap resamples of prompts",
+        "sets": sets,
+        "timing": timer.seconds,
+    }
+    if before is not None:
+        results["compared"] = {"with": str(request.compare), "sets": comparison(rows, before)}
+    write_json(request.output / RESULTS_FILE, results)
+    return results
+
+
+def _answer(
+    request: EvaluationRequest,
+    name: str,
+    held_out: HeldOutPrompts,
+    rollouts: RolloutPool,
+    timer: StepTimer,
+    file: TextIO,
+) -> Answered:
+    """Sample the responses to the prompts of a set, and write them to `file` batch by batch."""
+    config, answered = request.config, Answered(held_out.prompts, [], [])
+    settings = replace(sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
+    size = max(1, config.loop.val_batch_size // request.samples)
+    prompts = iter(held_out.prompts)
+    for groups in respond(
+        rollouts, held_out.prompts, request.samples, settings, seed=config.loop.seed, size=size, timer=timer
+    ):
+        for group, trajectories, prompt in zip(groups, rollouts.tokens.fetch(groups), prompts, strict=False):
+            answered.outcomes.append(group.outcomes)
+            answered.rows.append([sample_row(name, prompt, one) for one in trajectories])
+            file.writelines(json_line(row) for row in answered.rows[-1])
+    return answered
+
+
+@contextmanager
+def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
+    """Rollout workers over engines of a model; every process is ended on exit.
+
+    Args:
+        config: the configuration of the evaluation.
+        model: folder in Hugging Face format.
+        output: folder whose logs/ the processes write to.
+
+    Raises:
+        RunError: a process did not start.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(tolerant_output(of_run=True))
+        stack.enter_context(sigterm_interrupts())
+        one_machine = config.cluster.ray_address is None
+        stack.enter_context(driver_log(output, config.logger.level, one_machine=one_machine))
+        remove_if_killed = stack.enter_context(guarded()) if one_machine else None
+        cluster = RayCluster(config.cluster)
+        stack.callback(cluster.shutdown)
+        cluster.start(remove_if_killed)
+        untrained = replace(config, policy=replace(config.policy, moe=MoeConfig()))  # no training replays the routing
+        generation = start_engines(untrained, model, cluster, stack)
+        rollouts = start_rollouts(config, model, generation, stack)
+        generation.wait_ready()
+        rollouts.wait_ready()
+        yield rollouts
+
+
+@contextmanager
+def _model(request: EvaluationRequest) -> Iterator[Path]:
+    """The model's folder in Hugging Face format; for a checkpoint of a run, a temporary export."""
+    if not request.is_run:
+        yield request.checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=request.output) as temporary:
+        folder = Path(temporary) / "model"
+        # A separate process, which releases its memory before the engines start.
+        command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={request.checkpoint}", f"output={folder}"]
+        exported = subprocess.run(command, capture_output=True, text=True, check=False)
+        if exported.returncode:
+            raise RunError(exported.stderr.strip().removeprefix("export: ") or "the checkpoint cannot be exported")
+        yield folder

@@ -1,0 +1,190 @@
+"""A vLLM engine on a CPU: its arguments, its cores, and how its processes are forked.
+
+Importing vLLM takes ten seconds of a core, so an engine's processes are forked from one that has imported it.
+
+vLLM itself spawns them: a Ray actor must not be forked, because a fork lacks its threads, and vLLM sets the number and
+the cores of OpenMP's threads by environment variables, which a process reads at its start. So a process without threads
+of its own imports vLLM while the actor imports it too; the engine core is forked from that process, and the workers
+from the core (as vLLM does on GPUs). A model of one rank has no worker: the core computes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from multiprocessing import forkserver, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.models.routed_experts import UNKNOWN, RoutedForm
+from megatron_grpo.platform.device import environment
+from megatron_grpo.platform.hooks import check_hooks
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_grpo.generation.engine_arguments import VllmSettings
+
+CPU_BATCH_TOKENS = 4096
+"""Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
+
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Executor that runs a model of one rank in the engine core itself, without messages to and from a worker.
+
+Its short name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
+"""
+
+RECORD_ROUTING = "megatron_grpo_record_routing"
+"""Key of vLLM's additional_config that tells workers to record the experts of each token."""
+
+SPIN_S = 0.002
+"""Seconds that processes busy-wait for their next message before they sleep on a socket."""
+RECHECK_MS = 20
+"""Longest sleep on that socket: a wake-up is lost when two messages come within a millisecond of each other."""
+
+PRELOADED = "megatron_grpo.generation.cpu_preload"
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""vLLM's environment variable for the folder in which its processes have their sockets."""
+
+
+def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """vLLM's arguments that differ on a CPU."""
+    arguments: dict[str, Any] = {
+        "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
+        # For a prompt prefilled in two parts vLLM rewinds the request's generator, which torch refuses on a CPU.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),
+        "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
+        "worker_cls": "megatron_grpo.generation.cpu_worker.PipelineCPUWorker",
+    }
+    if settings.routed is not None:  # vLLM's own record needs a GPU; ours lacks tokens from a prefix cache
+        arguments |= {"additional_config": {RECORD_ROUTING: True}, "enable_prefix_caching": False}
+    return arguments
+
+
+async def recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
+    """The experts that `PipelineCPUWorker` has recorded for finished requests.
+
+    Args:
+        llm: the engine.
+        finals: the last output of each request.
+        form: layers that have experts, and how many experts each token goes through.
+
+    Returns:
+        For each request, [prompt and response tokens but the last, layers, experts of a token], int16, as vLLM returns
+        them on a GPU.
+    """
+    stages = await llm.collective_rpc("take_routing", args=([final.request_id for final in finals],))
+    merged = []
+    for final in finals:
+        tokens = len(final.prompt_token_ids or ()) + len(final.outputs[0].token_ids)
+        whole = np.full((max(tokens - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
+        for stage in stages:
+            for layer, data in stage.get(final.request_id, {}).items():
+                rows = np.frombuffer(data, dtype=np.int16).reshape(-1, form.top_k)
+                # A stop string is found after its tokens were sampled, so the engine may have computed more tokens.
+                whole[: len(rows), layer] = rows[: len(whole)]
+        merged.append(whole)
+    return merged
+
+
+def prepare_cpu_processes(settings: VllmSettings) -> None:
+    """Bind the workers to cores, and begin to import vLLM for them; call before this process imports vLLM."""
+    ranks = settings.config.parallel.ranks_per_engine
+    total = settings.config.parallel.data * ranks
+    cores = cores_of_ranks(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+    if settings.config.engine.enforce_eager:
+        # vLLM would still compile the computation of a token's rank: seconds, for a number that nobody reads.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    os.environ.setdefault(SOCKETS, util.get_temp_dir())
+    multiprocessing.set_forkserver_preload([PRELOADED])
+    threads = len(cores.split("|")[0].split(","))
+    with environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
+        forkserver.ensure_running()
+
+
+def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
+    """vLLM's text for binding threads of ranks [first, first + ranks), when `total` ranks share the cores evenly.
+
+    Returns:
+        One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
+    """
+    share = len(cores) // total  # 0: there are more ranks than cores
+    own = [
+        cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(first, first + ranks)
+    ]
+    return "|".join(",".join(map(str, one)) for one in own)
+
+
+def replace_in_vllm() -> None:
+    """Make vLLM's queues sleep instead of spinning, and its engine core and workers be forked.
+
+    vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling. Called
+    in the actor, this sets how the core is started; called in the core, how the workers are.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    check_hooks("cpu")
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
+    utils.get_mp_context = ForkedCoreContext
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for executor in (multiproc_executor, uniproc_executor):
+        # The workers' rendezvous file: vLLM would make it in the system's temporary folder and leave it there.
+        executor.get_file_store_init_method = lambda: f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
+
+
+class ForkedCore(ForkServerProcess):
+    """Process of vLLM's engine core, which gets the actor's environment, as a spawned process would."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "environment": dict(os.environ)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        os.environ.update(state.pop("environment"))
+        self.__dict__.update(state)
+
+
+class ForkedCoreContext(ForkServerContext):
+    """Starts engine cores; everything else is multiprocessing's."""
+
+    Process = ForkedCore
+
+
+def in_core() -> bool:
+    """Whether this process is a forked engine core."""
+    return isinstance(multiprocessing.current_process(), ForkedCore)
+
+
+def forget_sockets() -> None:
+    """Remove the folder with the sockets of the fork server and of vLLM's processes, and with their rendezvous file.
+
+    So an engine that is killed leaves no files. Call it after the engine core has answered a call: vLLM waits only for
+    the core's incoming connection, and the core makes the other one, on which it answers, in a thread of its own. If
+    the socket's file is gone by then, that thread tries for ever and every call waits.
+    """
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+
+
+def _torch_openmp() -> dict[str, str]:
+    """LD_PRELOAD with torch's OpenMP library, which vLLM wants preloaded in all its processes."""
+    loaded = os.environ.get("LD_PRELOAD", "")
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or "omp" in loaded:
+        return {}
+    torch = Path(spec.origin).parent
+    found = [path for folder in (torch.parent / "torch.libs", torch / "lib") for path in folder.glob("libgomp*.so*")]
+    return {"LD_PRELOAD": ":".join(filter(None, [loaded, *map(str, found[:1])]))}

@@ -1,0 +1,114 @@
+"""The settings of an engine, and the vLLM arguments that follow from them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, get_args
+
+from megatron_grpo.config import paths
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.passthrough import library_problems
+from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
+from megatron_grpo.models.families import is_untied_by_weights
+from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.platform.device import current_platform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """All settings of one engine; plain values, so that they can be sent to the actor."""
+
+    index: int = 0
+    model_path: str
+    """Folder of the model in Hugging Face format."""
+    config: GenerationConfig
+    precision: str
+    """Dtype of weights and activations, unless config.engine.dtype is set."""
+    max_total_sequence_length: int
+    """Most tokens of prompt and response together."""
+    routed: RoutedForm | None = None
+    """Form of the experts that are recorded for responses; None: none are recorded."""
+    in_flight: AsyncGRPOConfig | None = None
+    """Settings for weight changes while responses are generated; None: weights never change meanwhile."""
+    token: str | None = field(default_factory=paths.token, repr=False)
+    """Bearer token of an external server (generation.server); None: the server requires none."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM frees device memory while models train on the same devices; its CPU build cannot do that."""
+        return self.config.colocated and current_platform().name == "cuda"
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether responses continue with the KV cache of the old weights after a refit."""
+        return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
+
+
+def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """vLLM's arguments for this engine."""
+    config = settings.config
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "tokenizer_mode": "hf",  # where engine_tokenizer.py puts the run's tokenizer
+        "dtype": config.engine.dtype or settings.precision,
+        "tensor_parallel_size": config.parallel.tensor,
+        "pipeline_parallel_size": config.parallel.pipeline,
+        "enable_expert_parallel": config.parallel.expert > 1,
+        "max_model_len": settings.max_total_sequence_length,
+        "max_num_seqs": config.sequences_per_engine,
+        "enforce_eager": config.engine.enforce_eager,
+        "enable_prefix_caching": config.engine.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": "megatron_grpo.weight_sync.engine_worker.RefitWorker",
+    }
+    if config.engine.speculative.num_speculative_tokens:
+        arguments["speculative_config"] = {"method": "ngram", **asdict(config.engine.speculative)}
+    if current_platform().name == "cpu":
+        from megatron_grpo.generation.cpu_engine import cpu_arguments
+
+        arguments |= cpu_arguments(settings)
+    else:
+        import ray
+
+        # An engine that fits a node owns its GPUs through this actor, or shares the GPUs that the actor sees; a
+        # larger engine has its own placement group.
+        fits = len(ray.get_gpu_ids()) >= config.parallel.ranks_per_engine
+        arguments["distributed_executor_backend"] = "mp" if fits or config.colocated else "ray"
+        arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.colocated
+        if settings.routed is not None:
+            arguments["enable_return_routed_experts"] = True
+    for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
+        if getattr(config.engine, name) is not None:
+            arguments[name] = getattr(config.engine, name)
+    passed = {name: _made(name, value) for name, value in config.engine_args.items()}
+    if is_untied_by_weights(settings.model_path):
+        # vLLM would compare head and embedding after it has rounded both, and may tie them again.
+        overrides = passed.get("hf_overrides") or {}
+        passed["hf_overrides"] = {"tie_word_embeddings": False, **overrides}
+    return arguments | passed
+
+
+def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Problems of passed-through arguments by section (generation.engine_args): unknown to vLLM, or of a wrong type."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    kinds = {one.name: one.type for one in fields(AsyncEngineArgs)}
+    what = "an argument of the installed vLLM"
+    return [one for section, values in sections.items() for one in library_problems(section, values, kinds, what)]
+
+
+def _made(name: str, value: Any) -> Any:
+    """Convert a passed-through argument: mappings to vLLM's settings classes, names to members of enumerations."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    declared = next(one.type for one in fields(AsyncEngineArgs) if one.name == name)
+    for kind in (declared, *get_args(declared)):
+        if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+            return kind(**value)
+        if isinstance(value, str) and isinstance(kind, enum.EnumType):
+            return kind[value]
+    return value

@@ -1,0 +1,167 @@
+"""The driver's handle of the vLLM engines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_grpo.cluster.futures import gather
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.generation_schema import EngineMemory
+from megatron_grpo.generation.engine import VllmEngine
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.server import ServerEngine
+from megatron_grpo.generation.shutdown import END_S, EngineProcesses, end_processes
+from megatron_grpo.rollouts.engine_client import ENGINE_NAME
+
+SLEEP_S = 60.0
+"""Seconds that the other engines have to go to sleep when one has failed to."""
+SHUTDOWN_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class VllmGeneration:
+    """The run's engines in Ray actors; for external servers, one actor per server.
+
+    `start()` returns at once, so that the policy can start meanwhile; then call `wait_ready()`.
+    """
+
+    def __init__(
+        self, settings: VllmSettings, *, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
+    ) -> None:
+        """
+        Args:
+            settings: settings of the engines, of which each gets its own index.
+            actor_options: Ray options (resources, placement) of the engine with this index.
+            startup_timeout_s: deadline of `wait_ready`, counted from `start`.
+        """
+        self.routed, self.config = settings.routed, settings.config
+        self._settings = [replace(settings, index=index) for index in range(self.config.parallel.data)]
+        self._actor_options = actor_options
+        self._startup_timeout_s = startup_timeout_s
+        self._started_at = 0.0
+        self.engines: list[Any] = []
+        """Ray actors (`VllmEngine` or `ServerEngine`), in the order of their index."""
+        self._processes: list[EngineProcesses] = []
+        self._starting: list[ray.ObjectRef] = []
+        self.startup_s: list[dict[str, float]] = []
+        """Seconds that each engine took to start, by part, as `VllmEngine.start` returns them."""
+        self.settings_in_use: list[dict[str, Any]] = []
+        """Settings with which each engine computes, in JSON types, as it reported them at its start."""
+        self.restarts = [0] * self.config.parallel.data
+        """Number of replacements of each engine."""
+
+    def start(self) -> None:
+        """Begin to start every engine."""
+        self._started_at = time.monotonic()
+        self.engines = [self._new(settings) for settings in self._settings]
+        self._starting = self.submit("start")
+
+    def wait_ready(self) -> None:
+        """Wait until every engine can generate.
+
+        Raises:
+            RunError: an engine failed or the deadline passed; the message names the engine and the cause.
+        """
+        left = self._startup_timeout_s - (time.monotonic() - self._started_at)
+        started = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
+        self.startup_s = [seconds for seconds, _, _ in started]
+        self._processes = [processes for _, processes, _ in started]
+        self.settings_in_use = [settings for _, _, settings in started]
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        """Replace engines after ending their processes; returns when the new engines are up.
+
+        New engines have the weights of the model folder, so they must not serve before a refit.
+
+        Args:
+            lost: reason for the replacement of each engine, by its number.
+
+        Raises:
+            RunError: an engine was already replaced generation.engine_restarts times, or does not start; or engines
+                share devices with models, which would have to be offloaded first.
+        """
+        limit = self.config.engine_restarts
+        for index, reason in lost.items():
+            if limit and self.config.colocated:
+                raise RunError(f"{reason}; engines are not replaced with generation.placement=colocated")
+            if self.restarts[index] >= limit:
+                again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
+                raise RunError(reason + again)
+        for index, reason in lost.items():
+            logger.warning("%s is replaced: %s", ENGINE_NAME(index), reason)
+            self._end(index)
+            self.restarts[index] += 1
+            self.engines[index] = self._new(self._settings[index])
+        numbers = list(lost)
+        started = gather(
+            self.submit("start", engines=numbers),
+            deadline_s=self._startup_timeout_s,
+            what="generation restart",
+            name=lambda place: ENGINE_NAME(numbers[place]),
+        )
+        for index, (_, processes, _) in zip(numbers, started, strict=True):
+            self._processes[index] = processes
+
+    def submit(self, method: str, *args: Any, engines: Sequence[int] | None = None) -> list[ray.ObjectRef]:
+        """Call a method of engine actors (None: all) without waiting; returns references to the results, in order."""
+        numbers = range(len(self.engines)) if engines is None else engines
+        return [getattr(self.engines[number], method).remote(*args) for number in numbers]
+
+    def sleep(self) -> None:
+        """Put all engines to sleep, so that models can use the devices; if one fails, the others still go to sleep.
+
+        Raises:
+            RunError: an engine has responses in flight, failed, or missed the deadline.
+        """
+        calls = self.submit("sleep")
+        try:
+            self._gather(calls, "engines going to sleep")
+        except RunError:
+            ray.wait(calls, num_returns=len(calls), timeout=SLEEP_S)  # the models return to the devices in any case
+            raise
+
+    def wake(self, part: EngineMemory) -> None:
+        """Let engines take back device memory: first the part for weights, then the cache, after which they can sample.
+
+        Raises:
+            RunError: an engine failed or missed the deadline.
+        """
+        self._gather(self.submit("wake", part), "engines waking up")
+
+    def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
+        gather(refs, deadline_s=self.config.timeout_s, what=what, name=ENGINE_NAME)
+
+    def shutdown(self) -> None:
+        """End every engine process; idempotent."""
+        engines, self.engines = self.engines, []
+        ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
+        for engine in engines:
+            ray.kill(engine)
+
+    def _new(self, settings: VllmSettings) -> Any:
+        """Make the actor of an engine, whose `start` is not called yet."""
+        kind = ServerEngine if settings.config.server.urls else VllmEngine
+        return ray.remote(kind).options(**self._actor_options(settings.index)).remote(settings)
+
+    def _end(self, index: int) -> None:
+        """End every process of an engine, whose actor may be unable to."""
+        processes = self._processes[index]
+        ray.kill(self.engines[index])
+        there = NodeAffinitySchedulingStrategy(processes.node, soft=False)
+        task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=there)
+        what = f"ending {ENGINE_NAME(index)}"
+        try:
+            (left,) = gather([task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, what=what, name=lambda _: "Ray")
+        except RunError as error:  # the machine is gone, and the processes with it
+            logger.warning("%s", error)
+            return
+        if left:
+            logger.warning("%s: processes %s are still there", what, left)

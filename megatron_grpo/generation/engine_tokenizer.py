@@ -1,0 +1,52 @@
+"""The tokenizer of vLLM's processes: the run's, in place of the one that vLLM would load by itself."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.batch.special_tokens import added_tokens
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.tokenizer import first_difference, load_tokenizer, sample_texts
+
+
+@cache
+def engine_tokenizer(folder: str) -> Any:
+    """The tokenizer of a model's folder, loaded once in a process; RunError as of `load_tokenizer`."""
+    return load_tokenizer(folder)
+
+
+class EngineTokenizer:
+    """Loads the run's tokenizer where vLLM asks its registry for that of a Hugging Face folder."""
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *_: Any, **options: Any) -> Any:
+        """The tokenizer with the cached properties that vLLM expects.
+
+        Args:
+            folder: the model's folder.
+            options: vLLM's arguments for transformers, of which only the side of truncation has a meaning here.
+        """
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        tokenizer = get_cached_tokenizer(engine_tokenizer(str(folder)))  # a shallow copy
+        tokenizer.truncation_side = options.get("truncation_side", tokenizer.truncation_side)
+        return tokenizer
+
+
+def replace_tokenizer_in_vllm() -> None:
+    """Have this process of vLLM load tokenizers with `EngineTokenizer`."""
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    TokenizerRegistry.tokenizers["hf"] = (EngineTokenizer.__module__, EngineTokenizer.__name__)
+
+
+def require_same_tokenizer(served: Any, tokenizer: Any) -> None:
+    """Raise RunError if vLLM's tokenizer, which matches stop strings and structures, is not the run's."""
+    difference = first_difference(served, tokenizer, sample_texts(added_tokens(tokenizer)))
+    if difference is not None:
+        raise RunError(
+            f"the installed vLLM has another tokenizer ({type(served).__name__}) for this model than the run, so that "
+            f"stop strings and structured output would fail: {difference}"
+        )

@@ -1,0 +1,374 @@
+"""An engine that is an external vLLM server: an actor with the methods of `VllmEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.special_tokens import added_tokens, response_text
+from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.errors import CanaryError
+from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.data.tokenizer import encode_text, from_difference, load_tokenizer, sample_texts
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_canary import ARGUMENTS, CanaryPrompt
+from megatron_grpo.generation.shutdown import EngineProcesses, own_processes
+from megatron_grpo.generation.vllm_requests import EngineStatistics, in_bunches, sampling_arguments, without_problems
+from megatron_grpo.models.families import shape_of_folder
+
+CONNECT_S = 10.0
+PROBE_S = 1.0
+"""Seconds between two attempts to reach a server that does not answer."""
+NO_NUMBER = -9999.0
+"""Number that the server writes for a log-probability that is NaN."""
+
+logger = logging.getLogger(__name__)
+
+
+class ServerGoneError(RuntimeError):
+    """The connection to the server could not be made, or ended before the answer."""
+
+
+class OtherWeightsError(Exception):
+    """A response was sampled by weights that do not belong to this run."""
+
+
+class ServerEngine:
+    """Ray actor that stands for one external server, with the methods of `VllmEngine`.
+
+    The server names each version of the weights with a prefix that is unique to the run. So every response tells
+    whether this run's weights sampled it; a restarted server is detected, given the current version, and asked again.
+    """
+
+    _session: aiohttp.ClientSession
+    """Set by `start`, inside the event loop."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        begin_process_log(f"generation engine {settings.index}")
+        self._settings = settings
+        self._url = settings.config.server.urls[settings.index].rstrip("/")
+        self._timeout_s = settings.config.server.timeout_s
+        self._prefix = f"{secrets.token_hex(8)}:"
+        self._tokenizer: Any = None
+        self._asked: dict[str, asyncio.Task[GenerationOutput | str]] = {}
+        self._statistics = EngineStatistics()
+        self._source: tuple[RefitMode, dict[str, Any], int] | None = None
+        """Arguments of the last `connect_weights`: the source of the weights."""
+        self._version: int | None = None
+        """The version that was committed last; None: no version was committed."""
+        self._serving = asyncio.Event()
+        """Set while the server may be asked: not during a change of weights, nor after a failed one."""
+        self._mending = asyncio.Lock()
+
+    @phase("start")
+    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
+        """Find the server and check that it serves the run's model.
+
+        Returns:
+            Seconds by part: "server", until it answered and was checked. This actor's processes. And no settings: a
+            server does not tell them.
+        """
+        began = time.monotonic()
+        self._tokenizer = load_tokenizer(self._settings.model_path)
+        bearer = self._settings.token
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),  # no limit of connections: vLLM's scheduler queues requests
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
+        )
+        await self._wait_until_up()
+        await self._require_fitting()
+        return {"server": time.monotonic() - began}, own_processes(), {}
+
+    async def generate(
+        self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
+    ) -> AsyncIterator[Any]:
+        if self._settings.in_flight is None:
+            if not self._serving.is_set():
+                raise RuntimeError(f"{self._url}: the weights are incomplete: a refit was not committed")
+            await self._mend()  # make sure that the server has the current version
+        tasks: dict[asyncio.Task[GenerationOutput | str], int] = {}
+        for index, request in enumerate(requests):
+            name = f"{call}.{index}"
+            self._asked[name] = asyncio.create_task(self._answer(name, request, settings))
+            tasks[self._asked[name]] = index
+        self._statistics.in_flight(len(self._asked))
+        try:
+            with phase("generate"):
+                async for done in in_bunches(tasks):
+                    yield pickled([(index, self._outcome(task)) for index, task in done.items()])
+        finally:
+            for task in tasks:
+                task.cancel()  # closes the connection, which aborts the request
+            for index in range(len(requests)):
+                self._asked.pop(f"{call}.{index}", None)
+            self._statistics.in_flight(len(self._asked))
+
+    async def abort(self, call: str, indices: list[int]) -> None:
+        for index in indices:
+            if task := self._asked.get(f"{call}.{index}"):
+                task.cancel()
+
+    def take_counts(self) -> EngineCounts:
+        return self._statistics.take()
+
+    @phase("connect the refit")
+    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
+        self._source = (mode, rendezvous, first_receiver)
+        await self._wait_until_up()
+        await self._on_workers("connect_refit", *self._source)
+
+    @phase("receive weights")
+    async def receive_weights(self, version: int) -> None:
+        self._serving.clear()
+        async with self._mending:
+            await self._receive(version)
+
+    @phase("commit weights")
+    async def commit_weights(self, version: int, guarded: bool = False) -> None:
+        await self._commit(version, guarded)
+        self._version = version
+        if not guarded:
+            self._serving.set()
+
+    @phase("canary")
+    async def admit_weights(self, prompt: CanaryPrompt) -> float:
+        await self._post("/resume")
+        try:
+            error = prompt.require(
+                await asyncio.gather(*(self._canary_logprobs(n, one) for n, one in enumerate(prompt.sequences)))
+            )
+        except CanaryError as failure:
+            await self._post("/pause", mode="keep", clear_cache="true")
+            raise CanaryError(f"{self._url}: {failure}") from None
+        self._serving.set()
+        return error
+
+    async def _canary_logprobs(self, number: int, tokens: tuple[int, ...]) -> list[float]:
+        """The server's log-probabilities of all tokens but the first of a sequence of the canary."""
+        body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": ARGUMENTS}
+        answer = await self._post("/inference/v1/generate", body)
+        return [
+            one[str(token)]["logprob"] for token, one in zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
+        ]
+
+    @phase("fingerprint weights")
+    async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
+        return await self._on_workers("fingerprint_weights")
+
+    def shutdown(self) -> None:
+        """Do nothing: the server does not belong to this run and keeps running."""
+
+    async def _answer(
+        self, name: str, request: GenerationRequest, settings: SamplingSettings
+    ) -> GenerationOutput | str:
+        """Get a response that this run's weights sampled, even if the server is restarted meanwhile."""
+        arguments = sampling_arguments(request, settings, self._settings.max_total_sequence_length)
+        body = {
+            "request_id": name,
+            "token_ids": request.prompt_ids.tolist(),
+            "sampling_params": {key: value for key, value in arguments.items() if value != []},
+        }
+        while True:
+            await self._serving.wait()
+            if self._settings.keeps_cache:  # separates prompts cached under different weights
+                body["cache_salt"] = f"{self._prefix}{self._version}"
+            try:
+                answer = await self._post("/inference/v1/generate", body)
+                return self._read(answer)
+            except (ServerGoneError, OtherWeightsError) as error:
+                logger.warning("%s: %s: %s", name, type(error).__name__, error)
+                await self._mend()
+
+    def _read(self, answer: dict[str, Any]) -> GenerationOutput | str:
+        """Parse the server's answer into a response, or the reason why there is none.
+
+        Raises:
+            OtherWeightsError: a token was sampled by weights that do not belong to this run.
+        """
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] not in ("stop", "length"):
+            return f"the server ended a request early: {choice['finish_reason']}"
+        versions = choice["weight_versions"]
+        if not versions or not all(one["version"].startswith(self._prefix) for one in versions):
+            raise OtherWeightsError
+        token_ids, content = choice["token_ids"], choice["logprobs"]["content"]
+        assert [one["token_id"] for one in content] == token_ids, "one log-probability per sampled token"
+        logprobs = [math.nan if one["logprob"] == NO_NUMBER else one["logprob"] for one in content]
+        return GenerationOutput(
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            text=response_text(self._tokenizer, token_ids, choice["finish_reason"]),
+            stop_reason=choice["finish_reason"],
+            spans=[Span(one["start"], one["end"], int(one["version"].removeprefix(self._prefix))) for one in versions],
+        )
+
+    async def _mend(self) -> None:
+        """Make sure that the server serves the current version, which a restarted server is given again.
+
+        Raises:
+            RuntimeError: the server does not come back, or cannot be given the version.
+        """
+        async with self._mending:
+            version = self._version
+            try:
+                served = await self._served()
+            except ServerGoneError:
+                await self._wait_until_up()
+                served = await self._served()
+            if version is None or served == f"{self._prefix}{version}":
+                return
+            mode, *_ = self._source or ("none",)
+            if mode != "files":
+                raise RuntimeError(
+                    f"{self._url} was restarted and has lost version {version}, which refit.mode={mode} sends "
+                    "only at the end of a step; with refit.mode=files a restarted server reads it from the folder"
+                )
+            logger.warning("%s serves %s and is given version %d again", self._url, served, version)
+            await self._require_fitting()
+            await self._receive(version)
+            await self._commit(version)
+
+    async def _served(self) -> str:
+        """Name of the weight version that the server serves."""
+        served: str = (await self._ask("GET", "/weight_info"))["weight_version"]
+        if ":" in served and not served.startswith(self._prefix) and self._version is not None:
+            raise RuntimeError(f"{self._url} was given weights by another run; a server serves one at a time")
+        return served
+
+    async def _receive(self, version: int) -> None:
+        """Pause the server, let its workers receive a version, and set the name of its weights to that version."""
+        await self._post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
+        started_anew = self._version is not None and not (await self._served()).startswith(self._prefix)
+        if started_anew and self._source is not None and self._source[0] == "files":
+            await self._on_workers("connect_refit", *self._source)
+        await self._on_workers("receive_refit", version)
+        await self._post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
+
+    async def _commit(self, version: int, guarded: bool = False) -> None:
+        """Let the server serve the version that it received, unless `guarded`; RuntimeError if the server was restarted
+        since."""
+        if await self._served() != f"{self._prefix}{version}":
+            raise RuntimeError(f"{self._url} was restarted since it received version {version}")
+        if not self._settings.keeps_cache and not (await self._post("/reset_prefix_cache"))["success"]:
+            raise RuntimeError(f"{self._url} could not empty its prefix cache, which is of other weights")
+        if not guarded:
+            await self._post("/resume")
+
+    async def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
+        return without_problems(await self._answers_of_workers(method, *arguments), f"{self._url}: ")
+
+    async def _answers_of_workers(self, method: str, *arguments: Any) -> list[Any]:
+        answer = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
+        return list(answer["results"])
+
+    async def _require_fitting(self) -> None:
+        """Raise RuntimeError unless the server can be refitted and serves the run's model in the run's layout."""
+        url = self._url
+        try:
+            worker, *_ = await self._answers_of_workers("describe")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{url} cannot be refitted: {error}; start it with python -m megatron_grpo.serve"
+            ) from None
+        if "problem" in worker:
+            raise RuntimeError(f"{url}: {worker['problem']}")
+        expected = json.loads(json.dumps(asdict(shape_of_folder(self._settings.model_path))))
+        other = [
+            f"{name} {worker['shape'].get(name)}, not {value}"
+            for name, value in expected.items()
+            if worker["shape"].get(name) != value
+        ]
+        if other:
+            model = f"policy.model.path={self._settings.model_path}"
+            raise RuntimeError(f"{url} serves another model than {model}: {'; '.join(other)}")
+        for name in ("tensor", "pipeline", "expert"):
+            if worker[name] != getattr(self._settings.config.parallel, name):
+                raise RuntimeError(
+                    f"{url} runs with {name} {worker[name]}; give generation.parallel.{name}={worker[name]}"
+                )
+        await self._require_same_tokenizer()
+        if worker["longest"] < self._settings.max_total_sequence_length:
+            raise RuntimeError(
+                f"{url} takes sequences of {worker['longest']} tokens; start it with --max-model-len="
+                f"{self._settings.max_total_sequence_length} (policy.max_total_sequence_length)"
+            )
+
+    async def _require_same_tokenizer(self) -> None:
+        """Raise RuntimeError if the server's tokenizer, which matches stop strings, is not the run's."""
+        for text in sample_texts(added_tokens(self._tokenizer)):
+            ids = encode_text(self._tokenizer, text)
+            if ids is None:  # it has no tokens for this text
+                continue
+            served: Any = (await self._post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+            expected: Any = ids
+            if served == ids:
+                served = (await self._post("/detokenize", {"tokens": ids}))["prompt"]
+                expected = self._tokenizer.decode(ids)
+            if served != expected:
+                raise RuntimeError(
+                    f"{self._url} has another tokenizer than policy.model.path={self._settings.model_path}: {text!r} "
+                    f"gives {from_difference(served, expected)}; start it with the same folder, without --tokenizer "
+                    "and --tokenizer-mode"
+                )
+
+    async def _post(self, path: str, body: Any = None, **query: str) -> Any:
+        """Send a POST; returns and raises like `_ask`."""
+        return await self._ask("POST", path, json={} if body is None else body, params=query)
+
+    async def _wait_until_up(self) -> None:
+        """Wait until the server answers; RuntimeError with the reason if it does not in time."""
+        limit, reason = f"generation.server.timeout_s={self._timeout_s:g} s", "it says nothing"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    try:
+                        await self._ask("GET", "/health")
+                        return
+                    except RuntimeError as error:
+                        reason = str(error)
+                    await asyncio.sleep(PROBE_S)
+        except TimeoutError:
+            raise RuntimeError(f"no vLLM server answers within {limit}: {reason}") from None
+
+    async def _ask(self, method: str, path: str, **given: Any) -> Any:
+        """Send a request, with aiohttp's options `given`, and return the answer, parsed from JSON.
+
+        Raises:
+            ServerGoneError: the connection could not be made, or ended before the answer.
+            RuntimeError: the server answered with an error, which is in the message.
+        """
+        try:
+            async with self._session.request(method, self._url + path, **given) as answer:
+                if answer.status == 401:
+                    raise RuntimeError(f"{self._url} requires a token, and MEGATRON_GRPO_TOKEN is not set to that one")
+                if answer.status >= 400:
+                    said = await answer.text()
+                    said = said if len(said) <= 500 else f"{said[:500]}…"
+                    raise RuntimeError(f"{self._url}{path} answers {answer.status}: {said}")
+                return await answer.json() if answer.content_type == "application/json" else None
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise ServerGoneError(f"{self._url}: {error}") from error
+
+    def _outcome(self, task: asyncio.Task[GenerationOutput | str]) -> GenerationOutput | str:
+        if task.cancelled():
+            return "the request was aborted"
+        output = task.result()
+        if not isinstance(output, str):
+            self._statistics.completed(len(output.token_ids))
+        return output

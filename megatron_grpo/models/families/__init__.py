@@ -1,0 +1,175 @@
+"""The supported model families; sizes, weight map and operation counts of a model from its family's table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.families import deepseek_v3, gemma3, llama
+from megatron_grpo.models.families import mixtures as experts
+from megatron_grpo.models.families.family import HFTensor, WeightEntry, global_entries
+from megatron_grpo.models.families.options import refuse_folder
+from megatron_grpo.models.shape import ModelShape, read_config_json, section
+from megatron_grpo.models.stored_tensors import has_head_of_its_own
+
+_EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
+_INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
+_NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),))
+_OUTPUT_LAYER = ("output_layer.weight",)
+_SCORE = HFTensor("score.weight", ("score", "hidden"))
+_BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), zero_if_absent=True)
+"""Bias of a reward model's head, which ForTokenClassification has and ForSequenceClassification lacks."""
+
+
+def as_value_model(shape: ModelShape) -> ModelShape:
+    """The shape of a value model that starts from this model; the score of a reward model is kept as its head.
+
+    The value head replaces the output layer, so nothing is tied to the embedding.
+    """
+    return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
+
+
+_ALL = (*llama.FAMILIES, gemma3.FAMILY, *experts.FAMILIES, deepseek_v3.FAMILY)
+FAMILIES = {family.name: family for family in _ALL}
+"""Families by name."""
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
+_BY_REWARD_PREFIX = {
+    family.reward_prefix or family.architecture.removesuffix("ForCausalLM"): family for family in FAMILIES.values()
+}
+
+_MEDIA = {
+    "vision_config",
+    "audio_config",
+    "thinker_config",
+    "visual",
+    "img_processor",
+    "image_token_id",
+    "mm_vision_tower",
+}
+"""Keys of the config.json of models that read images, video or sound; those of text alone have none of them."""
+
+_REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Suffixes of architectures whose output is a score."""
+
+
+def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
+    """The weight map of a model, in the order in which tensors are exported."""
+    if shape.value_head is not None:
+        head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), zero_if_absent=shape.value_head == "fresh")
+        outputs = [head, _BIAS]
+    else:
+        # A tied head has weights of its own only on a last stage that is not the first.
+        tied = shape.tied_embeddings
+        tensor = _EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
+        outputs = [WeightEntry(_OUTPUT_LAYER, (tensor,), copy=tied)]
+    return (_INPUT, *FAMILIES[shape.family].layers(shape), _NORM, *outputs)
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass over sequences, regardless of padding and packing.
+
+    Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
+    output layer and without the embedding look-up; and, in each head and layer, two per visible query-key pair and
+    element of a query and of a value. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in
+    a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
+
+    Args:
+        shape: sizes of the model; of a value model, those of the language model that it starts from.
+        lengths: tokens of each sequence.
+    """
+    weights = 0
+    for entry, _, _ in global_entries(weight_entries(replace(shape, value_head=None)), shape, range(shape.layers)):
+        if entry is not _INPUT:
+            passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
+            weights += passed * sum(prod(tensor.shape(shape)) for tensor in entry.hf if len(tensor.dims) == 2)
+    windowed = sum(shape.windowed)
+    pairs = (shape.layers - windowed) * sum(map(_causal_pairs, lengths))
+    if shape.window is not None:
+        window = shape.window
+        pairs += windowed * sum(_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+    latent = shape.latent
+    head = 2 * shape.head_dim if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
+    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * head * pairs
+
+
+def _causal_pairs(length: int) -> int:
+    """Query-key pairs of causal attention in a sequence of `length` tokens, pairs of a token with itself included."""
+    return length * (length + 1) // 2
+
+
+def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:
+    """Sizes of the model in a folder, from its config.json and, for a tied head, its weights.
+
+    Reward models are refused unless they are asked for.
+
+    Raises:
+        ValueError: the file is missing or no JSON object, a size is missing or invalid, or an architecture or option
+            has no support; names the file and says which.
+    """
+    folder = Path(path)
+    refuse_folder(folder)
+    file = folder / "config.json"
+    raw = read_config_json(file)
+    try:
+        shape = shape_of_config(raw, reward_models=reward_models)
+        _refuse_head_size(raw, shape)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
+    if shape.tied_embeddings and shape.value_head is None and has_head_of_its_own(folder):
+        return replace(shape, tied_embeddings=False)
+    return shape
+
+
+def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
+    """Raise a ValueError for a head_dim that vLLM, which does not read the key in these families, would not use."""
+    if shape.family == "qwen2":
+        derived, formula = shape.hidden // shape.attention_heads, "hidden_size / num_attention_heads"
+    elif shape.latent is not None:
+        derived, formula = shape.latent.rope_dim, "qk_rope_head_dim"
+    else:
+        return
+    if raw.get("head_dim", derived) != derived:
+        text = f"head_dim={shown(raw['head_dim'])} is not supported for {shape.family}: vLLM takes {formula}"
+        raise ValueError(f"{text} = {derived}; leave the key out")
+
+
+def is_untied_by_weights(path: str | Path) -> bool:
+    """Whether config.json ties the head to the embedding, and the folder stores another head; False: no such folder."""
+    try:
+        raw = read_config_json(Path(path) / "config.json")
+        return shape_of_config(raw).tied_embeddings and not shape_of_folder(path).tied_embeddings
+    except ValueError:
+        return False
+
+
+def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
+    """Sizes from the contents of a config.json.
+
+    Raises:
+        ValueError: the architecture or one of its options has no support, or a size is missing or invalid.
+    """
+    given = raw.get("architectures") or ["(none)"]
+    if not isinstance(given, list) or not isinstance(given[0], str):
+        raise ValueError(f"architectures={shown(given)} must be a list of names")
+    architecture = given[0]
+    scores = reward_models and architecture.endswith(_REWARD_HEADS)
+    family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
+    if family is None:
+        planned = ": it reads images or sound, and such models are planned" if _MEDIA & raw.keys() else ""
+        names = ", ".join(_BY_ARCHITECTURE)
+        raise ValueError(f"architecture {architecture} is not supported{planned}; supported: {names}")
+    model_type = family.model_type or family.name
+    if raw.get("model_type", model_type) != model_type:
+        text = f"model_type={shown(raw['model_type'])} is not that of {architecture}: transformers goes by the one"
+        raise ValueError(f"{text}, vLLM by the other; write model_type={model_type} if the weights are its")
+    if scores:
+        labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # transformers' default is 2
+        if labels != 1:
+            raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
+    shape = family.read(raw)
+    return replace(shape, value_head="stored") if scores else shape

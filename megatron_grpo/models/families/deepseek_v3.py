@@ -1,0 +1,129 @@
+"""DeepSeek-V3: multi-latent attention, shared experts, and experts chosen by sigmoid scores with a bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.families.family import Family, WeightEntry, in_layer, only_in
+from megatron_grpo.models.families.llama import MLP, read_dense
+from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, chosen_experts, counted_experts
+from megatron_grpo.models.families.options import WINDOW
+from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, number, size
+
+_INPUT_NORM = (in_layer("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
+_QUERY = (in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [latent_queries, hidden]"),)
+_COMPRESSED_QUERY = (
+    # Every rank holds the whole compressed query.
+    in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight [query_rank, hidden]"),
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight [query_rank]"),
+    in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight [latent_queries, query_rank]"),
+)
+_KEYS_AND_VALUES = (
+    in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight [compressed, hidden]"),
+    in_layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight [latent]"),
+    in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight [latent_keys_values, latent]"),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, latent_values]"),
+)
+
+EXPERTS = QWEN_EXPERTS + only_in(
+    "experts",
+    in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias [experts]"),
+    in_layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight [shared_ffn, hidden]",
+        "mlp.shared_experts.up_proj.weight [shared_ffn, hidden]",
+    ),
+    in_layer("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight [hidden, shared_ffn]"),
+)
+
+
+def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
+    assert shape.latent is not None
+    query = _QUERY if shape.latent.query_rank is None else _COMPRESSED_QUERY
+    return _INPUT_NORM + query + _KEYS_AND_VALUES + only_in("dense", *MLP) + EXPERTS
+
+
+def _read(raw: dict[str, Any]) -> ModelShape:
+    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if raw.get(key, wanted) != wanted:
+            raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
+    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if key not in raw:  # transformers assumes this value; vLLM would choose by softmax, or without the bias
+            raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{wanted}"')
+    # read_dense is given the rotated part of a head as the whole head.
+    heads = {"head_dim": size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
+    options = {**WINDOW, "rope_interleave": (True,), "tie_word_embeddings": (False,)}
+    shape = read_dense(
+        {**raw, **heads},
+        "deepseek_v3",
+        rope_types=("default", "yarn"),
+        defaults={"max_position_embeddings": 4096},
+        nullable=("num_key_value_heads",),
+        options=options,
+    )
+    rope = shape.rope_scaling or {}
+    _refuse_rotary(rope)
+    query_rank = raw.get("q_lora_rank", 1536)
+    latent = LatentShape(
+        query_rank=None if query_rank is None else size({"q_lora_rank": query_rank}, "q_lora_rank"),
+        rank=size(raw, "kv_lora_rank"),
+        plain_dim=size(raw, "qk_nope_head_dim"),
+        rope_dim=shape.head_dim,
+        value_dim=size(raw, "v_head_dim"),
+    )
+    scale = (latent.plain_dim + latent.rope_dim) ** -0.5
+    if rope.get("mscale_all_dim"):
+        scale *= yarn_scale(number(rope, "factor", 1.0), number(rope, "mscale_all_dim", 1.0)) ** 2
+    return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers))
+
+
+def _refuse_rotary(rope: Mapping[str, Any]) -> None:
+    """Raise a ValueError for settings of YaRN that vLLM's class for DeepSeek reads otherwise than transformers."""
+    for key, neutral in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, neutral) != neutral:
+            raise ValueError(f"{key}={shown(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
+    if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+        text = f"mscale={shown(rope.get('mscale'))} and mscale_all_dim={shown(rope.get('mscale_all_dim'))}"
+        raise ValueError(f"{text}: transformers and vLLM agree only where both are above 0, or neither is there")
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """YaRN's attention scale for positions stretched by `factor` (Peng et al. 2023, eq. 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
+    count = counted_experts(raw, "num_local_experts", "n_routed_experts", 256)
+    width, top_k = size(raw, "moe_intermediate_size"), chosen_experts(raw, count)
+    dense = raw.get("first_k_dense_replace", 3)
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        raise ValueError(f"first_k_dense_replace={shown(dense)} must be a number of layers")
+    # A file without the keys has transformers' 8 and 4, which do not fit fewer than 16 experts.
+    is_grouped = count >= 16 or "n_group" in raw
+    default = {"n_group": 8, "topk_group": 4} if is_grouped else {"n_group": 1, "topk_group": 1}
+    groups, top_groups = (size({**default, **raw}, key) for key in default)
+    if count < 2 * groups and "n_group" in raw:
+        raise ValueError(f"n_group={groups} of {count} experts is not supported; a group needs two experts or more")
+    if groups > 1 and (count % groups or top_k != 2 * top_groups):
+        # A group's score is the sum of its two best experts; Megatron-Core sums as many as a token has in each group.
+        text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
+        raise ValueError(text + "groups must be equally large, with two experts of a token in each of its groups")
+    return ExpertShape(
+        count=count,
+        ffn_hidden=width,
+        top_k=top_k,
+        layers=tuple(layer >= dense for layer in range(layers)),
+        shared_ffn_hidden=width * size(raw, "n_shared_experts", 1),
+        score="sigmoid",
+        scaling=number(raw, "routed_scaling_factor", 2.5),
+        selection_bias=True,
+        groups=groups,
+        top_groups=top_groups,
+    )
+
+
+FAMILY = Family(name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, layers=_layers)

@@ -1,0 +1,92 @@
+"""Gemma-3 (text): windows in most layers, two rotary embeddings, and norms around attention and feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.families.family import Family, in_layer
+from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, read_dense
+from megatron_grpo.models.families.rotary import read_rotary_by_kind
+from megatron_grpo.models.shape import ModelShape, number, size
+
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+"""transformers' defaults for keys that config.json lacks, where they differ from Llama's."""
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_THETA = {_LOCAL: 10000.0, _GLOBAL: 1000000.0}
+"""transformers' defaults of rope_theta by kind of layer."""
+_REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+# Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
+_NORMS = (
+    in_layer("self_attention.linear_proj.post_norm.weight", "post_attention_layernorm.weight [hidden]"),
+    in_layer("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight [hidden]"),
+    in_layer("mlp.linear_fc2.post_norm.weight", "post_feedforward_layernorm.weight [hidden]"),
+)
+_MATRICES = tuple(entry for entry in MLP if entry.axis is not None)
+
+
+def read(raw: dict[str, Any]) -> ModelShape:
+    """Sizes from the contents of a config.json, as transformers 4 or 5 spells them.
+
+    Raises:
+        ValueError: one of the model's options has no support, or a size is missing or invalid.
+    """
+    for key in _REFUSED:
+        if raw.get(key):
+            raise ValueError(f"{key}={shown(raw[key])} is not supported for gemma3")
+    if raw.get("hidden_activation", _ACTIVATION) != _ACTIVATION:
+        raise ValueError(f"hidden_activation={shown(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is")
+    given = {**_DEFAULTS, **raw}
+    local_theta, global_rope = read_rotary_by_kind(raw, _LOCAL, _GLOBAL, _THETA)
+    # Gemma reads hidden_activation and ignores Llama's hidden_act.
+    set_aside = ("hidden_act", "rope_scaling", "rope_theta")
+    as_dense = {key: value for key, value in given.items() if key not in set_aside} | {"rope_parameters": global_rope}
+    shape = replace(
+        read_dense(as_dense, "gemma3", qk_norm=True, windows=True),
+        zero_centered_norms=True,
+        post_norms=True,
+        activation="gelu_tanh",
+        softmax_scale=number(given, "query_pre_attn_scalar", 256.0) ** -0.5,
+    )
+    windowed = _windowed(given, shape.layers)
+    return replace(
+        shape,
+        embedding_scale=shape.hidden**0.5,
+        window=size(given, "sliding_window") if any(windowed) else None,
+        windowed=windowed,
+        local_rope_theta=local_theta,
+    )
+
+
+def _windowed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """[layers]: whether a layer has a window."""
+    types = raw.get("layer_types")
+    if types is None:
+        # Every n-th layer has no window.
+        pattern = size(raw, "sliding_window_pattern", 6)
+        return tuple((layer + 1) % pattern > 0 for layer in range(layers))
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {_LOCAL, _GLOBAL}:
+        raise ValueError(f"layer_types={shown(types)} must name {_LOCAL} or {_GLOBAL} for each of {layers} layers")
+    return tuple(one == _LOCAL for one in types)
+
+
+FAMILY = Family(
+    name="gemma3",
+    architecture="Gemma3ForCausalLM",
+    read=read,
+    layers=lambda shape: ATTENTION + QK_NORM + _NORMS + _MATRICES,
+    model_type="gemma3_text",
+    reward_prefix="Gemma3Text",
+)

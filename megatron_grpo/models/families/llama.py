@@ -1,0 +1,150 @@
+"""Llama 2 and 3, Qwen2 with biases on queries, keys and values, and Qwen3 with norms on the heads of queries and keys:
+sizes and weights of the layout that the other families build on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.families.family import Family, in_layer
+from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_nulls, refuse_options, refuse_windowed_layers
+from megatron_grpo.models.families.rotary import read_rotary
+from megatron_grpo.models.shape import ModelShape, flag, number, size
+
+ATTENTION = (
+    in_layer(
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        "input_layernorm.weight [hidden]",
+    ),
+    in_layer(
+        "self_attention.linear_qkv.weight",
+        "self_attn.q_proj.weight [heads, hidden]",
+        "self_attn.k_proj.weight [kv_heads, hidden]",
+        "self_attn.v_proj.weight [kv_heads, hidden]",
+    ),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, heads]"),
+)
+
+_QKV_BIAS = (
+    in_layer(
+        "self_attention.linear_qkv.bias",
+        "self_attn.q_proj.bias [heads]",
+        "self_attn.k_proj.bias [kv_heads]",
+        "self_attn.v_proj.bias [kv_heads]",
+    ),
+)
+
+QK_NORM = (
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight [head_dim]"),
+    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight [head_dim]"),
+)
+
+MLP = (
+    in_layer(
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        "post_attention_layernorm.weight [hidden]",
+    ),
+    in_layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]"),
+    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight [hidden, ffn]"),
+)
+
+
+def read_dense(
+    raw: dict[str, Any],
+    family: str,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    nullable: tuple[str, ...] = (),
+    options: Neutral | None = None,
+    windows: bool = False,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
+) -> ModelShape:
+    """Sizes of a dense decoder from a config.json, as transformers 5 and vLLM read its spellings.
+
+    Args:
+        raw: contents of config.json, by key.
+        family: name of the model family that is read.
+        defaults: transformers' values of keys that the file lacks, where they differ from `_DEFAULTS`.
+        nullable: keys that transformers replaces by a value of its own when they are null.
+        options: options that the family lacks, beyond those of `refuse_options`.
+        windows: whether layers may have windows, which the caller reads.
+        qkv_bias: whether the query, key and value projections have biases.
+        qk_norm: whether every query and key head is normalised.
+        rope_types: kinds of rotary embeddings that the family has.
+
+    Raises:
+        ValueError: one of the model's options has no support, or a size is missing or invalid.
+    """
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={shown(raw['hidden_act'])} is not supported; only silu is")
+    refuse_options(raw, family, options)
+    refuse_nulls(raw, family, nullable)
+    if not windows:
+        refuse_windowed_layers(raw, family)
+    absent = {**_DEFAULTS, **(defaults or {})}
+    raw = {**absent, **raw}
+    theta, scaling = read_rotary(raw, rope_types, default_theta=absent["rope_theta"])
+    heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    groups = size(raw, "num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    return ModelShape(
+        family=family,
+        layers=size(raw, "num_hidden_layers"),
+        hidden=hidden,
+        ffn_hidden=size(raw, "intermediate_size"),
+        attention_heads=heads,
+        key_value_heads=groups,
+        head_dim=size(raw, "head_dim", max(hidden // heads, 1)),
+        vocab=size(raw, "vocab_size"),
+        tied_embeddings=flag(raw, "tie_word_embeddings", default=False),
+        norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=size(raw, "max_position_embeddings"),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+_DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+"""transformers' values of keys that a Llama's config.json lacks."""
+QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+
+
+def _read_qwen2(raw: dict[str, Any]) -> ModelShape:
+    return read_dense(raw, "qwen2", qkv_bias=True, defaults=QWEN_DEFAULTS, nullable=("num_key_value_heads",))
+
+
+def _read_qwen3(raw: dict[str, Any]) -> ModelShape:
+    defaults = {**QWEN_DEFAULTS, "head_dim": 128}
+    return read_dense(raw, "qwen3", qk_norm=True, defaults=defaults, nullable=("num_key_value_heads",))
+
+
+def _read_llama(raw: dict[str, Any]) -> ModelShape:
+    return read_dense(raw, "llama", nullable=("head_dim", "num_key_value_heads"), options=WINDOW)
+
+
+FAMILIES = (
+    Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        read=_read_qwen3,
+        layers=lambda shape: ATTENTION + QK_NORM + MLP,
+    ),
+    Family(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        read=_read_qwen2,
+        layers=lambda shape: ATTENTION + _QKV_BIAS + MLP,
+    ),
+    Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        read=_read_llama,
+        layers=lambda shape: ATTENTION + MLP,
+    ),
+)

@@ -1,0 +1,117 @@
+"""Qwen3-MoE and Mixtral: the attention of Qwen3 and Llama with a mixture of experts. Other families with experts share
+the table of an expert layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.families.family import Family, WeightEntry, in_layer, only_in
+from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, QWEN_DEFAULTS, read_dense
+from megatron_grpo.models.shape import ExpertShape, ModelShape, flag, size
+
+# An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
+_FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"
+_FC2 = "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"
+
+
+def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
+    """The entries of a layer's norm, router and experts.
+
+    Args:
+        block: name of the block in a layer of the Hugging Face model, such as "mlp.".
+        gate: name of an expert's gate projection.
+        up: name of an expert's up projection.
+        down: name of an expert's down projection.
+    """
+    expert = block + "experts.{expert}."
+    return only_in(
+        "experts",
+        in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]"),
+        in_layer("mlp.router.weight", f"{block}gate.weight [experts, hidden]"),
+        in_layer(_FC1, f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
+        in_layer(_FC2, f"{expert}{down}.weight [hidden, expert_ffn]"),
+    )
+
+
+QWEN_EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_EXPERTS = expert_layer("block_sparse_moe.", "w1", "w3", "w2")
+
+
+def counted_experts(raw: Mapping[str, Any], alias: str, key: str, default: int) -> int:
+    """Number of routed experts, from the contents of a config.json.
+
+    transformers, which vLLM reads the file with, assigns a key under another name than its own last, so that it wins.
+
+    Args:
+        raw: contents of config.json, by key.
+        alias: the other name.
+        key: transformers' own name of the key.
+        default: number in a file that has neither.
+    """
+    return size(raw, alias, size(raw, key, default))
+
+
+def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
+    """Number of experts per token, from the contents of a config.json.
+
+    Raises:
+        ValueError: the number is missing, or larger than the number of experts.
+    """
+    top_k = size(raw, "num_experts_per_tok")
+    if top_k > count:
+        raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")
+    return top_k
+
+
+def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
+    defaults = {**QWEN_DEFAULTS, "num_key_value_heads": 4}
+    shape = read_dense(raw, "qwen3_moe", qk_norm=True, defaults=defaults)
+    count = counted_experts(raw, "num_local_experts", "num_experts", 128)
+    # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
+    step, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+        raise ValueError(f"mlp_only_layers={shown(dense)} must be a list of layer numbers")
+    experts = ExpertShape(
+        count=count,
+        ffn_hidden=size(raw, "moe_intermediate_size"),
+        top_k=chosen_experts(raw, count),
+        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(shape.layers)),
+        normalised=flag(raw, "norm_topk_prob", default=False),
+    )
+    return replace(shape, experts=experts)
+
+
+def _read_mixtral(raw: dict[str, Any]) -> ModelShape:
+    if raw.get("sliding_window") is not None:
+        raise ValueError(f"sliding_window={shown(raw['sliding_window'])} is not supported for mixtral; only null is")
+    defaults = {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+    }
+    shape = read_dense(raw, "mixtral", defaults=defaults, nullable=("head_dim",))
+    count = counted_experts(raw, "num_experts", "num_local_experts", 8)
+    experts = ExpertShape(
+        count=count, ffn_hidden=shape.ffn_hidden, top_k=chosen_experts(raw, count), layers=(True,) * shape.layers
+    )
+    return replace(shape, experts=experts)
+
+
+FAMILIES = (
+    Family(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        read=_read_qwen3_moe,
+        layers=lambda shape: ATTENTION + QK_NORM + only_in("dense", *MLP) + QWEN_EXPERTS,
+    ),
+    Family(
+        name="mixtral",
+        architecture="MixtralForCausalLM",
+        read=_read_mixtral,
+        layers=lambda shape: ATTENTION + _MIXTRAL_EXPERTS,
+    ),
+)

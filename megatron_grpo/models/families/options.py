@@ -1,0 +1,118 @@
+"""Options of a config.json that have no support, each refused by its key and value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.families.rotary import refuse_partial_rotation
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Values of options, by key, with which an option changes nothing; a key that is missing does not either."""
+
+_OF_ALL: Neutral = {
+    "use_sliding_window": (False, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "per_layer_config": (None, {}),
+}
+_OF_VLLM: Neutral = {
+    "is_causal": (True,),
+    "bias": (False, None),
+    "qkv_bias": (False, None),
+    "qk_norm": (False, None),
+    "logit_scale": (1,),
+    "dual_chunk_attention_config": (None, {}),
+    "index_topk": (),
+    "llama_4_scaling": (None,),
+    "moe_layer_freq": (1,),
+}
+"""Options that change vLLM's model of some supported family and not transformers'."""
+WINDOW: Neutral = {"sliding_window": (None, 0)}
+"""vLLM gives every layer this window where the family's own reader does not set it aside."""
+_READ_NUMBERS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+
+
+def refuse_options(raw: Mapping[str, Any], family: str, more: Neutral | None = None) -> None:
+    """Raise a ValueError for the first option that the Megatron model of this project cannot express.
+
+    Args:
+        raw: contents of config.json, by key.
+        family: name of the model family.
+        more: further options of this family.
+    """
+    for key in ("quantization_config", "compression_config"):
+        refuse_quantized(raw.get(key), key)
+    for key, neutral in {**_OF_ALL, **(more or {})}.items():
+        if key in raw and raw[key] not in neutral:
+            raise ValueError(f"{key}={_as_json(raw[key])} is not supported for {family}")
+    for key, neutral in _OF_VLLM.items():
+        if key in raw and raw[key] not in neutral:
+            text = f"{key}={_as_json(raw[key])} is not supported for {family}"
+            raise ValueError(f"{text}: vLLM would compute another model with it than transformers; remove it")
+    refuse_partial_rotation(raw)
+
+
+def refuse_quantized(settings: Any, key: str = "quantization_config") -> None:
+    """Raise a ValueError for a model whose weights are stored in 8 bits or fewer.
+
+    Args:
+        settings: the quantization settings of the model's files; None: it has none.
+        key: key or file that holds the settings, for the message.
+    """
+    if settings is None:
+        return
+    method = None
+    if isinstance(settings, dict):
+        method = settings.get("quant_method") or settings.get("quant_algo") or settings.get("format")
+    kind = f" ({method})" if isinstance(method, str) else ""
+    text = f"{key}{kind}: quantized weights cannot be trained"
+    raise ValueError(f"{text}; convert the model to bfloat16 first, as docs/layouts.md shows")
+
+
+ADAPTER_FILE = "adapter_config.json"
+_MODELOPT_FILE = "hf_quant_config.json"
+
+
+def refuse_folder(folder: Path) -> None:
+    """Raise a ValueError for a folder of adapters, or of weights that a file beside config.json calls quantized."""
+    if (folder / ADAPTER_FILE).is_file():
+        base = _read(folder / ADAPTER_FILE).get("base_model_name_or_path")
+        of_base = f" for {base}" if isinstance(base, str) else ""
+        text = f"{folder} holds adapters{of_base} ({ADAPTER_FILE}); merge them into the model first, with peft's"
+        raise ValueError(f"{text} merge_and_unload, and give the folder of the merged model")
+    settings = _read(folder / _MODELOPT_FILE).get("quantization")
+    if isinstance(settings, dict) and settings:
+        refuse_quantized(settings, f"{folder / _MODELOPT_FILE}: quantization")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
+    """Raise a ValueError for layer_types of another kind than full attention."""
+    types = raw.get("layer_types")
+    others = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
+    if others:
+        raise ValueError(f"layer_types with {shown(others[0])} is not supported for {family}; only full_attention is")
+
+
+def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...]) -> None:
+    """Raise a ValueError for a number that is null and that transformers or vLLM would not replace."""
+    for key in _READ_NUMBERS:
+        if key in raw and raw[key] is None and key not in nullable:
+            raise ValueError(f"{key}=null is not supported for {family}; give the number, or leave the key out")
+
+
+def _as_json(value: Any) -> str:
+    """A value as it is written in config.json, cut if it is long."""
+    return shown(json.dumps(value))

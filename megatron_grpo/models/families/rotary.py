@@ -1,0 +1,122 @@
+"""Rotary settings of a config.json, which has several spellings, as transformers 5 and vLLM resolve them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.shape import number, section, size
+
+_FACTORS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""Keys that a rotary embedding with scaled frequencies needs, by rope_type."""
+_WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
+"""Values of rope_type whose frequencies depend on the length of the first training."""
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_OF_VLLM = ("rope_dim", "mrope_section", "use_fope")
+"""Keys that vLLM reads and transformers' models of the supported families do not."""
+
+
+def read_rotary(
+    raw: Mapping[str, Any], rope_types: tuple[str, ...], default_theta: float
+) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta, and the settings that scale the frequencies; None: nothing scales them.
+
+    A rope_scaling that is not empty replaces all of rope_parameters; rope_theta in there comes before one beside it;
+    original_max_position_embeddings beside it comes before one in there.
+
+    Args:
+        raw: contents of config.json, by key.
+        rope_types: kinds of rotary embeddings that the family has.
+        default_theta: rope_theta of a file without one.
+
+    Raises:
+        ValueError: a setting is missing or invalid, has no support, or is read in two ways.
+    """
+    rope = section(raw, "rope_scaling", "rope_parameters")
+    rope_type = _rope_type(rope)
+    nested = next((key for key, value in rope.items() if isinstance(value, dict)), None)
+    if nested is not None:
+        raise ValueError(f"rope_parameters has settings by kind of layer ({nested}); only gemma3 has two kinds of them")
+    for key in _OF_VLLM:
+        if rope.get(key):
+            raise ValueError(f"{key}={shown(rope[key])} of the rotary embedding is not supported; remove it")
+    refuse_partial_rotation(rope)
+    if rope_type not in rope_types:
+        *most, last = rope_types
+        raise ValueError(f"rope_type={shown(rope_type)} is not supported; {', '.join(most)} and {last} are")
+    for key in _FACTORS.get(rope_type, ()):
+        if rope.get(key) is None:
+            raise ValueError(f"rope_type={rope_type} needs {key}")
+        number(rope, key, 1.0)
+    theta = _theta(rope if "rope_theta" in rope else raw, "rope_theta", default_theta)
+    if rope_type == "default":
+        return theta, None
+    scaling = {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
+    scaling["rope_type"] = rope_type
+    if rope_type in _WITH_ORIGINAL_LENGTH:
+        holder = raw if _ORIGINAL_LENGTH in raw else rope if _ORIGINAL_LENGTH in rope else raw
+        key = _ORIGINAL_LENGTH if _ORIGINAL_LENGTH in holder else "max_position_embeddings"
+        scaling[_ORIGINAL_LENGTH] = size(holder, key)
+    return theta, scaling
+
+
+def read_rotary_by_kind(
+    raw: Mapping[str, Any], local: str, everywhere: str, default_theta: Mapping[str, float]
+) -> tuple[float, dict[str, Any]]:
+    """rope_theta of the layers of kind `local`, and the rotary settings of those of kind `everywhere`.
+
+    A rope_scaling is laid over the settings of `everywhere` in rope_parameters, key by key.
+
+    Args:
+        raw: contents of config.json, by key.
+        local: the kind of layers with a window.
+        everywhere: the kind of the other layers.
+        default_theta: rope_theta of a file without one, by kind of layer.
+
+    Raises:
+        ValueError: a setting is missing or invalid, has no support, or is read in two ways.
+    """
+    by_kind = section(raw, "rope_parameters")
+    if raw.get("rope_parameters") is not None and not {local, everywhere} & by_kind.keys():
+        raise ValueError(f"rope_parameters={shown(dict(by_kind))} must have {local} and {everywhere}")
+    kept = section(by_kind, local)
+    refuse_partial_rotation(kept)
+    if _rope_type(kept) != "default":
+        raise ValueError(f"rope_type={shown(_rope_type(kept))} of {local} is not supported; only default is")
+    scaling = section(raw, "rope_scaling")
+    # transformers fills in the rope_type of rope_parameters first, so that a "type" of rope_scaling changes nothing.
+    settings = {"rope_type": "default", **section(by_kind, everywhere), **scaling}
+    _rope_type(settings)
+    wide = settings if "rope_theta" in settings else raw
+    narrow = (kept, "rope_theta") if "rope_theta" in kept else (raw, "rope_local_base_freq")
+    return (
+        _theta(*narrow, default_theta[local]),
+        settings | {"rope_theta": _theta(wide, "rope_theta", default_theta[everywhere])},
+    )
+
+
+def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
+    """Raise a ValueError for heads of which only a part is rotated, which transformers and vLLM compute differently."""
+    for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"):
+        if raw.get(key) not in (None, 1):
+            raise ValueError(f"{key}={shown(raw[key])} is not supported; all of a head is rotated")
+
+
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    """The kind of a rotary embedding; ValueError where its two spellings differ."""
+    values = [rope[key] for key in ("rope_type", "type") if key in rope]
+    if len(values) == 2 and values[0] != values[1]:
+        text = f"rope_type={shown(values[0])} and type={shown(values[1])} of the rotary embedding differ"
+        raise ValueError(f"{text}; keep the one that is meant, as rope_type")
+    return values[0] if values else "default"
+
+
+def _theta(raw: Mapping[str, Any], key: str, default: float) -> float:
+    if key in raw and raw[key] is None:
+        raise ValueError(f"{key}=null is not supported; give the number, or leave it out for {default}")
+    return number(raw, key, default)

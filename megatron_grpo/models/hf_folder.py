@@ -1,0 +1,251 @@
+"""A folder in Hugging Face format on disk: reading slices of its tensors, and writing a new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_grpo.models.families.family import WeightSlice
+from megatron_grpo.models.stored_tensors import INDEX_FILE, SINGLE_FILE
+
+_SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Configuration, tokenizer and template files that travel with the weights."""
+_LEFT_BEHIND = ("trainer_state.json", "adapter_config.json", "hf_quant_config.json")
+"""Files that describe other weights, or how they came about."""
+
+
+class HFFolderReader:
+    """Reads slices of tensors from safetensors files; opens each file once, and reads only the bytes of a slice.
+
+    Raises:
+        ValueError: the folder has no safetensors weights, or its index cannot be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._handles: dict[Path, Any] = {}
+        self._file_of = self._locate()
+
+    def has(self, name: str) -> bool:
+        """Whether the folder holds a tensor of this name."""
+        return name in self._file_of
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        """A slice [...] of a tensor, of shape `wanted.local_shape`, in the dtype of the file, contiguous, on the CPU.
+
+        An empty slice, of a rank that holds only padding of the vocabulary, is float32.
+
+        Raises:
+            ValueError: no such tensor, another shape than the model's config.json implies, values that are not
+                finite, or an unreadable file.
+        """
+        file = self._file_of.get(wanted.name)
+        if file is None:
+            raise ValueError(f"{self._folder} has no tensor {wanted.name}")
+        try:
+            tensor = self._open(file).get_slice(wanted.name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} has no tensor {wanted.name}: {error}") from None
+        found = tuple(tensor.get_shape())
+        if found != wanted.shape:
+            raise ValueError(
+                f"{file}: {wanted.name} has shape {list(found)}, but config.json implies {list(wanted.shape)}"
+            )
+        region = [slice(None)] * len(found)
+        if wanted.axis is not None:
+            region[wanted.axis] = slice(wanted.start, wanted.stop)
+            if wanted.start == wanted.stop:
+                return torch.empty(wanted.local_shape)
+        values: Tensor = tensor[tuple(region)].contiguous()
+        if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
+            raise ValueError(f"{file}: {wanted.name} has values that are not finite")
+        return values
+
+    def _locate(self) -> dict[str, Path]:
+        index, single = self._folder / INDEX_FILE, self._folder / SINGLE_FILE
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+                return {name: self._folder / file for name, file in weight_map.items()}
+            except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
+                raise ValueError(f'{index} is not a safetensors index (JSON with a "weight_map")') from None
+        if single.is_file():
+            return dict.fromkeys(self._open(single).keys(), single)
+        raise ValueError(f"{self._folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._handles:
+            try:
+                self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise ValueError(f"{file} does not exist, but {INDEX_FILE} names it") from None
+            except SafetensorError as error:
+                raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
+        return self._handles[file]
+
+
+def write_hf_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    source_folder: str | Path,
+    output: str | Path,
+    max_shard_bytes: int = 4 * 2**30,
+    settings: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+) -> None:
+    """Write full tensors as a folder in Hugging Face format, under a temporary name until it is complete.
+
+    Args:
+        tensors: (name, tensor of any shape [...] and dtype); taken one at a time, kept in host memory until their shard
+            is written.
+        source_folder: folder whose config.json, tokenizer and generation settings are copied; the dtype in config.json
+            becomes that of the first tensor.
+        output: folder to make; must not exist, or be empty.
+        max_shard_bytes: largest safetensors file, unless a single tensor is larger.
+        settings: further entries for config.json.
+        chat_template: the only chat template of the new folder; None: those of `source_folder`.
+
+    Raises:
+        ValueError: `output` already holds something.
+    """
+    with new_folder(output) as folder:
+        dtype = _write_shards(tensors, folder, max_shard_bytes)
+        _copy_side_files(Path(source_folder), folder, dtype, settings or {})
+        if chat_template is not None:
+            _replace_templates(folder, chat_template)
+
+
+@contextmanager
+def new_folder(output: str | Path) -> Iterator[Path]:
+    """Make a folder under a temporary name for the body; then rename it to `output`, or delete it if the body raises.
+
+    An empty folder that was there lends its permissions. Whoever may read the folder may read its files, and whoever
+    may write into it may write them.
+
+    Args:
+        output: folder to make; must not exist, or be empty.
+
+    Raises:
+        ValueError: `output` already holds something.
+    """
+    target = Path(output)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"{target} already exists; give the path of a new folder")
+    partial = target.with_name(f".{target.name}.incomplete-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists():
+            partial.chmod(target.stat().st_mode & 0o7777)
+        _share(partial)
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Give all files and folders in a folder its permissions; files are not executable."""
+    mode = folder.stat().st_mode & 0o7777
+    for entry in folder.rglob("*"):
+        entry.chmod(mode if entry.is_dir() else mode & 0o666)
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file of safetensors with the permissions of any other new file: the library's are the user's alone."""
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    save_file(tensors, file, metadata=metadata)  # renames a temporary file
+    file.chmod(mode)
+
+
+def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
+    """Write and index shards of at most max_shard_bytes (or of one larger tensor); returns the first tensor's dtype."""
+    names: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = pending_bytes = 0
+    dtype: torch.dtype | None = None
+
+    def flush() -> None:
+        save_tensors(pending, folder / f"shard-{len(names)}", {"format": "pt"})
+        names.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            pending_bytes = 0
+        # A copy: views into one parameter (gate and up) share storage, which safetensors refuses to write.
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending_bytes += tensor.nbytes
+        total += tensor.nbytes
+        dtype = dtype or tensor.dtype
+    flush()
+    count = len(names)
+    files = (
+        [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        if count > 1
+        else [SINGLE_FILE]
+    )
+    for number, file in enumerate(files):
+        (folder / f"shard-{number}").rename(folder / file)
+    if count > 1:
+        weight_map = {name: file for file, members in zip(files, names, strict=True) for name in members}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return dtype or torch.float32
+
+
+def _side_files(source: Path) -> Iterator[Path]:
+    """Files of a model's folder that travel with the weights, those in folders of nothing else included.
+
+    A folder of templates or of a tokenizer is one; one that has weights or a model's config.json of its own, such as a
+    checkpoint of a trainer, is not.
+    """
+    for entry in sorted(source.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file() and _is_side_file(entry):
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink():
+            inside = [file for file in sorted(entry.rglob("*")) if not file.is_dir()]
+            if all(file.is_file() and _is_side_file(file) and file.name != "config.json" for file in inside):
+                yield from inside
+
+
+def _is_side_file(file: Path) -> bool:
+    named = file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json")
+    return named and file.name not in _LEFT_BEHIND
+
+
+def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
+    for file in _side_files(source):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)  # contents alone: the source may be read-only
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(settings)
+    if changed != config:
+        config_file.write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _replace_templates(folder: Path, template: str) -> None:
+    """Make a template the only one of a folder, in both files from which tokenizers take it."""
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "chat_template" in settings:
+        text = json.dumps({**settings, "chat_template": template}, indent=2, ensure_ascii=False)
+        file.write_text(f"{text}\n", encoding="utf-8")

@@ -1,0 +1,292 @@
+"""Runs on ranks of a model: loads a rank's shard from Hugging Face format, and gathers full tensors for export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families.family import WeightEntry, WeightSlice, global_entries, group_rows, is_per_layer
+from megatron_grpo.models.hf_folder import HFFolderReader
+from megatron_grpo.models.shape import ModelShape
+
+
+def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
+    """A rank's parameter from the slices of the Hugging Face tensors that it is made of.
+
+    Args:
+        entry: row of the weight map, which says how the slices are merged.
+        parts: slices in the order of `entry.hf`, each [rows or fewer, ...], all of one dtype.
+        model: sizes of the model.
+        rows: rows of the parameter; more than those of the slice only where the vocabulary is padded.
+
+    Returns:
+        [rows, ...] as Megatron-Core lays the parameter out, the dtype of the slices.
+    """
+    # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
+    # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
+    if entry.merge == "qkv" and sum(map(len, parts)) >= sum(group_rows(model)):
+        widths = group_rows(model)
+        group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
+        return torch.cat(group_parts, dim=1).flatten(0, 1)
+    if entry.merge in ("qkv", "gate_up"):  # for qkv: a piece of one group
+        return torch.cat(parts)
+    if entry.merge == "vocab":
+        return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
+    return parts[0]
+
+
+def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
+    """The inverse of `merge_slices`: a rank's parameter [rows, ...] to slices in the order of `entry.hf`, in its dtype.
+
+    The slices are contiguous and may share memory with `local`.
+    """
+    if entry.merge == "qkv" and len(local) < sum(group_rows(model)):
+        return list(local.split([wanted.stop - wanted.start for wanted in slices]))
+    if entry.merge == "qkv":
+        widths = group_rows(model)
+        grouped = local.view(-1, sum(widths), *local.shape[1:])
+        return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
+    if entry.merge == "gate_up":
+        return list(local.chunk(2))
+    if entry.merge == "vocab":
+        return [local[: slices[0].stop - slices[0].start]]
+    return [local]
+
+
+ADAPTER_PARAMETERS = ("lora_a", "lora_b")
+"""Last part of the names of adapters' parameters, which are not in Hugging Face models."""
+
+
+class AdaptedLayer(Protocol):
+    """A linear layer with an adapter: a module that owns ADAPTER_PARAMETERS."""
+
+    lora_a: Tensor
+    """[rank, columns]."""
+    lora_b: Tensor
+    """[rows, rank], the rows in the order of the weight's."""
+    split: str
+    """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
+
+    def merged_weight(self) -> Tensor:
+        """This rank's weight plus the adapter's product, [rows, columns], in the dtype of the weight."""
+        ...
+
+    def computed_columns(self, columns: Tensor) -> Tensor:
+        """[rows, columns asked for], float32: some columns of the matrix that the layer's forward pass multiplies by.
+
+        `columns`: [n], int64, numbers among this rank's columns. Collective over tensor-parallel ranks.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BoundEntry:
+    """An entry of the weight map together with a parameter of this rank that it describes."""
+
+    entry: WeightEntry
+    layer: int
+    """Number of the layer in the whole model, from 0."""
+    parameter: Tensor
+    expert: int = 0
+    """Index of the expert among those of this rank, from 0; also 0 for parameters outside experts."""
+    adapted: AdaptedLayer | None = None
+    """The layer that the parameter is the weight of, if that layer has an adapter."""
+
+    def weight(self) -> Tensor:
+        """The weight that the model computes with, [...] as the parameter, detached: adapter merged, FP8
+        dequantised."""
+        if self.adapted is not None:
+            return self.adapted.merged_weight()
+        weight = self.parameter.detach()
+        return weight.dequantize() if _is_quantised(weight) else weight
+
+
+def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
+    """Every parameter of this rank with its entry: chunk by chunk, each in the order of the weight map.
+
+    Args:
+        chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
+        shape: sizes of the whole model.
+
+    An adapter belongs to the weight of its layer: one that no entry takes is an error, as is any other parameter.
+    """
+    return [bound for chunk in chunks for bound in _bound_entries(chunk, shape)]
+
+
+def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
+    parameters = dict(model.named_parameters())
+    # Layers with adapters are found by the names of their parameters, not by isinstance() of a runtime-checkable
+    # protocol: since Python 3.12 that looks attributes up statically, and torch keeps parameters in a dictionary.
+    of_adapters = [name for name in parameters if name.rpartition(".")[2] in ADAPTER_PARAMETERS]
+    for name in of_adapters:
+        del parameters[name]
+    adapters = {name.rpartition(".")[0] for name in of_adapters}
+    # Biases of expert selection have no gradient, so they are buffers.
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    experts = _experts_of_rank(model, shape)
+    # A stage may lack parameters outside layers, such as the embedding; a chunk that is the whole model may not, except
+    # for the copy of a tied embedding.
+    whole = model.pre_process and model.post_process
+    bound: list[BoundEntry] = []
+    for entry, layer, local in global_entries(weight_entries(shape), shape, layers):
+        for expert in range(len(experts) if entry.per_expert else 1):
+            names = [name.format(layer=local, expert=expert) for name in entry.megatron]
+            there = [name for name in names if name in parameters]
+            in_layer = is_per_layer(entry.megatron[0])
+            owner_text = f"layer {layer} of the model" if in_layer else "the model"
+            assert there or not (in_layer or (whole and not entry.copy)), f"{owner_text} has no parameter {names}"
+            for name in there:
+                module, _, last = name.rpartition(".")
+                adapted = None
+                if last == "weight" and module in adapters:
+                    adapters.remove(module)
+                    adapted = model.get_submodule(module)
+                bound.append(BoundEntry(entry, layer, parameters.pop(name), expert, adapted))
+    unbound = sorted({*parameters, *adapters})
+    assert not unbound, f"the weight map of {shape.family} does not know {unbound}"
+    return bound
+
+
+def _is_quantised(parameter: Tensor) -> bool:
+    """Whether a parameter, [...], is an FP8 tensor of Transformer Engine's."""
+    # Imported here because the driver imports this module too, and does not need Megatron.
+    from megatron.core.fp8_utils import is_float8tensor
+
+    return bool(is_float8tensor(parameter))
+
+
+@torch.no_grad()
+def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path) -> None:
+    """Fill this rank's parameters from a folder in Hugging Face format, reading only the slices that it holds.
+
+    Args:
+        chunks: the rank's unwrapped Megatron GPTModels; values are converted to their dtype.
+        shape: sizes of the whole model.
+        folder: where the model's files are.
+
+    Raises:
+        ValueError: a file or tensor is missing, damaged, not finite or of another shape than config.json implies.
+    """
+    reader, groups = HFFolderReader(folder), chunks[0].pg_collection
+    experts = _experts_of_rank(chunks[0], shape)
+    for bound in bound_entries(chunks, shape):
+        entry = bound.entry
+        split = groups.expt_tp if entry.per_expert else groups.tp
+        slices = entry.slices(shape, bound.layer, split.rank(), split.size(), experts[bound.expert])
+        if entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
+            bound.parameter.zero_()
+            continue
+        parts = [reader.read(wanted) for wanted in slices]
+        merged = merge_slices(entry, parts, shape, rows=bound.parameter.shape[0])
+        assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
+        bound.parameter.copy_(merged)
+        if _is_quantised(bound.parameter):
+            # The optimizer's float32 copy would start from the random initial values.
+            quantised: Any = bound.parameter
+            quantised._high_precision_init_val = merged.to(quantised.dtype)
+
+
+@torch.no_grad()
+def iter_hf_tensors(
+    chunks: Sequence[Any], shape: ModelShape, value: Callable[[BoundEntry], Tensor | None] = BoundEntry.weight
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
+
+    Replicated parameters are not sent at all. Among ranks that hold equal weights only the first sends.
+
+    Args:
+        chunks: the rank's unwrapped Megatron GPTModels.
+        shape: sizes of the whole model.
+        value: the tensor to export for a parameter, in the parameter's shape: by default its weight; None: none.
+
+    Yields:
+        (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the weight map.
+        Tensors are contiguous, in the value's dtype, and may share memory with the model.
+    """
+    groups, here = chunks[0].pg_collection, len(_experts_of_rank(chunks[0], shape))
+    for bound in bound_entries(chunks, shape):
+        own = None if bound.entry.copy else value(bound)
+        if own is None:
+            continue
+        # group: ranks that together hold the parameter; split: ranks that split one matrix; replicas: equal parts.
+        group, split, replicas = groups.tp, groups.tp, groups.dp_cp
+        if bound.entry.per_expert:
+            group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp
+        size, parted = split.size(), bound.entry.axis is not None or bound.entry.per_expert
+        shards = _gather(own, group, parted=parted) if replicas.rank() == 0 else []
+        for part in range(group.size() // size):
+            number = part * here + bound.expert
+            names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
+            if shards:
+                yield from zip(names, _full_tensors(bound, shards[part * size : (part + 1) * size], shape), strict=True)
+            else:
+                yield from ((name, None) for name in names)
+
+
+@torch.no_grad()
+def iter_adapter_tensors(
+    chunks: Sequence[Any], shape: ModelShape, value: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Full matrices of the adapters of a pipeline stage, [rank, columns] and [rows, rank], as `iter_hf_tensors`.
+
+    Hugging Face matrices of one Megatron parameter share its A: it comes once for each. Names are peft's, without its
+    prefix. `value` is the tensor to export for a parameter, in its shape.
+    """
+    groups = chunks[0].pg_collection
+    for bound in bound_entries(chunks, shape):
+        if bound.adapted is None:
+            continue
+        names = [one.name.removesuffix(".weight") for one in bound.entry.slices(shape, bound.layer, 0, 1)]
+        for part, letter in (("lora_a", "A"), ("lora_b", "B")):
+            parted = bound.adapted.split == part
+            own = value(getattr(bound.adapted, part))
+            shards = _gather(own, groups.tp, parted=parted) if groups.dp_cp.rank() == 0 else []
+            tensors: list[Tensor | None] = [None] * len(names)
+            if shards:
+                shared = part == "lora_a" and not parted
+                tensors = [own] * len(names) if shared else [*_full_tensors(bound, shards if parted else [own], shape)]
+            yield from zip((f"{name}.lora_{letter}.weight" for name in names), tensors, strict=True)
+
+
+def _experts_of_rank(model: Any, shape: ModelShape) -> range:
+    """Numbers of this rank's experts in every layer; range(1) in a model without experts."""
+    if shape.experts is None:
+        return range(1)
+    group = model.pg_collection.ep
+    here = shape.experts.count // group.size()
+    return range(group.rank() * here, (group.rank() + 1) * here)
+
+
+def _gather(own: Tensor, group: dist.ProcessGroup, *, parted: bool) -> list[Tensor]:
+    """The values, [...] each, of a parameter on all ranks of a group; empty on ranks other than 0.
+
+    `parted`: whether the ranks hold different parts; if not, nothing is sent.
+    """
+    own, first = own.contiguous(), group.rank() == 0
+    if group.size() == 1 or not parted:
+        return [own] * group.size() if first else []
+    received = [torch.empty_like(own) for _ in range(group.size())] if first else []
+    dist.gather(own, received or None, group=group, group_dst=0)
+    return received
+
+
+def _full_tensors(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
+    """The full Hugging Face tensors of a parameter, from the shards, [...] in one dtype, of the ranks that split it."""
+    entry, size = bound.entry, len(shards)
+    if entry.axis is None:
+        return [shards[0]]
+    parts = [
+        split_parameter(entry, shard, entry.slices(shape, bound.layer, rank, size), shape)
+        for rank, shard in enumerate(shards)
+    ]
+    if size == 1:
+        return [part.contiguous() for part in parts[0]]
+    return [torch.cat(of_tensor, dim=entry.axis) for of_tensor in zip(*parts, strict=True)]

@@ -1,0 +1,78 @@
+"""The experts that an engine chose for each token, in the form in which they are sent to the router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.models.shape import ModelShape
+
+UNKNOWN = -1
+"""Placeholder for each expert of a token whose experts are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedForm:
+    """Shape and type of arrays of chosen experts: [tokens, layers with experts * experts of a token]."""
+
+    layers: tuple[int, ...]
+    """Numbers of the layers with experts among all layers, from 0."""
+    top_k: int
+    """Number of experts of a token in one layer."""
+    experts: int
+    """Number of experts in one layer."""
+
+    @staticmethod
+    def of(shape: ModelShape) -> RoutedForm:
+        """The form for a model, which must have experts."""
+        experts = shape.experts
+        assert experts is not None, "a model without experts routes nothing"
+        layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
+        return RoutedForm(layers, experts.top_k, experts.count)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the arrays: layers with experts * experts of a token."""
+        return len(self.layers) * self.top_k
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest signed type that numbers every expert; UNKNOWN needs the sign."""
+        return np.dtype(np.int8 if self.experts <= 2**7 else np.int16)
+
+    def from_engine(self, chosen: NDArray[np.integer]) -> NDArray[Any]:
+        """Convert the experts that vLLM reports for the tokens that it ran through the model.
+
+        Args:
+            chosen: [tokens, all layers, experts of a token], integers; layers without experts hold anything.
+
+        Returns:
+            [tokens, columns], of `dtype`.
+        """
+        _, layers, top_k = chosen.shape
+        assert layers > self.layers[-1], f"{layers} layers, and layer {self.layers[-1]} has experts"
+        assert top_k == self.top_k, f"{top_k} experts of a token, expected {self.top_k}"
+        return chosen[:, list(self.layers)].astype(self.dtype).reshape(len(chosen), self.columns)
+
+    def laid_end_to_end(self, sequences: Sequence[tuple[int, NDArray[Any] | None]]) -> NDArray[Any]:
+        """The experts of all tokens of some sequences.
+
+        Args:
+            sequences: for each its number of tokens, and the experts of its first tokens, [first tokens, columns], of
+                `dtype`; None: no experts are known.
+
+        Returns:
+            [tokens of all sequences, columns], of `dtype`; UNKNOWN for tokens whose experts are not known.
+        """
+        whole = np.full((sum(tokens for tokens, _ in sequences), self.columns), UNKNOWN, dtype=self.dtype)
+        begin = 0
+        for tokens, known in sequences:
+            if known is not None:
+                assert len(known) <= tokens, f"{len(known)} rows of {tokens} tokens"
+                whole[begin : begin + len(known)] = known
+            begin += tokens
+        return whole

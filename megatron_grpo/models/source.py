@@ -1,0 +1,154 @@
+"""Location of a model (a folder, a hub name, or a folder that is made before the run), and its sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.models.families import shape_of_config, shape_of_folder
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.tokenizer_files import numbered_tokens
+
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
+"""Token ids of the prepared models that do addition."""
+
+CALL_BEGIN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CALL_END = '"}}</tool_call>'
+CONVERSATION_VOCABULARY = {
+    token: i for i, token in enumerate([*"0123456789+-*=,:", CALL_BEGIN, CALL_END, PAD, EOS, "<bos>", "<unk>"])
+}
+"""Token ids of the prepared models that hold conversations."""
+
+PREPARED_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("prepared_models.yaml").read_text(encoding="utf-8")
+)
+"""Contents of the config.json of each prepared model, by prepare.name."""
+
+PREPARED_FOLDER = "model"
+"""Folder of the model inside prepare.folder."""
+_PROBE_S = 10.0
+"""Deadline in seconds for the hub's first answer."""
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder on this machine with the model's config.json, perhaps in the hub's cache; None: there is none."""
+    if not is_hub_name(path):
+        return Path(path) if os.path.isdir(path) else None
+    from huggingface_hub import try_to_load_from_cache  # here: its import takes longer than all others together
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def download_config(path: str) -> str | None:
+    """Download a hub model's config.json into the cache; returns the reason when that fails."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    try:
+        # One request first: a download makes five, and logs a line for each, before it gives up.
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_PROBE_S)
+        hf_hub_download(path, "config.json")
+    except hub_errors() as error:
+        return _reason(error)
+    return None
+
+
+def model_folder(path: str, key: str = "policy.model.path") -> Path:
+    """The folder of the complete model, downloaded into the hub's cache first when it is not there yet.
+
+    Args:
+        path: a folder or a hub name.
+        key: configuration key that names the model, for the message.
+
+    Raises:
+        RunError: the model cannot be downloaded.
+    """
+    if not is_hub_name(path):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=_WANTED))
+    except hub_errors() as error:
+        raise RunError(f"{key}={path} could not be downloaded: {_reason(error)}") from error
+
+
+def require_folder(folder: str) -> None:
+    """Raise a RunError if this machine lacks the model's folder, which the driver found on its own."""
+    if not Path(folder, "config.json").is_file():
+        raise RunError(
+            f"{socket.gethostname()} has no model in {folder}: models have to be on a filesystem that all machines of "
+            "a run share, those of the hub too (environment variable HF_HOME)"
+        )
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """Exceptions that a download raises: HTTP errors, no connection to the hub, no room for the files."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Its bases are the errors of whichever HTTP library the hub's package is built on.
+    return (*(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), OSError)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's message, or the error's type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def known_shape(config: Config) -> ModelShape | None:
+    """Sizes of the policy's model, if this machine can tell them; None: the model is not here (yet)."""
+    if made_before_the_run(config, config.policy.model.path):
+        assert config.prepare.name is not None
+        return shape_of_config(PREPARED_MODELS[config.prepare.name])
+    return None if config.policy.model.path == MISSING else _shape_here(config.policy.model.path)
+
+
+def known_value_shape(config: Config) -> ModelShape | None:
+    """Sizes of the model or reward model at value.model.path, if this machine can tell them; None: it is not here."""
+    assert config.value.model.path is not None
+    return _shape_here(config.value.model.path, reward_models=True)
+
+
+def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
+    folder = local_folder(path)
+    try:
+        return None if folder is None else shape_of_folder(folder, reward_models=reward_models)
+    except ValueError:
+        return None  # preflight reports what is wrong with the files
+
+
+def is_prepared(config: Config) -> bool:
+    """Whether the run reads a model or data that megatron_grpo.prepare makes before it."""
+    sets = [*config.data.training.values(), *config.data.validation.values()]
+    return any(made_before_the_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
+
+
+def made_before_the_run(config: Config, path: str) -> bool:
+    """Whether a path lies in prepare.folder, which is filled before the run, so that it need not exist yet."""
+    return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
+
+
+def vocabulary_digest(folder: Path) -> str | None:
+    """Digest (BLAKE2b, 16 bytes, hexadecimal) of all tokens with their ids, added tokens included.
+
+    Args:
+        folder: a model's folder in Hugging Face format.
+
+    Returns:
+        The digest; None where the folder has no tokenizer.json, or one that cannot be read.
+    """
+    tokens = numbered_tokens(folder)
+    if tokens is None:
+        return None
+    return hashlib.blake2b(json.dumps(sorted(tokens.items())).encode(), digest_size=16).hexdigest()

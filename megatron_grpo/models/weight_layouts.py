@@ -1,0 +1,247 @@
+"""Shards: the layers, the parts of matrices and the experts that each rank of the policy or of an engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families.family import HFTensor, WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo_kernels.fp8_format import BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Part `index` of `count` equal parts."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """The part of a model that one rank holds."""
+
+    layers: tuple[int, ...]
+    """Numbers of the rank's layers, from 0."""
+    embedding: bool
+    """Whether the rank holds the token embedding."""
+    end: bool
+    """Whether the rank holds the final norm and the head."""
+    tensor: Split = Split()
+    """The rank's part of every matrix that tensor parallelism splits."""
+    experts: tuple[int, int] = (0, 1)
+    """Range [begin, end) of the rank's experts in every layer; (0, 1) in a model without experts."""
+    expert_tensor: Split = Split()
+    """The rank's part of every matrix of an expert."""
+
+    def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
+        """Whether the rank has a parameter for an entry, in this layer if the entry is per layer."""
+        name = entry.megatron[0]
+        if is_per_layer(name):
+            return layer in self.layers
+        return self.embedding if name.startswith("embedding.") else self.end
+
+    def part(self, entry: WeightEntry) -> Split:
+        """The rank's part of an entry's matrices, if they are split."""
+        return self.expert_tensor if entry.per_expert else self.tensor
+
+
+def training_shards(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
+    """The shard of every rank of the policy, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp for
+    experts."""
+    count = shape.experts.count if shape.experts is not None else 1
+    per_rank = count // parallel.expert
+    shards = []
+    for stage, layers in enumerate(_training_layers(parallel, shape.layers)):
+        for rank in range(parallel.world_size // parallel.pipeline):
+            sharing = rank // parallel.expert_tensor % parallel.expert
+            shards.append(
+                RankShard(
+                    layers=layers,
+                    embedding=stage == 0,
+                    end=stage == parallel.pipeline - 1,
+                    tensor=Split(rank % parallel.tensor, parallel.tensor),
+                    experts=(sharing * per_rank, (sharing + 1) * per_rank),
+                    expert_tensor=Split(rank % parallel.expert_tensor, parallel.expert_tensor),
+                )
+            )
+    return shards
+
+
+def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
+    """Layer numbers of each pipeline rank; in an interleaved pipeline the ranks take chunks of layers in turn."""
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    given = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
+    ends = {stage: layers for stage, layers in given.items() if layers is not None}
+    counted = {0: parallel.count_embedding, stages * chunks - 1: parallel.count_loss}
+    middle = count + sum(counted.values()) - sum(ends.values())
+    even = middle // max(stages - len(ends), 1)
+    layers: list[list[int]] = [[] for _ in range(stages)]
+    begin = 0
+    for chunk in range(stages * chunks):
+        stage = chunk % stages
+        size = ends.get(stage, even) // chunks - counted.get(chunk, False)
+        layers[stage] += range(begin, begin + size)
+        begin += size
+    assert begin == count, f"{begin} of {count} layers are assigned"
+    return [tuple(numbers) for numbers in layers]
+
+
+def engine_shards(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
+    """The shard of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours are adjacent."""
+    stages, tensor = parallel.pipeline, parallel.tensor
+    # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
+    sizes = [shape.layers // stages] * stages
+    for stage in range(shape.layers % stages):
+        sizes[-2 - stage] += 1
+    count = shape.experts.count if shape.experts is not None else 1
+    shared = parallel.expert > 1
+    # Consecutive experts of each rank; the first ranks have one more each if there is a remainder.
+    each, more = divmod(count, tensor)
+    bounds = [rank * each + min(rank, more) for rank in range(tensor + 1)]
+    shards = []
+    for stage in range(stages):
+        begin = sum(sizes[:stage])
+        shards += [
+            RankShard(
+                layers=tuple(range(begin, begin + sizes[stage])),
+                # A tied head is the embedding: the last stage has it too.
+                embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
+                end=stage == stages - 1,
+                tensor=Split(rank, tensor),
+                experts=(bounds[rank], bounds[rank + 1]) if shared else (0, count),
+                expert_tensor=Split() if shared else Split(rank, tensor),
+            )
+            for rank in range(tensor)
+        ]
+    return shards
+
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads vocabularies to a multiple of this."""
+
+_COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Matrices that vLLM joins when queries are compressed too (multi-latent attention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The position, in an engine rank's parameter, of its part of one Hugging Face tensor."""
+
+    parameter: str
+    """Name of vLLM's parameter."""
+    part: WeightSlice
+    """The part of the tensor that the rank keeps."""
+    row: int
+    """First row of the part in the parameter, or in the expert's matrix within it."""
+    expert: int | None
+    """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert."""
+
+
+def destinations(
+    entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
+) -> list[Destination]:
+    """An engine rank's destinations of the tensors of an entry, in the order of `entry.hf`.
+
+    Args:
+        entry: row of the weight map.
+        model: sizes of the model.
+        shard: the part of the model that the rank holds.
+        layer: number of one of the rank's layers, from 0.
+        expert: number in the layer, from 0, of one of the rank's experts.
+    """
+    parts = [_part(entry, tensor, model, shard.part(entry), layer, expert) for tensor in entry.hf]
+    rows = [one.local_shape[0] for one in parts]
+    found = []
+    for position, one in enumerate(parts):
+        joined = position if entry.merge in ("qkv", "gate_up") else 0
+        row = sum(rows[:joined])
+        if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # its rows follow the queries'
+            row += _query_rank(model)
+        slot = expert - shard.experts[0] if entry.per_expert else None
+        found.append(Destination(_parameter(entry, model, one.name), one, row, slot))
+    return found
+
+
+def _part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: int) -> WeightSlice:
+    shape, name, axis = tensor.shape(model), tensor.name.format(layer=layer, expert=expert), entry.axis
+    if axis is None:
+        return WeightSlice(name, shape, None, 0, 0)
+    total = shape[axis]
+    if tensor.dims[axis] == "vocab":
+        width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // part.count
+        return WeightSlice(name, shape, axis, min(part.index * width, total), min((part.index + 1) * width, total))
+    if tensor.dims[axis] == "kv_heads" and part.count > model.key_value_heads:  # several ranks have the same head
+        part = Split(part.index // (part.count // model.key_value_heads), model.key_value_heads)
+    width = total // part.count
+    return WeightSlice(name, shape, axis, part.index * width, (part.index + 1) * width)
+
+
+def _parameter(entry: WeightEntry, model: ModelShape, name: str) -> str:
+    """vLLM's name of the parameter that holds a tensor of this name."""
+    module, _, kind = name.rpartition(".")
+    if entry.per_expert:
+        block = module[: module.index(".experts.")]
+        return f"{block}.experts.routed_experts.{'w13' if entry.merge == 'gate_up' else 'w2'}_{kind}"
+    above, _, last = module.rpartition(".")
+    if entry.merge == "qkv":
+        return f"{above}.qkv_proj.{kind}"
+    if entry.merge == "gate_up":
+        return f"{above}.gate_up_proj.{kind}"
+    if last in _COMPRESSED and _query_rank(model):
+        return f"{above}.fused_qkv_a_proj.{kind}"
+    return name
+
+
+def _query_rank(model: ModelShape) -> int:
+    """Length of the compressed queries; 0: queries are not compressed."""
+    return model.latent.query_rank or 0 if model.latent is not None else 0
+
+
+_ROUTING = {"experts", "score"}
+"""Dimensions of the router's and of a value head's tensors, which are not converted to FP8."""
+
+
+def in_fp8_blocks(entry: WeightEntry) -> bool:
+    """Whether an entry's tensors can travel in FP8: matrices of layers; no embedding, head, router, norm or bias."""
+    return is_per_layer(entry.megatron[0]) and all(
+        len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
+    )
+
+
+def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
+    """Yield, for error messages, every matrix that some rank's part cuts inside a block, with the part's range.
+
+    An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
+    compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter:
+    vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So a refit in FP8
+    requires that neither side's ranks cut a matrix inside a block, and preflight refuses the job where they do.
+
+    Args:
+        shape: sizes of the model.
+        sources: shards of the policy's ranks.
+        engine: shards of an engine's ranks.
+    """
+    for entry in filter(in_fp8_blocks, weight_entries(shape)):
+        expert = engine[0].experts[0] if entry.per_expert else 0
+        for part in sorted({shard.part(entry) for shard in sources}, key=lambda part: part.index):
+            for held in entry.slices(shape, 0, part.index, part.count, expert):
+                if _inside(held):
+                    yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"
+        for number, shard in enumerate(engine):
+            first = shard.experts[0] if entry.per_expert else 0
+            for destination in destinations(entry, shape, shard, expert=first):
+                kept = destination.part
+                if _inside(kept) or destination.row % BLOCK:
+                    yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"
+
+
+def _inside(part: WeightSlice) -> bool:
+    """Whether a slice begins or ends inside a block."""
+    if part.axis is None:
+        return False
+    return bool(part.start % BLOCK or (part.stop % BLOCK and part.stop != part.shape[part.axis]))

@@ -1,0 +1,275 @@
+"""Advice for a run that does not fit: the keys that make it fit, found by planning the run again with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
+
+from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import known_value_shape
+from megatron_grpo.planning.changes import (
+    Changes,
+    all_changes,
+    as_overrides,
+    changed,
+    engine_changes,
+    layout_changes,
+    single_changes,
+)
+from megatron_grpo.planning.device_memory import GIB, RankMemory
+from megatron_grpo.planning.elsewhere import least_gib, other_nodes, whole_layouts
+from megatron_grpo.planning.engine_layouts import room_problems
+from megatron_grpo.planning.estimates import activation_bytes, static_bytes
+from megatron_grpo.planning.policy_layouts import has_own_engines
+from megatron_grpo.planning.trace import LateError
+from megatron_grpo.planning.whole import Advice, Plan, host_gib, host_memory, submit_plan
+from megatron_grpo.preflight.load import problems_with
+
+_COMPUTING = ("train", "logprobs", "reference", "values")
+"""Phases that brief plans have."""
+_TOGETHER = 4
+"""Changes that are planned before the best of those that fit is taken."""
+_MOST_KEYS = 3
+"""Most keys of a set that is put together from single keys and a layout."""
+_LAYOUTS = 24
+"""Layouts of a model that are combined with single keys: those with the least estimated memory."""
+_MARGIN = 1.1
+"""Changes whose estimated memory is above this share of the GPU's are not planned in sets."""
+
+
+def with_advice(plan: Plan, pool: ProcessPoolExecutor, *, brief: bool = False) -> Plan:
+    """The plan, with advice if the run does not fit; plan.search_s limits the seconds.
+
+    Args:
+        plan: the plan of the run.
+        pool: processes of `trace.tracing`.
+        brief: whether the plan is a brief one, and those of the advice are to be.
+    """
+    if not plan.shortages:
+        return plan
+    trials = _Trials(plan, pool, time.monotonic() + plan.config.plan.search_s, brief)
+    return replace(plan, advice=_advise(trials))
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Plans of changed configurations, until a deadline."""
+
+    plan: Plan
+    pool: ProcessPoolExecutor
+    deadline: float
+    """Of time.monotonic."""
+    brief: bool
+    count: int = 0
+    closest: tuple[float, Changes] | None = None
+    """Least GiB of the fullest GPU beyond its memory among changes that do not fit, and these."""
+    seen: set[str] = field(default_factory=set)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self.deadline
+
+    def plans(self, proposals: Iterable[Changes]) -> Iterator[tuple[Changes, Plan]]:
+        """Plan the proposals that pass the run's checks and were not planned before."""
+        pending = []
+        for changes in proposals:
+            name, config = " ".join(sorted(as_overrides(changes))), changed(self.plan.config, changes)
+            if name in self.seen or self.is_late:
+                continue
+            self.seen.add(name)
+            if not problems_with(config, self.plan.shape) and not self._is_refused_by_arithmetic(config):
+                pending.append((changes, submit_plan(config, self.plan.shape, self.pool, brief=self._is_brief)))
+        for changes, waited in pending:
+            try:
+                made = waited.result(self.deadline)
+            except (LateError, ConfigError):
+                return
+            except RunError:  # this layout does not build
+                continue
+            self.count += 1
+            over = made.fullest.peak / GIB - made.hardware.memory_gib
+            if made.shortages and (self.closest is None or over < self.closest[0]):
+                self.closest = over, changes
+            yield changes, made
+
+    @property
+    def _is_brief(self) -> bool:
+        """Whether brief plans show the peak: not around the engines' turns, and not with skewed experts."""
+        worst = self.plan.fullest
+        return self.brief or (worst.phase in _COMPUTING and worst.expert_skew == 1.0)
+
+    def _is_refused_by_arithmetic(self, config: Config) -> bool:
+        """Whether hosts or engines are short of memory, which needs no dry run."""
+        needed, has = host_gib(config, self.plan.shape), host_memory(config, self.plan.hardware)
+        lacks_room = has_own_engines(config) and room_problems(config, self.plan.shape, self.plan.hardware)
+        return (has is not None and needed > has) or bool(lacks_room)
+
+    def confirmed(self, changes: Changes, made: Plan) -> Plan | None:
+        """The whole plan of changes whose brief plan fits; None: it does not fit after all, or is not done in time."""
+        if self.brief or not self._is_brief:
+            return made
+        try:
+            whole = submit_plan(made.config, self.plan.shape, self.pool).result(self.deadline)
+        except (LateError, RunError):
+            return None
+        self.count += 1
+        return None if whole.shortages else whole
+
+    def best(self, proposals: Iterable[Changes]) -> Advice | None:
+        """The advice of the first few proposals among which one fits: of those that fit, the one that frees most."""
+        rest = iter(proposals)
+        while not self.is_late and (some := list(islice(rest, _TOGETHER))):
+            fitting = [
+                (made.fullest.peak, number, changes, made)
+                for number, (changes, made) in enumerate(self.plans(some))
+                if not made.shortages
+            ]
+            if fitting:
+                fitting.sort(key=lambda one: (len(one[2]), one[0], one[1]))
+                for _, _, changes, made in fitting:
+                    whole = self.confirmed(changes, made)
+                    if whole is not None:
+                        return self.advice(changes, whole)
+        return None
+
+    def advice(self, changes: Changes, made: Plan) -> Advice:
+        """The advice to make changes with which the run fits."""
+        overrides, peak = as_overrides(changes), made.fullest.peak / GIB
+        how = "makes it fit" if len(overrides) == 1 else "together make it fit"
+        text = f"{' '.join(overrides)} {how}: {peak:.1f} of {made.hardware.memory_gib:.1f} GiB"
+        idle = f", {made.idle} of {made.gpus} idle" if made.idle else ""
+        return Advice(text + idle, tuple(overrides), peak, self.count)
+
+
+def _advise(trials: _Trials) -> Advice:
+    """Try single keys, then small sets of keys, then all layouts of the same nodes, then more nodes."""
+    plan = trials.plan
+    of_engines = engine_changes(plan)
+    if of_engines is not None:
+        for proposals in _proposals(plan, of_engines):
+            found = trials.best(proposals)
+            if found is not None:
+                return found
+    return _elsewhere(trials)
+
+
+def _proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
+    """Changes to plan, the smallest sets first; within a size those first that leave the least estimated memory."""
+    if of_engines and not _lacks_besides_engines(plan):
+        yield [of_engines]
+    singles, layouts = list(single_changes(plan)), _layouts(plan)
+    estimate = _Estimate(plan)
+    one_key = [one for one in (*singles, *layouts) if len(one) == 1]
+    yield [one | of_engines for one in sorted(one_key, key=estimate.gib)]
+    sets = [one | other for one, other in combinations(singles, 2) if not one.keys() & other.keys()]
+    sets += [one | other | more for one, other, more in combinations(singles, 3) if not _overlap(one, other, more)]
+    sets += layouts
+    sets += [one | layout for one in singles for layout in layouts if not one.keys() & layout.keys()]
+    sized = sorted({len(one) for one in sets})
+    for number in (size for size in sized if size <= _MOST_KEYS):
+        alike = [(estimate.gib(one), place, one) for place, one in enumerate(sets) if len(one) == number]
+        alike = sorted(one for one in alike if one[0] < _MARGIN * plan.hardware.memory_gib)
+        yield [one | of_engines for _, _, one in alike[: 2 * _TOGETHER]]
+    everything = all_changes(plan)
+    yield [everything | of_engines]
+    yield [
+        everything | layout | of_engines
+        for layout in sorted(layouts, key=lambda one: estimate.gib(everything | one))[:_TOGETHER]
+    ]
+
+
+def _overlap(*changes: Changes) -> bool:
+    return sum(map(len, changes)) > len({key for one in changes for key in one})
+
+
+def _lacks_besides_engines(plan: Plan) -> bool:
+    """Whether GPUs of the models or hosts are short too."""
+    needed, has = plan.host
+    return plan.fullest.peak > plan.hardware.memory_gib * GIB or (has is not None and needed > has)
+
+
+def _layouts(plan: Plan) -> list[Changes]:
+    """Layouts of the models that do not fit, those with the least estimated memory."""
+    has, found = plan.hardware.memory_gib * GIB, []
+    for section, ranks, shape in _models(plan):
+        if max((one.peak for one in ranks), default=0) > has:
+            estimate = _Estimate(plan)
+            layouts = sorted(layout_changes(plan, section, shape), key=estimate.gib)
+            found += [one for one in layouts if len(one) == 1] + layouts[:_LAYOUTS]
+    return found
+
+
+def _models(plan: Plan) -> Iterator[tuple[str, Sequence[RankMemory], ModelShape]]:
+    yield "policy", plan.ranks, plan.shape
+    if plan.value_ranks:
+        own = known_value_shape(plan.config) if plan.config.value.model.path is not None else None
+        yield "value", plan.value_ranks, own or plan.shape
+
+
+class _Estimate:
+    """Rough GiB of the fullest GPU after changes: arithmetic, scaled by the plan before them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.worst = plan, plan.fullest
+        self.static, self.others = self._arithmetic({})
+
+    def _arithmetic(self, changes: Changes) -> tuple[float, float]:
+        config = changed(self.plan.config, changes)
+        if self.worst.model != "policy" and config.value_model is not None:
+            config = replace(
+                config, policy=config.value_model, loss_fn=replace(config.loss_fn, reference_policy_kl_penalty=0.0)
+            )
+        return float(static_bytes(config, self.plan.shape)), activation_bytes(config, self.plan.shape)
+
+    def gib(self, changes: Changes) -> float:
+        """GiB after changes."""
+        static, others = self._arithmetic(changes)
+        worst = self.worst
+        tensors = worst.static * static / max(self.static, 1.0)
+        rest = (worst.peak - worst.reserve - worst.static) * others / max(self.others, 1.0)
+        return (tensors + rest + worst.reserve) / GIB
+
+
+def _elsewhere(trials: _Trials) -> Advice:
+    """Advice with other layouts of models and engines on the same nodes, or on more of them; or that nothing does."""
+    plan = trials.plan
+    usable = plan.hardware.memory_gib - plan.hardware.reserve_gib
+    if usable <= 0:
+        text = f"nothing makes it fit: CUDA and its libraries alone take {plan.hardware.reserve_gib:g} GiB of a GPU"
+        return Advice(text, tried=trials.count)
+    everything = changed(plan.config, all_changes(plan))
+    for nodes in other_nodes(everything, plan.shape, plan.hardware, trials.deadline):
+        found = trials.best(whole_layouts(plan.config, everything, plan.shape, plan.hardware, nodes))
+        if found is not None and nodes == plan.config.cluster.num_nodes:
+            return found
+        if found is not None:
+            return replace(found, text=f"{_nothing(trials)}; {found.text}")
+        if trials.is_late:
+            break
+    return Advice(_nothing(trials), tried=trials.count)
+
+
+def _nothing(trials: _Trials) -> str:
+    """That no change makes the run fit on its nodes, and why."""
+    plan, cluster = trials.plan, trials.plan.config.cluster
+    where = f"on {cluster.num_nodes} x {cluster.gpus} {plan.hardware.name}"
+    least, usable = least_gib(plan), plan.hardware.memory_gib - plan.hardware.reserve_gib
+    if least > usable:
+        why = f"weights, gradients and optimizer state alone take at least {least:.1f} of {usable:.1f} GiB of a GPU"
+        return f"nothing makes it fit {where}: in every layout {why}"
+    if trials.is_late:
+        limit = f"within plan.search_s={plan.config.plan.search_s:g}"
+        return f"none of {trials.count} changes that were planned {limit} makes it fit {where}{_closest(trials)}"
+    return f"none of {trials.count} changes that were planned makes it fit {where}{_closest(trials)}"
+
+
+def _closest(trials: _Trials) -> str:
+    if trials.closest is None or trials.closest[0] <= 0:
+        return ""
+    return f"; the closest, {' '.join(as_overrides(trials.closest[1]))}, lacks {trials.closest[0]:.1f} GiB"

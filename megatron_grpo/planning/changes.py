@@ -1,0 +1,166 @@
+"""Changes of keys that may make a run fit: single keys, layouts of its models, layouts of its engines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.engine_layouts import engine_layouts, is_of_engines, room_problems
+from megatron_grpo.planning.policy_layouts import ENGINE_SIZES, POLICY_SIZES, idle_gpus, legal_layouts, written
+from megatron_grpo.planning.whole import Plan
+from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, nccl_bytes
+from megatron_grpo.preflight.load import problems_with
+
+_USUAL_SHARE = 0.9
+"""gpu_memory_utilization that vLLM takes by default."""
+Changes = dict[str, Any]
+"""New values by key, such as policy.microbatch_tokens."""
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A copy of a configuration with other values of some keys."""
+    found = copy.deepcopy(config)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        node: Any = found
+        for section in sections:
+            node = getattr(node, section)
+        setattr(node, name, value)
+    return found
+
+
+def as_overrides(changes: Mapping[str, Any]) -> list[str]:
+    """Changes as they are written on a command line."""
+    return [f"{key}={written(value)}" for key, value in changes.items()]
+
+
+def single_changes(plan: Plan) -> Iterator[Changes]:
+    """Keys that take tensors off the GPUs, or off the hosts where these are short; other results are rounding alone."""
+    config = plan.config
+    yield from _of_model(config, "policy")
+    if config.value_model is not None:
+        yield from _of_model(config, "value")
+    if config.uses_reference and not config.reference.offload and not config.policy.lora.rank:
+        yield {"reference.offload": True}
+    needed, has = plan.host
+    if has is None or needed <= has:
+        return
+    if config.saves and config.checkpointing.async_save:
+        yield {"checkpointing.async_save": False}
+    if config.uses_reference and config.reference.offload:
+        yield {"reference.offload": False}
+    share = config.policy.optimizer.cpu_offload
+    yield from ({"policy.optimizer.cpu_offload": less} for less in (0.75, 0.5, 0.25, 0.0) if less < share)
+
+
+def _of_model(config: Config, section: str) -> Iterator[Changes]:
+    """Keys of a model's batches, kernels and optimizer."""
+    model, longest = getattr(config, section), config.policy.max_total_sequence_length
+    is_policy = section == "policy"
+    tokens = model.microbatch_tokens or config.policy.microbatch_tokens
+    if tokens > longest:
+        yield {f"{section}.microbatch_tokens": longest}
+    if is_policy:
+        if not model.activation_checkpointing:
+            more: Changes = {"policy.recompute_modules": []} if model.recompute_modules else {}
+            yield {"policy.activation_checkpointing": True, **more}
+        if (model.logprob_microbatch_tokens or 0) > longest:
+            yield {"policy.logprob_microbatch_tokens": longest}
+        if model.logprob_chunk_size is not None:
+            yield {"policy.logprob_chunk_size": None}
+        if model.logprob_kernel == "chunked":
+            yield {"policy.logprob_kernel": "fused"}
+    if model.parallel.tensor > 1 and not model.parallel.sequence:
+        yield {f"{section}.parallel.sequence": True}
+    spread: Changes = {} if model.optimizer.distributed else {f"{section}.optimizer.distributed": True}
+    if spread:
+        yield spread
+    if model.optimizer.cpu_offload < 1:
+        yield {f"{section}.optimizer.cpu_offload": 1.0, **spread}
+
+
+def all_changes(plan: Plan) -> Changes:
+    """Every single change at once."""
+    found: Changes = {}
+    for change in single_changes(plan):
+        found |= {key: value for key, value in change.items() if key not in found}
+    return found
+
+
+def layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Changes]:
+    """Other layouts of a model on its GPUs, and on those that are idle: the keys that differ.
+
+    Args:
+        plan: the plan of the run.
+        section: policy or value.
+        shape: sizes of the section's model.
+    """
+    config = plan.config
+    model = config.policy if section == "policy" else config.value_model
+    assert model is not None
+    own, spare = model.parallel.world_size, 0 if config.generation.colocated else idle_gpus(config)
+    # Checked as if it were the policy, without engines and other models, whose keys are checked with the whole.
+    alone = replace(config, policy=model)
+    for gpus in dict.fromkeys([own, *(own * more for more in range(2, 9) if own * more <= own + spare), own + spare]):
+        for made in legal_layouts(alone, shape, gpus, needs_all=False):
+            if made.policy.activation_checkpointing == model.activation_checkpointing:
+                changes = _differences(section, model.parallel, made.policy.parallel)
+                if changes:
+                    yield changes
+
+
+def _differences(section: str, before: ParallelConfig, after: ParallelConfig) -> Changes:
+    pairs = ((name, getattr(before, name), getattr(after, name)) for name in POLICY_SIZES)
+    return {f"{section}.parallel.{name}": new for name, old, new in pairs if new != old}
+
+
+def engine_changes(plan: Plan) -> Changes | None:
+    """The fewest keys that give engines room on the GPUs that they have, and the idle ones; None: none do.
+
+    An engine takes more of its GPUs, or splits its weights over more of them. On shared GPUs it has to leave room to
+    what the models keep there.
+    """
+    config, shape, gpu = plan.config, plan.shape, plan.hardware
+    if plan.engine is None:
+        return {}
+    parallel = config.generation.parallel
+    own = parallel.ranks_per_engine * parallel.data
+    counts = [own] if config.generation.colocated else [own, *range(own + 1, own + idle_gpus(config) + 1)]
+    best: tuple[tuple[int, float], Changes] | None = None
+    for gpus in counts:
+        for layout in (parallel, *engine_layouts(config, shape, gpus)):
+            for share in _shares_of_memory(plan):
+                changes = _engine_differences(config, layout, share)
+                tried = changed(config, changes)
+                order = (len(changes), abs(share - config.generation.engine.gpu_memory_utilization))
+                if best is not None and order >= best[0]:
+                    continue
+                problems = [one for one in problems_with(tried, shape) if is_of_engines(one)]
+                if not problems and not room_problems(tried, shape, gpu):
+                    best = order, changes
+    return None if best is None else best[1]
+
+
+def _shares_of_memory(plan: Plan) -> list[float]:
+    """Values of gpu_memory_utilization to try: that of the run, and the largest that leaves room to the models."""
+    share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
+    linked = nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
+    most = int(100 * (1 - linked / has)) / 100
+    if plan.config.generation.colocated:
+        most = min(most, int(100 * (1 - plan.beside_engine / has)) / 100)
+        return [most] if most < share else [share, most]
+    return [share, *(more for more in (_USUAL_SHARE, most) if share < more <= most)]
+
+
+def _engine_differences(config: Config, layout: Any, share: float) -> Changes:
+    parallel = config.generation.parallel
+    pairs = ((name, getattr(parallel, name), getattr(layout, name)) for name in ENGINE_SIZES)
+    changes: Changes = {f"generation.parallel.{name}": new for name, old, new in pairs if new != old}
+    if share != config.generation.engine.gpu_memory_utilization:
+        changes["generation.engine.gpu_memory_utilization"] = share
+    return changes

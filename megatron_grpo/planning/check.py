@@ -1,0 +1,45 @@
+"""The remarks of --check on the memory of a run: it fits, or which keys make it fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.source import known_shape
+from megatron_grpo.planning.advice import with_advice
+from megatron_grpo.planning.device_memory import GIB
+from megatron_grpo.planning.trace import tracing
+from megatron_grpo.planning.whole import submit_plan
+from megatron_grpo.preflight.model_file_checks import unusable_model
+
+
+def fit_remarks(config: Config) -> Iterator[Problem]:
+    """Remarks of --check on a run that does not fit the GPUs of cluster.gpu, or whose layout does not build.
+
+    Nothing is planned without cluster.gpu, on CPUs, or when the model is not on this machine. Dry runs take seconds to
+    minutes; the plan is a brief one (`submit_plan`), and that of its advice too.
+    """
+    if config.cluster.gpu is None or not config.cluster.gpus or not config.debug.train:
+        return
+    shape, path = known_shape(config), config.policy.model.path
+    if shape is None:  # a model of the hub is read when it is here
+        yield from [] if is_hub_name(path) else unusable_model(f"policy.model.path={path}", path)
+        return
+    subject = f"cluster.gpu={config.cluster.gpu}"
+    try:
+        with tracing() as pool:
+            plan = submit_plan(config, shape, pool, brief=True).result(time.monotonic() + config.plan.timeout_s)
+            plan = with_advice(plan, pool, brief=True)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    except (RunError, ValueError) as error:
+        yield Problem(subject, f"the run could not be planned: {error}")
+        return
+    yield from (Problem(subject, f"does not fit: {text}") for text in plan.problems)
+    if not plan.problems:
+        peak, has = plan.fullest.peak / GIB, plan.hardware.memory_gib
+        yield Problem(subject, f"{plan.verdict}: {peak:.1f} of {has:.1f} GiB, planned in {plan.planned_s:.0f} s")

@@ -1,0 +1,227 @@
+"""Seconds of the work that a dry run records: operators by a roofline, messages by the network between their ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron_grpo.planning.hardware import Efficiency, Hardware
+
+if TYPE_CHECKING:
+    from megatron_grpo.planning.dry.work import Work
+
+TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5), (16, 64, 0.25))
+"""Rows and columns of the result that one multiprocessor computes at a time, and the speed of such kernels: smaller
+tiles read more for each operation. cuBLAS chooses by heuristics; here the fastest is taken."""
+
+_GRADIENTS = "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"
+_PARAMETERS = "allgather_into_tensor_coalesced_"
+_OF_TENSOR = "allgather", "reduce_scatter", "allreduce"
+"""Messages of the linear layers among tensor-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Messages that go on while something else computes."""
+
+    gradients: bool = True
+    """Gradients are reduced over data-parallel ranks during the backward passes (policy.overlap_grad_reduce)."""
+    parameters: bool = True
+    """Weights are gathered during the forward passes (policy.overlap_param_gather)."""
+    tensor: bool = False
+    """Every message of a tensor-parallel layer overlaps with its product (Transformer Engine's user buffers)."""
+    experts: bool = False
+    """Tokens travel to experts while another microbatch computes (overlap_moe_expert_parallel_comm)."""
+    expert_copies: int = 1
+    """Experts of a token whose copies share a way between domains: top_k with a dispatcher that sends a token once to
+    each domain (DeepEP, HybridEP), 1 with an all-to-all of NCCL."""
+
+
+@dataclass(slots=True)
+class PassSeconds:
+    """Seconds of a pass of one microbatch through a model chunk."""
+
+    compute: float = 0.0
+    launch: float = 0.0
+    exposed: float = 0.0
+    """Messages that nothing hides."""
+    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by kind of work, hidden messages included."""
+
+    def seconds(self, tokens: float = 1.0, context: float = 1.0) -> float:
+        """Seconds of the pass; the host launches the kernels while earlier ones run.
+
+        Args:
+            tokens: tokens of a microbatch relative to the dry run's.
+            context: tokens that a token sees, relative to the dry run's; attention is proportional to it.
+        """
+        attention = self.kinds["attention"]
+        others = self.compute - attention + self.exposed
+        return max(tokens * (others + attention * context), self.launch)
+
+
+@dataclass(slots=True)
+class PhaseSeconds:
+    """Seconds of a rank in one phase."""
+
+    passes: dict[tuple[int, bool], PassSeconds]
+    """By model chunk, and whether the pass is a backward pass."""
+    outside: float = 0.0
+    """Outside of the passes: the optimizer's update, the gradient's norm, other collectives of the step."""
+    gradients: float = 0.0
+    """Messages that reduce the gradients, once a step."""
+    parameters: float = 0.0
+    """Messages that gather the weights, once a step."""
+    send_s: float = 0.0
+    """A message to a neighbouring pipeline stage."""
+
+
+def product_s(hardware: Hardware, work: Work) -> float:
+    """Seconds of a matrix product, or of the products of a layer's experts.
+
+    The larger of memory traffic and arithmetic. Products are computed in tiles of the result: the last wave of tiles
+    leaves multiprocessors idle, and every tile has a start and an end that do not depend on the inner dimension.
+    """
+    (m, k, n, number), reached = work.sizes, hardware.efficiency
+    if not work.flops:
+        return 0.0
+    filled = max(_filled(m / number, n, number, hardware.sms, tile) for tile in TILES)
+    fp8 = reached.matmul_fp8 / reached.matmul if work.dtype == "fp8" else 1.0
+    share = (reached.grouped if work.kind == "grouped_matmul" else reached.matmul) * fp8
+    speed = hardware.flops.get(work.dtype, hardware.flops["bfloat16"]) * share * filled * k / (k + reached.inner)
+    return max(work.flops / speed, work.nbytes / (hardware.memory_bytes_per_s * reached.memory)) + reached.kernel_s
+
+
+def _filled(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
+    """Share of the peak that kernels of this tile reach on `number` results of [rows, columns]."""
+    high, wide = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
+    used = rows / tile[0] / high * columns / tile[1] / wide
+    tiles = number * high * wide
+    return used * tiles / (math.ceil(tiles / sms) * sms) * tile[2]
+
+
+def operator_s(hardware: Hardware, work: Work) -> float:
+    """Seconds of an operator that is not a message."""
+    reached = hardware.efficiency
+    moved = work.nbytes / (hardware.memory_bytes_per_s * reached.memory)
+    if work.kind in ("matmul", "grouped_matmul"):
+        return product_s(hardware, work)
+    if work.kind == "attention":
+        return max(work.flops / (hardware.flops["bfloat16"] * reached.attention), moved) + reached.kernel_s
+    return moved + reached.kernel_s
+
+
+def message_s(hardware: Hardware, work: Work, copies: int = 1) -> float:
+    """Seconds of a message; see `collective_s`, and for a send the link between its two ranks."""
+    if work.kind == "send":
+        here, there = (rank // hardware.gpus_per_domain for rank in work.ranks)
+        reached = hardware.efficiency
+        inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
+        return work.nbytes / (inside if here == there else outside) + reached.message_s
+    return collective_s(hardware, work.name, work.nbytes, work.ranks, copies)
+
+
+def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int, ...], copies: int = 1) -> float:
+    """Seconds of a collective.
+
+    Rings (all-gather, reduce-scatter; twice for an all-reduce) move (n - 1) / n of the bytes through every rank: at
+    NVLink's speed within a domain, else at that of the ports of all ranks that a domain has in the group together, and
+    at most NVLink's. In an all-to-all each rank sends 1 / n of its bytes to every rank, over NVLink or its own port.
+
+    Args:
+        hardware: the GPUs.
+        name: the collective's name in torch, or that of a fused layer.
+        nbytes: bytes of the larger side on each rank.
+        ranks: global ranks.
+        copies: of an all-to-all, experts of a token whose copies share a way between domains. With d domains the copies
+            of a token go to d (1 - (1 - 1/d)^copies) of them, which takes the place of `copies` ways.
+    """
+    count, reached = len(ranks), hardware.efficiency
+    if count < 2:
+        return 0.0
+    domains = Counter(rank // hardware.gpus_per_domain for rank in ranks)
+    local, number = max(domains.values()), len(domains)
+    inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
+    if "alltoall" in name:
+        way = number * (1 - (1 - 1 / number) ** copies) / copies
+        remote = nbytes * (count - local) / count * way
+        return max(remote / outside, nbytes * (count - 1) / count / inside) + reached.message_s
+    if name == "ring":  # every rank passes its part to the next one, and one link of the ring is the slowest
+        speed = inside if number == 1 else outside
+    else:
+        speed = inside if number == 1 else min(inside, outside * local)
+    times = 2 if name.startswith("allreduce") else 1
+    return times * nbytes * (count - 1) / count / speed + reached.message_s
+
+
+def phase_seconds(
+    work: Mapping[Work, int], passes: Mapping[tuple[str, int], int], phase: str, hardware: Hardware, overlap: Overlap
+) -> PhaseSeconds:
+    """Add up the work of a phase, by passes of a microbatch.
+
+    Args:
+        work: `DryReport.work`.
+        passes: `DryReport.passes`.
+        phase: name of the phase, as in the dry run.
+        hardware: the GPUs.
+        overlap: messages that something hides.
+    """
+    found = PhaseSeconds({}, 0.0)
+    number = {chunk: times for (name, chunk), times in passes.items() if name == phase}
+    rings: dict[tuple[int, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for one, times in work.items():
+        if one.phase != phase:
+            continue
+        if one.name in _GRADIENTS:
+            found.gradients += times * message_s(hardware, one)
+        elif one.name == _PARAMETERS:
+            found.parameters += times * message_s(hardware, one)
+        elif one.kind == "send":
+            found.send_s = max(found.send_s, message_s(hardware, one))
+        elif one.chunk is None:
+            messages = one.kind == "collective"
+            found.outside += times * (message_s(hardware, one) if messages else operator_s(hardware, one))
+        else:
+            key, share = (one.chunk, one.is_backward), times / number[one.chunk]
+            here = found.passes.setdefault(key, PassSeconds())
+            _add(here, one, share, hardware, overlap, rings[key])
+    for key, (ring, attention) in rings.items():
+        found.passes[key].exposed += max(0.0, ring - attention)
+    return found
+
+
+def _add(here: PassSeconds, one: Work, share: float, hardware: Hardware, overlap: Overlap, ring: list[float]) -> None:
+    here.launch += share * hardware.efficiency.launch_s
+    if one.kind != "collective":
+        seconds = share * operator_s(hardware, one)
+        here.compute += seconds
+        here.kinds[one.kind] += seconds
+        ring[1] += seconds if one.kind == "attention" else 0.0
+        return
+    seconds = share * message_s(hardware, one, overlap.expert_copies)
+    here.kinds[one.name] += seconds
+    if one.name == "ring":
+        ring[0] += seconds
+    else:
+        here.exposed += seconds * (1 - _hidden(one, overlap, hardware.efficiency))
+
+
+def _hidden(one: Work, overlap: Overlap, reached: Efficiency) -> float:
+    """Share of a message of a pass that nothing waits for.
+
+    In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and
+    scatters this gradient while it computes the weight's; the row-parallel layer's gathering is not hidden. So all that
+    is scattered or reduced is hidden, and half of what is gathered.
+    """
+    if "alltoall" in one.name:
+        return reached.hidden if overlap.experts else 0.0
+    if one.name not in _OF_TENSOR:
+        return 0.0
+    if overlap.tensor:
+        return reached.hidden_tensor
+    if not one.is_backward:
+        return 0.0
+    return reached.hidden_tensor / 2 if one.name == "allgather" else reached.hidden_tensor

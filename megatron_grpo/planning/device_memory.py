@@ -1,0 +1,180 @@
+"""Memory of a GPU of the policy, by phase and distinct rank, from dry runs and an explicit reserve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.planning.hardware import Hardware
+from megatron_grpo.planning.trace import RankTrace, before_refit
+from megatron_grpo.preflight.engine_checks import NCCL_SENDING, nccl_bytes
+
+if TYPE_CHECKING:
+    from megatron_grpo.planning.dry_run import DryReport
+
+GIB = 2**30
+GRAPHS_GIB = 1.0
+"""Assumed memory of an engine's CUDA graphs, which stay on the GPU while it sleeps; vLLM logs the figure of a run."""
+STATIC = ("weights", "gradients", "optimizer", "FP8 weights")
+"""Kinds of tensors that a rank holds throughout a step."""
+_SET_UP = ("build", "first step")
+"""Phases before the first whole step, which hold less than it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Tensors of one kind at the peak."""
+
+    kind: str
+    bytes: int
+    layers: int
+    """Layers of the rank."""
+    bytes_per_layer: int | None
+    """Bytes that each layer adds; the rest belongs to no layer. None: not known, since the rank ran at full depth."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The holder for JSON."""
+        each = self.bytes_per_layer
+        split = {} if each is None else {"layers": self.layers, "gib_per_layer": round(each / GIB, 4)}
+        return {"kind": self.kind, "gib": round(self.bytes / GIB, 3), **split}
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """A GPU of a rank of the policy or of the value model; sizes in bytes."""
+
+    stage: int
+    rank: int
+    layers: int
+    expert_skew: float
+    phases: dict[str, int]
+    """Most bytes of tensors in each phase."""
+    parts: dict[str, dict[str, int]]
+    """Most bytes in each phase, by kind of tensor; kinds of STATIC, and "other tensors" for all others."""
+    reserve: int
+    """Bytes besides tensors: CUDA's context, cuBLAS, NCCL, fragmentation, and a sleeping engine."""
+    holders: list[Holder]
+    """Tensors at the peak, the largest first."""
+    asleep: int
+    """Bytes of tensors that stay while engines have the GPU in turn; 0: not run."""
+    model: str = "policy"
+    """Model of the rank: policy, or value model."""
+
+    @property
+    def phase(self) -> str:
+        """The phase with the peak."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once, the reserve included."""
+        return self.phases[self.phase] + self.reserve
+
+    @property
+    def static(self) -> int:
+        """Bytes of weights, gradients and the optimizer's state at the peak."""
+        return sum(one.bytes for one in self.holders if one.kind in STATIC)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The rank for JSON; sizes in GiB."""
+        return {
+            "model": self.model,
+            "stage": self.stage,
+            "rank": self.rank,
+            "layers": self.layers,
+            "expert_skew": self.expert_skew,
+            "peak_gib": round(self.peak / GIB, 3),
+            "reserve_gib": round(self.reserve / GIB, 3),
+            "phases": {name: round(size / GIB, 3) for name, size in self.phases.items()},
+            "holders": [one.as_dict() for one in self.holders],
+        }
+
+
+def rank_memory(
+    config: Config,
+    trace: RankTrace,
+    hardware: Hardware,
+    engine_weights: int = 0,
+    *,
+    model: str = "policy",
+    beside: int = 0,
+) -> RankMemory:
+    """The memory of a traced rank's GPU.
+
+    Args:
+        config: the run's configuration.
+        trace: the rank's dry run.
+        hardware: the GPU and its reserve.
+        engine_weights: bytes of weights of an engine's rank, which share the GPU during a refit if engines do so.
+        model: policy, or value model.
+        beside: bytes that the other model holds on the same GPU.
+    """
+    report = trace.report
+    phases = {name: size for name, size in report.phases.items() if name not in _SET_UP}
+    if config.plan.workload == "pretrain":
+        phases = {"train": phases["train"]}
+    elif config.generation.colocated and "refit" in phases:
+        # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
+        before = report.held[before_refit(report)]
+        weights = _parts(report, "onload", before).get("weights", 0)
+        phases = {**phases, "refit": phases["refit"] - before + weights + engine_weights}
+    peak = max(phases.values())
+    by_phase = {name: _parts(report, name, size) for name, size in phases.items()}
+    moment = max(
+        (sizes for sort, sizes in report.moments.items() if sort[0] in phases), key=lambda sizes: sum(sizes.values())
+    )
+    holders = [
+        Holder(_name(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
+        for kind, size in sorted(moment.items(), key=lambda one: -one[1])
+        if size >= 2**20
+    ]
+    parts = reserve_parts(config, peak, hardware, model=model)
+    return RankMemory(
+        trace.stage,
+        trace.rank,
+        trace.layers,
+        trace.expert_skew,
+        phases,
+        by_phase,
+        sum(parts.values()) + beside,
+        holders,
+        report.held.get("offload", 0),
+        model,
+    )
+
+
+def _parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
+    """The bytes of a phase by kind. Of a refit, for which a deep rank has no moment of its own, those before it."""
+    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, before_refit(report))]
+    fullest = min(moments, key=lambda one: abs(sum(one.values()) - size), default={})
+    found = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
+    return {**found, "other tensors": size - sum(found.values())}
+
+
+def _name(kind: str) -> str:
+    """The name of a kind in tables; tensors of no kernel are counted under the phase that made them."""
+    return f"other tensors of {kind}" if kind in ("build", "logprobs", "reference", "train", "refit") else kind
+
+
+def reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: str = "policy") -> dict[str, int]:
+    """Bytes of a GPU that a rank of a model needs besides `tensors` bytes of tensors, by their purpose."""
+    parts = {
+        "CUDA context, cuBLAS, process groups": int(hardware.reserve_gib * GIB),
+        "fragmentation": int(hardware.fragmentation * tensors),
+    }
+    if not config.generates:
+        return parts
+    engines = config.generation.parallel
+    peers = engines.ranks_per_engine * engines.data
+    if model == "policy":
+        parts["NCCL of the refit"] = nccl_bytes(config, peers, NCCL_SENDING)
+    if config.generation.colocated:
+        parts["sleeping engine"] = sleeping_engine(config, hardware)
+    return parts
+
+
+def sleeping_engine(config: Config, hardware: Hardware) -> int:
+    """Bytes that a sleeping engine keeps on a GPU: its own context, and its CUDA graphs."""
+    graphs = 0.0 if config.generation.engine.enforce_eager else GRAPHS_GIB
+    return int((hardware.reserve_gib + graphs) * GIB)

@@ -1,0 +1,358 @@
+"""Stand-ins, without numbers, for the fused kernels of a GPU and for the messages of other ranks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, partialmethod
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.planning.dry.tracker import kind
+from megatron_grpo.planning.dry.work import WorkKind, WorkLog, name_of, nbytes_of, note, note_message, note_product
+from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
+
+Made = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of a tensor that a kernel makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The matrix product of a linear layer, [m, k] x [k, n], or one for each of `number` experts, whose m add up."""
+
+    m: int
+    k: int
+    n: int
+    dtype: str
+    number: int = 1
+
+    def note(self, m: int, k: int, n: int) -> None:
+        """Record the product, or that of a gradient in the given sizes."""
+        width = {"fp8": 1, "float32": 4}.get(self.dtype, 2)
+        sort: WorkKind = "grouped_matmul" if self.number > 1 else "matmul"
+        note_product("linear", m, k, n, self.dtype, number=self.number, kind=sort, width=width)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that an operation runs: its name, the bytes of its larger side, and its process group."""
+
+    name: str
+    nbytes: int
+    group: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The memory and the work of one operation of Transformer Engine's, forward and backward."""
+
+    kind: str
+    outputs: Sequence[Made]
+    keeps: Sequence[int] = ()
+    """Numbers of the inputs that are saved for the backward pass."""
+    keeps_output: bool = False
+    """Whether the first output is saved for the backward pass."""
+    saved: Sequence[Made] = ()
+    """Further tensors that are saved for the backward pass."""
+    forward: Sequence[Made] = ()
+    """Tensors that live during the forward pass alone."""
+    backward: Sequence[Made] = ()
+    """Tensors that live during the backward pass alone, besides the inputs' gradients."""
+    product: Product | None = None
+    """The product that a linear layer computes."""
+    attention_flops: float = 0.0
+    """Operations of an attention's forward pass."""
+    messages: Sequence[Collective] = ()
+    """Collectives of the forward pass."""
+    messages_back: Sequence[Collective] = ()
+    """Collectives of the backward pass."""
+
+    def note_forward(self, moved: int) -> None:
+        """Record the work of the forward pass, which reads and writes `moved` bytes."""
+        if self.product is not None:
+            self.product.note(self.product.m, self.product.k, self.product.n)
+        elif self.attention_flops:
+            note("attention", self.kind, flops=self.attention_flops, nbytes=moved)
+        else:
+            note("elementwise", self.kind, nbytes=moved)
+        for one in self.messages:
+            note_message(one.name, one.nbytes, one.group)
+
+    def note_backward(self, moved: int, of_input: bool, of_weights: bool) -> None:
+        """Record the work of the backward pass: a product for each gradient; attention's products are five, not two."""
+        if self.product is not None:
+            m, k, n = self.product.m, self.product.k, self.product.n
+            if of_input:
+                self.product.note(m, n, k)
+            if of_weights:
+                self.product.note(n, m, k) if self.product.number == 1 else self.product.note(m, k, n)
+        elif self.attention_flops:
+            note("attention", self.kind, flops=2.5 * self.attention_flops, nbytes=2 * moved)
+        else:
+            note("elementwise", self.kind, nbytes=moved)
+        for one in self.messages_back:
+            note_message(one.name, one.nbytes, one.group)
+
+
+def run(kernel: Kernel, *inputs: Tensor) -> Any:
+    """The outputs of a kernel without numbers: a tensor, or a tuple of several."""
+    outputs = _Run.apply(kernel, *inputs)
+    return outputs[0] if len(kernel.outputs) == 1 else outputs
+
+
+class _Run(torch.autograd.Function):
+    """The autograd function of `run`."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, *inputs: Tensor) -> tuple[Tensor, ...]:
+        like = inputs[0]
+        with kind(kernel.kind):
+            work, outputs, saved = (
+                [_new(like, one) for one in made] for made in (kernel.forward, kernel.outputs, kernel.saved)
+            )
+        del work
+        kept = [inputs[number] for number in kernel.keeps]
+        ctx.save_for_backward(*kept, *(outputs[:1] if kernel.keeps_output else ()), *saved)
+        ctx.kernel, ctx.inputs = kernel, [(one.shape, one.dtype) for one in inputs]
+        ctx.moved = nbytes_of([*inputs, *outputs])
+        kernel.note_forward(ctx.moved)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved, like = ctx.saved_tensors, gradients[0]
+        with kind(ctx.kernel.kind):
+            work = [_new(like, one) for one in ctx.kernel.backward]
+            needed = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
+            made = [_new(like, one) if wanted else None for one, wanted in needed]
+        del work, saved
+        wanted = ctx.needs_input_grad[1:]
+        ctx.kernel.note_backward(ctx.moved, of_input=wanted[0], of_weights=any(wanted[1:]))
+        return None, *made
+
+
+def _new(like: Tensor, made: Made) -> Tensor:
+    return like.new_empty(tuple(made[0]), dtype=made[1])
+
+
+def norm(hidden: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm of [..., hidden]: saves its input, and 1 / RMS of each row in float32."""
+    saved = [(hidden.shape[:-1], torch.float32)]
+    result: Tensor = run(Kernel("norm", [(hidden.shape, hidden.dtype)], keeps=[0, 1], saved=saved), hidden, weight)
+    return result
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, context: Any = None, seen: int | None = None, **named: Any
+) -> Tensor:
+    """Fused attention of [..., heads, tokens or head_dim, ...] in the query's shape, with the value's last dimension.
+
+    Saves its inputs, its output and the logarithm of each row's sum in float32. Its backward pass sums the gradient of
+    the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers. Other
+    arguments are those of torch's attention, which change no shape.
+
+    `context`: the context-parallel group, if there is one. `seen`: keys of [tokens, heads, head_dim] that a query sees
+    at most, of which causal attention computes half; None: the tensors are [..., heads, tokens, head_dim].
+    """
+    parts = 1 if context is None else context.size()
+    ring: list[Made] = [(one.shape, one.dtype) for one in (key, value) for _ in range(2) if parts > 1]
+    keys, share = (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if seen is None else (seen, 0.5)
+    pairs = share * query.numel() / query.shape[-1] * keys  # of a query and a key, over all heads
+    turns = parts * nbytes_of([key, value])
+    kernel = Kernel(
+        "attention",
+        [((*query.shape[:-1], value.shape[-1]), query.dtype)],
+        keeps=[0, 1, 2],
+        keeps_output=True,
+        saved=[(query.shape[:-1], torch.float32)],
+        forward=ring,
+        backward=[(query.shape, torch.float32), *ring, *ring],
+        attention_flops=2.0 * pairs * (query.shape[-1] + value.shape[-1]),
+        messages=[Collective("ring", turns, context)] if parts > 1 else [],
+        messages_back=[Collective("ring", 2 * turns, context)] if parts > 1 else [],
+    )
+    result: Tensor = run(kernel, query, key, value)
+    return result
+
+
+class ShapedLogprobs:
+    """Stand-in for `FusedLogprobs`: makes the tensors of the fused kernel for log-probabilities."""
+
+    def statistics(self, head: Head) -> Statistics:
+        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        _note_logits(head)
+        highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
+        return Statistics(highest, highest.new_empty(3, len(head.local)))
+
+    def gradients(self, head: Head, inputs: BackwardInput) -> tuple[Tensor, Tensor | None]:
+        """Gradients in the shapes and dtypes of hidden states and weight."""
+        for _ in range(3 if inputs.of_weight else 2):  # the logits again, and a product for each gradient
+            _note_logits(head)
+        summed = torch.empty_like(head.hidden, dtype=torch.float32)
+        block = head.hidden.new_empty(min(CHUNK_NUMBERS, len(head.local) * head.columns))
+        grad_weight = torch.empty_like(head.weight) if inputs.of_weight else None
+        product = torch.empty_like(summed)
+        del block, product
+        return summed.to(head.hidden.dtype), grad_weight
+
+
+def _note_logits(head: Head) -> None:
+    """Record the product of hidden states and weight, or one of the same sizes; logits stay in registers."""
+    note_product("head", len(head.local), head.hidden.shape[1], head.columns, name_of(head.hidden.dtype))
+
+
+class ShapedAdam(torch.optim.AdamW):
+    """Stand-in for Transformer Engine's Adam: moments for every parameter, and no other tensors in an update."""
+
+    def __init__(self, params: Any, adam_w_mode: bool, **settings: Any) -> None:
+        super().__init__(params, **settings)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever passed
+        """Make the moments in the first step. An update reads the gradient, and reads and writes the other tensors."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                note("elementwise", "adam", nbytes=7 * parameter.numel() * parameter.element_size())
+                if not self.state[parameter]:
+                    moments = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def _rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """torch's fused norm."""
+    return norm(hidden, weight)
+
+
+def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
+    """[rows, 2 * width] to [rows, width]: SwiGLU in one kernel."""
+    note("elementwise", "swiglu", nbytes=3 * nbytes_of([gate_and_up]) // 2)
+    return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
+
+
+def _gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
+    """The gradients of `_gated` by its inputs: gate and up, and perhaps a weight for each row."""
+    made = tuple(map(torch.empty_like, inputs))
+    note("elementwise", "swiglu", nbytes=nbytes_of([gradient, *inputs, *made]))
+    return made[0] if len(made) == 1 else made
+
+
+def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Fused rotary embedding, [tokens, heads, head_dim]: its backward pass needs the angles alone."""
+    result: Tensor = run(Kernel("rope", [(vectors.shape, vectors.dtype)]), vectors)
+    return result
+
+
+def _permute(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
+    """Tokens [tokens, hidden] to a copy for each of their experts, with its weight, and the map of rows."""
+    rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
+    made = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
+    permuted, weights = run(Kernel("dispatch", made), tokens, probs)  # `_unpermute` keeps the map for both
+    return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
+
+
+def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_shape: Sequence[int]) -> Tensor:
+    """Sum the copies of each token: [copies, hidden] to [tokens, hidden]."""
+    kernel = Kernel("dispatch", [(restore_shape, tokens.dtype)], keeps=[1])
+    result: Tensor = run(kernel, tokens, row_map)
+    return result
+
+
+def _sort(tokens: Tensor, *others: Any) -> Any:
+    """Sort rows by expert, or back; with their weights where these come next. The map of rows is saved."""
+    moved = [tokens, *(one for one in others[:1] if isinstance(one, Tensor) and one.is_floating_point())]
+    made = [(one.shape, one.dtype) for one in moved]
+    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), *moved)
+
+
+def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
+    """Tokens of each of this rank's experts, [local experts], in place of a copy from the device.
+
+    Every rank of an expert group sends alike. Each local expert gets `skew` times the mean, the others share the rest.
+    The arguments and attributes are those of Megatron-Core's dispatcher.
+    """
+    total, count = self.routing_map.shape[0] * self.config.moe_router_topk, self.num_experts
+    here = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+    share = np.ones(count)
+    share[here] = skew
+    others = count - self.num_local_experts
+    share[: here.start] = share[here.stop :] = (count - skew * self.num_local_experts) / max(others, 1)
+    ends = np.rint(np.cumsum(share) / share.sum() * total).astype(np.int64)
+    each = np.diff(ends, prepend=0)
+    local, peers = each[here], self.tp_size * self.ep_size
+    if peers > 1:
+        self.input_splits = each.reshape(self.ep_size, -1).sum(axis=1)
+        self.output_splits = np.full(self.ep_size, local.sum())
+        self.output_splits_tp = np.full(self.tp_size, local.sum() * self.ep_size)
+    self.num_global_tokens_per_local_expert = np.tile(local, (peers, 1))
+    chunks = np.arange(count * self.tp_size)
+    self.sort_input_by_local_experts = chunks.reshape(-1, self.num_local_experts).T.ravel()
+    self.restore_output_by_local_experts = chunks.reshape(self.num_local_experts, -1).T.ravel()
+    return local * peers
+
+
+def _l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """The norm of all gradients, [1], float32."""
+    note("elementwise", "norm of gradients", nbytes=nbytes_of(lists[0]))
+    return lists[0][0].new_empty(1, dtype=torch.float32), None
+
+
+STAGE_SHAPE = [0, 0, 0]
+"""Shape of the tensors that pipeline stages exchange: all microbatches of a phase have the same."""
+
+
+def _shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
+    """The shapes that the neighbours of a pipeline stage announce."""
+    return list(STAGE_SHAPE), list(STAGE_SHAPE)
+
+
+def _gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
+    """Stand-in for `all_gather_object`: every rank has the object of this one."""
+    found[:] = [own] * len(found)
+
+
+REPLACED: dict[str, Any] = {
+    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _rope,
+    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _rope,
+    "megatron.core.transformer.moe.moe_utils:HAVE_TE": True,
+    "megatron.core.transformer.moe.moe_utils:fused_permute": _permute,
+    "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute,
+    "megatron.core.transformer.moe.moe_utils:fused_unpermute": _unpermute,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort,
+    "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort,
+    "megatron.core.fusions.fused_bias_swiglu:swiglu": _gated,
+    "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _gated_back,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _gated,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _gated_back,
+    "megatron.core.optimizer.clip_grads:l2_norm_impl": _l2_norm,
+    "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": False,
+    "megatron.core.optimizer:Adam": ShapedAdam,
+    "torch.nn.functional:scaled_dot_product_attention": attention,
+    "torch.nn.functional:rms_norm": _rms_norm,
+    "torch.distributed:all_gather_object": _gather_objects,
+}
+"""Names that are replaced during a dry run, most of them those of Transformer Engine's kernels."""
+
+
+@contextmanager
+def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
+    """Replace the names of `REPLACED`, and the dispatcher's counts, for the body; `log` learns of each pass."""
+    with ExitStack() as stack:
+        for place, value in REPLACED.items():
+            module, _, name = place.partition(":")
+            stack.enter_context(patch.object(importlib.import_module(module), name, value, create=True))
+        counts = partialmethod(_counts, skew=expert_skew)
+        stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))
+        stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _shapes))
+        for name in ("forward_step", "backward_step"):
+            marked = partial(getattr(log, name), getattr(schedules, name))
+            stack.enter_context(patch.object(schedules, name, marked))
+        yield

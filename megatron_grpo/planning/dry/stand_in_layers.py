@@ -1,0 +1,281 @@
+"""Shape-only layers: the parameters of Transformer Engine's layers, and the tensors that they make and save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_grpo.config.schema import Fp8Config
+from megatron_grpo.planning.dry.kernels import Collective, Kernel, Made, Product, attention, norm, run
+from megatron_grpo.planning.dry.tracker import kind
+from megatron_grpo.planning.dry.work import name_of, nbytes_of, note
+from megatron_grpo.trainer.model.layers import RMSNorm
+
+
+class ShapedNorm(RMSNorm):
+    """Transformer Engine's RMSNorm."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden], any float type, to the same."""
+        return norm(hidden.contiguous(), self.weight)
+
+
+class ShapedAttention(torch.nn.Module):
+    """Transformer Engine's DotProductAttention of packed sequences."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
+        super().__init__()
+        self._context = pg_collection.cp if config.context_parallel_size > 1 else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
+    ) -> Tensor:
+        """[tokens, heads or groups, head_dim] each, to [tokens, heads * value_dim]."""
+        seen = packed_seq_params.max_seqlen_kv
+        return attention(query, key.contiguous(), value.contiguous(), context=self._context, seen=seen).flatten(-2)
+
+
+class Quantizable:
+    """A linear layer that multiplies in FP8 if `fp8` says so; the first base class of such a layer."""
+
+    fp8: Fp8Config | None = None
+    save_original_input = False
+    """Whether a layer that multiplies in FP8 saves its input as it came, because another layer keeps it anyway."""
+    _fp8_workspaces: dict[str, Tensor]
+
+    def multiply(
+        self,
+        hidden: Tensor,
+        weights: Sequence[Tensor],
+        output: Sequence[int],
+        *,
+        normed: bool = False,
+        forward: Sequence[Made] = (),
+        backward: Sequence[Made] = (),
+        messages: Sequence[Collective] = (),
+        messages_back: Sequence[Collective] = (),
+    ) -> Tensor:
+        """[..., columns] to the shape `output`, in the dtype of `hidden`.
+
+        Saves the input of the product, in FP8 where the layer multiplies in FP8. `normed`: a norm of this layer makes
+        that input, so the norm's own input is saved too. In FP8 the weights have copies of one byte for each of the two
+        directions in which products read them, made in the first forward pass and kept. FP8 parameters are such copies
+        themselves; they stand here as parameters in bfloat16, which take as much memory.
+        """
+        matrix: list[Made] = [(hidden.shape, hidden.dtype)]
+        backward = list(backward)
+        if self.fp8 is not None:
+            matrix = _quantized(hidden.shape, self.fp8)
+            backward += 2 * _quantized(output, self.fp8)
+            self._keep_copies(weights)
+            note("elementwise", "quantize", nbytes=4 * hidden.numel())
+        if normed:
+            note("elementwise", "norm", nbytes=2 * nbytes_of([hidden]))
+        rows: list[Made] = [(hidden.shape[:-1], torch.float32)]
+        as_it_came = self.fp8 is None or self.save_original_input
+        kernel = Kernel(
+            "linear",
+            [(output, hidden.dtype)],
+            keeps=[0] if normed or as_it_came else [],
+            saved=[*(matrix if normed or not as_it_came else []), *(rows if normed else [])],
+            forward=forward,
+            backward=backward,
+            product=self._product(hidden, weights, output),
+            messages=messages,
+            messages_back=messages_back,
+        )
+        result: Tensor = run(kernel, hidden, *weights)
+        return result
+
+    def _product(self, hidden: Tensor, weights: Sequence[Tensor], output: Sequence[int]) -> Product:
+        """The product, whose rows are the tokens of the longer of input and output: the gathered one, if one is."""
+        rows = max(math.prod(hidden.shape[:-1]), math.prod(output[:-1]))
+        dtype = name_of(hidden.dtype) if self.fp8 is None else "fp8"
+        number = sum(one.dim() == 2 for one in weights)
+        return Product(rows, hidden.shape[-1], output[-1], dtype, number)
+
+    def _keep_copies(self, weights: Sequence[Tensor]) -> None:
+        assert self.fp8 is not None
+        copies = self.__dict__.setdefault("_fp8_workspaces", {})  # the name that Transformer Engine's layers have
+        if not self.fp8.parameters and not copies:
+            with kind("FP8 weights"):
+                for number, weight in enumerate(weights):
+                    copies[str(number)] = weight.new_empty(2, *weight.shape, dtype=torch.uint8)
+
+
+def _quantized(shape: Sequence[int], fp8: Fp8Config) -> list[Made]:
+    """A matrix [..., columns] in FP8 for one of the two directions in which products read it, and its scales."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    scales: dict[str, Made] = {
+        "blockwise": ((math.ceil(rows / 128), columns), torch.float32),
+        "mxfp8": ((math.ceil(rows / 32), columns), torch.uint8),
+    }
+    return [((rows, columns), torch.uint8), scales.get(fp8.recipe, ((1,), torch.float32))]
+
+
+class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
+    """Transformer Engine's linear layer whose rows are split; with sequence parallelism it gathers its input."""
+
+    normed = False
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[tokens of this rank, sequences, columns] to [tokens, sequences, rows of this rank], and no bias."""
+        tokens = input_.shape[0] * (self.tp_group.size() if self.sequence_parallel else 1)
+        gathered: list[Made] = [((tokens, *input_.shape[1:]), input_.dtype)] if self.sequence_parallel else []
+        parameters = list(self.parameters())
+        output = (tokens, *input_.shape[1:-1], self.weight.shape[0])
+        numbers, group = tokens * math.prod(input_.shape[1:]), self.tp_group
+        nbytes = numbers * input_.element_size()
+        gather = [Collective("allgather", nbytes if self.fp8 is None else numbers, group)] if gathered else []
+        multiplied = self.multiply(
+            input_,
+            parameters,
+            output,
+            normed=self.normed,
+            forward=gathered,
+            backward=gathered * 2,
+            messages=gather,
+            messages_back=[*gather, Collective("reduce_scatter" if gathered else "allreduce", nbytes, group)],
+        )
+        return multiplied, None
+
+
+class ShapedNormColumnLinear(ShapedColumnLinear):
+    """Transformer Engine's norm and linear layer in one."""
+
+    normed = True
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **keywords: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **keywords)
+        weight: Any = torch.nn.Parameter(self.weight.new_empty(input_size))
+        weight.sequence_parallel = config.sequence_parallel
+        self.layer_norm_weight = weight
+
+
+class ShapedRowLinear(Quantizable, RowParallelLinear):
+    """Transformer Engine's linear layer whose columns are split; with sequence parallelism it scatters its output."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """[tokens, sequences, columns of this rank] to [tokens of this rank, sequences, rows], and no bias."""
+        parts = self.tp_group.size() if self.sequence_parallel else 1
+        whole = (*input_.shape[:-1], self.weight.shape[0])
+        gathered: list[Made] = [(whole, input_.dtype)] if self.sequence_parallel else []
+        output = (whole[0] // parts, *whole[1:])
+        nbytes, group = math.prod(whole) * input_.element_size(), self.tp_group
+        return self.multiply(
+            input_,
+            list(self.parameters()),
+            output,
+            forward=gathered,
+            backward=gathered,
+            messages=[Collective("reduce_scatter" if self.sequence_parallel else "allreduce", nbytes, group)],
+            messages_back=[Collective("allgather", nbytes, group)] if self.sequence_parallel else [],
+        ), None
+
+
+class ShapedGroupedLinear(Quantizable, torch.nn.Module):
+    """Transformer Engine's grouped linear layer: one matrix for each local expert.
+
+    `split_axis`: the dimension of the matrices that expert-tensor parallelism splits.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        pg_collection: Any,
+        split_axis: int,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self._groups, self._axis, self.num_gemms = pg_collection, split_axis, num_gemms
+        sizes = [output_size, input_size]
+        sizes[split_axis] //= pg_collection.expt_tp.size()
+        for number in range(num_gemms):
+            empty = torch.empty(*sizes, dtype=config.params_dtype, device=config.platform.device)
+            weight: Any = torch.nn.Parameter(empty)
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split_axis, stride=1)
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, hidden: Tensor, _tokens_of_experts: Sequence[int]) -> tuple[Tensor, None]:
+        """[tokens of all local experts, columns] to [tokens, rows], and no bias."""
+        weights = list(self.parameters())
+        return self.multiply(hidden, weights, (hidden.shape[0], weights[0].shape[0])), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """The checkpoint's entries, named as those of experts with layers of their own."""
+        found: dict[str, Any] = {}
+        parts, first = self._groups.ep.size(), self._groups.ep.rank() * self.num_gemms
+        for number, weight in enumerate(self.parameters()):
+            place = (len(sharded_offsets), first + number, parts * self.num_gemms)
+            one = make_sharded_tensors_for_checkpoint(
+                {"weight": weight},
+                "",
+                {"weight": self._axis},
+                (*sharded_offsets, place),
+                tp_group=self._groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(one, "", prefix)
+            shard = one["weight"]
+            shard.replica_id = (*shard.replica_id[:2], self._groups.expt_dp.rank())
+            found[f"{prefix}weight{number}"] = shard
+        return found
+
+
+def shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
+    """The counterpart of Megatron-Core's spec of a layer of Transformer Engine's modules, with its arguments."""
+    of_head = ShapedNorm if qk_layernorm else IdentityOp
+    parts = SelfAttentionSubmodules(
+        linear_qkv=ShapedNormColumnLinear,
+        core_attention=ShapedAttention,
+        linear_proj=ShapedRowLinear,
+        q_layernorm=of_head,
+        k_layernorm=of_head,
+    )
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    submodules = TransformerLayerSubmodules(
+        self_attention=ModuleSpec(SelfAttention, params=causal, submodules=parts),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=IdentityOp if experts is None else ShapedNorm,
+        mlp=_dense() if experts is None else _experts(),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(TransformerLayer, submodules=submodules)
+
+
+def _dense() -> ModuleSpec:
+    return ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ShapedNormColumnLinear, linear_fc2=ShapedRowLinear))
+
+
+def _experts() -> ModuleSpec:
+    column, row = (ModuleSpec(ShapedGroupedLinear, params={"split_axis": axis}) for axis in (0, 1))
+    shared = MLPSubmodules(linear_fc1=ShapedColumnLinear, linear_fc2=ShapedRowLinear)
+    parts = MoESubmodules(
+        experts=ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+        shared_experts=ModuleSpec(SharedExpertMLP, submodules=shared),
+    )
+    return ModuleSpec(MoELayer, submodules=parts, metainfo={"fuse_pre_mlp_layernorm": False})

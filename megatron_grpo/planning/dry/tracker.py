@@ -1,0 +1,216 @@
+"""Device memory of a computation, followed storage by storage; the same on fake tensors as on real ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_grpo.planning.dry.work import LOG, WorkLog
+
+GRANULE = 512
+"""CUDA's caching allocator rounds sizes up to a multiple of this many bytes."""
+
+
+Moments = dict[tuple[str, str, str], dict[str, int]]
+"""For (phase, kind, operator) the bytes alive by kind, at the fullest of the moments when the operator made a tensor of
+that kind in that phase."""
+
+_KIND: ContextVar[str] = ContextVar("kind", default="other")
+
+
+@contextmanager
+def kind(name: str) -> Iterator[None]:
+    """Storages that are made in the body are counted as this kind."""
+    token = _KIND.set(name)
+    try:
+        yield
+    finally:
+        _KIND.reset(token)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operators in its body make, from their first tensor to their last.
+
+    Not counted are tensors on the meta device, which stand for host memory, memory that a kernel takes and gives back
+    within one operator, and the allocator's fragmentation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        """Bytes alive, by kind."""
+        self.peak = 0
+        """Most bytes that were alive at once."""
+        self.holders: dict[str, int] = {}
+        """`live` at the peak."""
+        self.peaks: dict[str, int] = {}
+        """Most bytes alive at once, by phase."""
+        self.held: dict[str, int] = {}
+        """Bytes alive at the end, by phase."""
+        self.moments: Moments = {}
+        """The fullest moments, from which the peaks of models with other numbers of layers are extrapolated."""
+        self._fullest: dict[tuple[str, str, str], int] = {}
+        self._operator = ""
+        self._phase = "other"
+        self._total = 0
+        self._storages: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        """Living storages by the address of torch's object: reference, kind, bytes."""
+        self._discounted: set[int] = set()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The body is a phase of `peaks`; new storages in it are of the kind `name`, unless `kind` says otherwise."""
+        before, self._phase = self._phase, name
+        self._note_peak(name)
+        try:
+            with kind(name):
+                yield
+        finally:
+            self._read_sizes()
+            self.held[name] = self._total
+            self._phase = before
+
+    def name_kind(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Change the kind of existing storages."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._storages:
+                reference, before, size = self._storages[key]
+                self._storages[key] = reference, name, size
+                self.live[before] -= size
+                self.live[name] += size
+
+    def discount(self, tensors: Iterable[Tensor]) -> None:
+        """Count these storages no longer, as if they were in host memory."""
+        for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self._storages.keys():
+            self._discounted.add(key)
+            self._resize(key, 0)
+
+    def count_again(self, tensors: Iterable[Tensor]) -> None:
+        """Count storages that were discounted."""
+        for storage in {tensor.untyped_storage() for tensor in tensors}:
+            self._discounted.discard(storage._cdata)
+            self._resize(storage._cdata, storage.nbytes())
+
+    def forget_peaks(self) -> None:
+        """Restart the peaks at the bytes that are alive now."""
+        self.peak, self.holders, self.peaks, self.moments, self._fullest = 0, {}, {}, {}, {}
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is counted already."""
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, partial(self._forget, key)), _KIND.get(), 0
+            self._resize(key, storage.nbytes())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count the tensors that it returns."""
+        result = func(*args, **(kwargs or {}))
+        self._operator = func.name()
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.follow(tensor)
+        return result
+
+    def _resize(self, key: int, nbytes: int) -> None:
+        reference, kind, before = self._storages[key]
+        size = 0 if key in self._discounted else -(-nbytes // GRANULE) * GRANULE
+        self._storages[key] = reference, kind, size
+        self.live[kind] += size - before
+        self._total += size - before
+        self._note_peak(kind)
+
+    def _forget(self, key: int, _reference: Any) -> None:
+        _, kind, size = self._storages.pop(key)
+        self.live[kind] -= size
+        self._total -= size
+        self._discounted.discard(key)
+
+    def _note_peak(self, made: str) -> None:
+        """Compare the bytes alive with the peaks so far; `made`: kind of the latest tensor."""
+        self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
+        sort = self._phase, made, self._operator
+        if self._total > self._fullest.get(sort, -1):
+            self._fullest[sort] = self._total
+            self.moments[sort] = {kind: size for kind, size in self.live.items() if size}
+        if self._total > self.peak:
+            self.peak, self.holders = self._total, self.moments[sort]
+
+    def _read_sizes(self) -> None:
+        """Read the sizes again, because resizing a storage is not an operator and so not seen."""
+        for key, (reference, _, _) in list(self._storages.items()):
+            storage = reference()
+            if storage is not None:
+                self._resize(key, storage.nbytes())
+
+
+_WRITERS = ("copy_", "zero_", "fill_.Scalar", "mul_.Tensor", "mul_.Scalar", "add_.Tensor", "add_.Scalar", "div_.Tensor")
+IN_PLACE = {f"aten::{name}" for name in _WRITERS}
+"""Operators that only write numbers into their first argument, skipped for floating-point tensors to save time."""
+
+
+class DryMode(MemoryTracker):
+    """A tracker that also stands in for the values and the peers that a dry run lacks.
+
+    A number that the host reads is 1. Collectives do nothing: their outputs exist already. The mask of routed tokens
+    selects as many rows as tokens have experts, `top_k` each. Operators' work is in `log`.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self._top_k = top_k
+        self.log = WorkLog()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The body is a phase of memory and of work."""
+        before, self.log.phase, token = self.log.phase, name, LOG.set(self.log)
+        try:
+            with super().phase(name):
+                yield
+        finally:
+            self.log.phase = before
+            LOG.reset(token)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer in place of the operator, or run it and count the tensors that it returns."""
+        name = func.name()
+        if name in IN_PLACE and args[0].is_floating_point():
+            self.log.note_writer(name, args)
+            return args[0]
+        if name == "aten::_local_scalar_dense":
+            number = args[0]
+            return True if number.dtype == torch.bool else 1.0 if number.is_floating_point() else 1
+        if name == "aten::masked_select":
+            made = args[0].new_zeros(args[1].shape[-1] * self._top_k)
+            self.follow(made)
+            self.log.note_operator(func, args, made)
+            return made
+        if name.startswith("c10d::"):
+            self.log.note_message(name, args)
+            done = [_done() if "Work" in str(one.type) else args[0] for one in func._schema.returns]
+            return done[0] if len(done) == 1 else tuple(done)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.log.note_operator(func, args, result)
+        return result
+
+
+def _done() -> Any:
+    return torch._C._distributed_c10d.FakeWork().boxed()

@@ -1,0 +1,318 @@
+"""A dry run: one rank of a job builds its model, computes and learns on tensors without numbers, and says what memory
+that takes on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.config.schema import Config, Fp8Config, PolicyConfig
+from megatron_grpo.losses.loss import GlobalCounts
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value import MseValueLossFn
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import RankShard, engine_shards, training_shards
+from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
+from megatron_grpo.planning.dry.stand_in_layers import Quantizable
+from megatron_grpo.planning.dry.tracker import DryMode, Moments
+from megatron_grpo.planning.dry.work import Work
+from megatron_grpo.platform.device import Platform
+from megatron_grpo.trainer.checkpoint import sharded_state
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
+from megatron_grpo.trainer.model.megatron_config import require_fp8
+from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
+from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
+from megatron_grpo.weight_sync.links import BUFFERS, schedule, split_messages
+from megatron_grpo.weight_sync.reshard import ShardSender
+from megatron_grpo.weight_sync.transfer_plan import aligned, packed_pieces, plan_pieces, wire_dtypes
+
+
+@dataclass(frozen=True)
+class DryReport:
+    """The memory of one rank's GPU."""
+
+    peak_bytes: int
+    """Most bytes of tensors at once; CUDA's context, NCCL's buffers and fragmentation come on top."""
+    phases: dict[str, int]
+    """Most bytes at once in each phase, in their order."""
+    held: dict[str, int]
+    """Bytes that were left at the end of each phase."""
+    holders: dict[str, int]
+    """Bytes at the peak, by kind of tensor."""
+    moments: Moments
+    """The fullest moment of each sort."""
+    work: Counter[Work]
+    """Work of the operators of all phases, and how often each was done."""
+    passes: Counter[tuple[str, int]]
+    """Forward passes of microbatches, by phase and model chunk."""
+
+
+_ALL_PHASES = frozenset(("train", "logprobs", "reference", "offload", "onload", "refit", "checkpoint"))
+
+
+def run_phases(config: Config) -> frozenset[str]:
+    """Phases of a step that a run of this configuration has, and its checkpoints."""
+    sleeps = config.generation.colocated and config.generates
+    phases = {
+        "train": True,
+        "logprobs": config.needs_prev_logprobs or config.logger.replay_every is not None,
+        "reference": config.uses_reference,
+        "offload": sleeps,
+        "onload": sleeps,
+        "refit": config.generates,
+        "checkpoint": config.saves,
+    }
+    return frozenset(name for name, happens in phases.items() if happens)
+
+
+def dry_run(
+    config: Config,
+    shape: ModelShape,
+    rank: int,
+    *,
+    expert_skew: float = 1.0,
+    moves: bool = True,
+    phases: Container[str] | None = None,
+) -> DryReport:
+    """Run the phases of two steps on a rank, whose microbatches are full, and all of whose tokens are sampled.
+
+    The second step shows the peak, since the optimizer's moments appear in the first. A process that calls this cannot
+    use its GPU for Megatron-Core afterwards.
+
+    Args:
+        config: the run's configuration; `problems` are not checked.
+        shape: sizes of the model.
+        rank: number of the rank in the layout of `config.policy.parallel`.
+        expert_skew: tokens of each of this rank's experts, relative to their mean over all experts.
+        moves: whether to run the phases around the engines' turns, a refit and a checkpoint too, half of the time.
+        phases: names of the phases to run, as `run_phases` gives them; None: all.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    return tracked_run(config, shape, rank, fake, expert_skew=expert_skew, moves=moves, phases=phases)
+
+
+def tracked_run(
+    config: Config,
+    shape: ModelShape,
+    rank: int,
+    fake: FakeTensorMode | None,
+    *,
+    expert_skew: float = 1.0,
+    moves: bool = True,
+    phases: Container[str] | None = None,
+) -> DryReport:
+    """A dry run on fake tensors or, to compare, on real ones; these are not moved to host memory."""
+    mode = DryMode(shape.experts.top_k if shape.experts is not None else 0)
+
+    def move(array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        tensor = tensor if fake is None else fake.from_tensor(tensor)
+        mode.follow(tensor)
+        return tensor
+
+    platform = Platform("dry", torch.device("cpu"), "fake", host="meta", move=move)
+    parallel = config.policy.parallel
+    destroy_parallel()
+    initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)
+    try:
+        with replaced_names(expert_skew, mode.log), fake or nullcontext(), mode:
+            with mode.phase("build"):
+                has_reference = config.uses_reference and shape.value_head is None
+                settings = RankSettings(
+                    config=_without_engine(config),
+                    shape=shape,
+                    folder="",
+                    reference=replace(config.reference, offload=False) if has_reference else None,
+                    temperature=config.generation.temperature,
+                    decay_steps=config.decay_steps,
+                )
+                policy = (DryRank if shape.value_head is None else DryValueRank)(settings, platform)
+                if config.policy.fp8.on_device:
+                    require_fp8(config.policy.fp8, shape, platform)
+                    _multiply_in_fp8(policy, config.policy.fp8)
+                if config.reference.offload:
+                    mode.discount(reference_weights(policy))
+            mode.name_kind(gradients_of(policy), "gradients")
+            mode.name_kind(optimizer_state_of(policy), "optimizer")
+            mode.name_kind(weights_of(policy), "weights")
+            wanted = _ALL_PHASES if phases is None else phases
+            _compute(policy, config, mode, wanted)
+            if fake is not None and moves:
+                _move(policy, config, mode, wanted)
+    finally:
+        destroy_parallel()
+    return DryReport(mode.peak, mode.peaks, mode.held, mode.holders, mode.moments, mode.log.found, mode.log.passes)
+
+
+def _without_engine(config: Config) -> PolicyConfig:
+    """The policy's configuration without FP8, which only the shape-only layers imitate, and with the whole optimizer on
+    the device, where the share that belongs on the host is left out of the count. Log-probabilities with a filter hold
+    a chunk's logits, as those of the chunked kernel do."""
+    policy = config.policy
+    fp8 = replace(policy.fp8, format="off") if policy.fp8.on_device else policy.fp8
+    kernel = "chunked" if config.generation.filters_in_training else policy.logprob_kernel
+    return replace(policy, fp8=fp8, logprob_kernel=kernel, optimizer=replace(policy.optimizer, cpu_offload=0.0))
+
+
+def _compute(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+    """The phases of a step between the engines' turns."""
+    policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
+    with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
+        rank.optimizer.step(rank.optimizer.grad_norm())
+    state = list(optimizer_state_of(rank))
+    mode.name_kind(state, "optimizer")
+    if policy.optimizer.cpu_offload:
+        mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
+        mode.forget_peaks()
+    work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
+    if isinstance(rank, DryValueRank):
+        with mode.phase("values"):
+            rank.values(*work)
+    elif "logprobs" in phases:
+        with mode.phase("logprobs"):
+            rank.logprobs(*work)
+    if reference and isinstance(rank, DryRank):
+        with mode.phase("reference"):
+            mode.count_again(reference_weights(rank))
+            rank.reference_logprobs(*work)
+            if config.reference.offload:
+                mode.discount(reference_weights(rank))
+    batch, microbatches = rank.full_microbatches(policy.microbatch_tokens, reference=reference)
+    counts = GlobalCounts(
+        tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
+    )
+    is_value = isinstance(rank, DryValueRank)
+    loss_fn: Any = MseValueLossFn(config.value_loss_fn) if is_value else ClippedPGLossFn(config.loss_fn)
+    with mode.phase("train"):
+        rank.train(batch, microbatches, loss_fn, counts)
+
+
+def _move(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+    """The phases around the engines' turns, a refit and a checkpoint."""
+    if "offload" in phases:
+        with mode.phase("offload"):
+            rank.memory.give_up(weights=True)
+        with mode.phase("onload"):
+            rank.memory.take_back()
+    if "refit" in phases and isinstance(rank, DryRank):
+        with mode.phase("refit"), torch.no_grad():
+            number = dist.get_rank()
+            with _disable_current_modes():
+                shards = training_shards(config.policy.parallel, rank.shape)
+                links: Any = DryLinks(config, rank.shape, shards, number)
+            ShardSender(rank, shards[number], links).send(version=0)
+    if "checkpoint" in phases:
+        with mode.phase("checkpoint"):
+            sharded_state(rank, is_loading=False)
+
+
+class DryLinks:
+    """A rank's messages of a refit, which are packed into its buffers and go nowhere (`Links`)."""
+
+    def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
+        generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
+        dtypes = wire_dtypes(shape, config.policy.precision, config.refit.fp8_blocks)
+        engine = engine_shards(generation, shape)
+        scheduled = schedule(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)
+        self.messages = split_messages(scheduled[scheduled["source"] == rank])
+        laid = [packed_pieces(pieces, [getattr(torch, name) for name in dtypes]) for pieces in self.messages]
+        self.packed_pieces = [pieces for pieces, _ in laid]
+        self.sizes = [size for _, size in laid]
+
+    def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
+        """Pack the messages one after the other."""
+        most = aligned(max(self.sizes, default=0))
+        buffers = torch.empty(BUFFERS, most, dtype=torch.uint8)
+        for number, size in enumerate(self.sizes):
+            fill(number, buffers[number % BUFFERS, :size])
+
+
+def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
+    """Let the layers that are not to stay in bfloat16 multiply in FP8.
+
+    Except with delayed scales Megatron-Core lets the projection after attention save its input as it came, since
+    attention keeps that tensor, its output, anyway.
+    """
+    layers = [layer for chunk in (*rank.chunks, *(rank.reference or ())) for layer in chunk.decoder.layers]
+    for layer in layers:
+        if fp8.first_layers_bf16 < layer.layer_number <= rank.shape.layers - fp8.last_layers_bf16:
+            for module in layer.modules():
+                if isinstance(module, Quantizable):
+                    module.fp8 = fp8
+            layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
+
+
+class _Dry(ModelRank):
+    """A rank without numbers: its microbatches are planned on the host, outside of the modes."""
+
+    def __init__(self, settings: RankSettings, platform: Platform) -> None:
+        super().__init__(settings, platform, load=lambda *_: None)
+        self.maker = HostMaker(settings.config, settings.shape, platform)
+
+    def full_microbatches(self, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
+        """Microbatches of `most_tokens` tokens in the longest sequences, as many as the pipeline holds at once.
+
+        All tokens are sampled. `reference`: whether there are log-probabilities of the reference policy.
+        """
+        config, parallel = self.config, self.config.parallel
+        longest = min(config.max_total_sequence_length, most_tokens)
+        lengths = [longest] * (most_tokens // longest)
+        number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)
+        part = self.maker.place(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
+        STAGE_SHAPE[:] = part, 1, self.shape.hidden
+        with _disable_current_modes():
+            zeros = torch.zeros(sum(lengths) * number)
+            fields = TokenFields(
+                token_ids=zeros.int(),
+                sampled=zeros == 0,
+                loss_mask=1 - zeros,
+                generation_logprobs=zeros,
+                prev_logprobs=zeros,
+                reference_logprobs=zeros if reference else None,
+                advantages=zeros,
+                values=zeros if self.shape.value_head is not None else None,
+                returns=zeros if self.shape.value_head is not None else None,
+            )
+        sequences = iter(range(len(lengths) * number))
+        return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]
+
+
+class DryRank(_Dry, PolicyRank):
+    """A rank of the policy without numbers."""
+
+    @property
+    def head_kernel(self) -> Any:
+        """The fused kernel's tensors, unless the configuration asks for the chunked kernel."""
+        return self.config.logprob_kernel if self.config.logprob_kernel == "chunked" else ShapedLogprobs()
+
+
+class DryValueRank(_Dry, ValueRank):
+    """A rank of the value model without numbers."""
+
+
+def reference_weights(rank: ModelRank) -> list[Tensor]:
+    """The weights of the reference policy, which are on the device here even if they are to be on the host."""
+    return [parameter for chunk in rank.reference or () for parameter in chunk.parameters()]
+
+
+class HostMaker(MicrobatchMaker):
+    """Makes microbatches of real numbers; only the platform's `move` leaves them behind."""
+
+    def make(self, *arguments: Any) -> Microbatch:
+        """A microbatch, as `MicrobatchMaker` makes it."""
+        with _disable_current_modes():
+            return super().make(*arguments)

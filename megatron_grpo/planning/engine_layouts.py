@@ -1,0 +1,98 @@
+"""The layout of engines on some GPUs: the one that answers a step's prompts soonest, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.generation_cost import decoder_of, engine_size, generate, lengths_of
+from megatron_grpo.planning.hardware import Hardware
+from megatron_grpo.planning.refusals import Refusals
+from megatron_grpo.preflight.load import problems_with
+
+_STAGES = 8
+"""Most pipeline stages of an engine that are tried."""
+
+
+def engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[GenerationParallelConfig]:
+    """Every way to share GPUs out to engines: those without experts of their own on each rank, and those with."""
+    recipe = config.generation.parallel
+    stages = [size for size in range(1, _STAGES + 1) if gpus % size == 0]
+    for pipeline in dict.fromkeys([recipe.pipeline] * (gpus % recipe.pipeline == 0) + stages):
+        for tensor in range(1, min(config.cluster.gpus, gpus) + 1):
+            if gpus % (tensor * pipeline):
+                continue
+            for expert in [1] if shape.experts is None or tensor == 1 else [1, tensor]:
+                data = gpus // tensor // pipeline
+                yield replace(recipe, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
+
+
+def best_engines(
+    config: Config, shape: ModelShape, hardware: Hardware, policy_gpus: int, gpus: int, refusals: Refusals
+) -> Config | None:
+    """The configuration with the engines that answer a step's prompts soonest, on this many GPUs; None: there are none.
+
+    Args:
+        config: the recipe.
+        shape: sizes of the model.
+        hardware: the GPUs.
+        policy_gpus: GPUs of the policy, which fills nodes before the engines.
+        gpus: GPUs that the engines share out.
+        refusals: gets the problems of the layouts that are refused.
+    """
+    best: tuple[float, Config] | None = None
+    policy = replace(config.policy, parallel=ParallelConfig(data=policy_gpus))
+    for parallel in engine_layouts(config, shape, gpus):
+        tried = replace(config, generation=replace(config.generation, parallel=parallel))
+        # The search looks for the policy's layout afterwards; here only its GPUs count.
+        problems = [one for one in problems_with(replace(tried, policy=policy), shape) if is_of_engines(one)]
+        if refusals.refuse(problems):
+            continue
+        lacking = room_problems(tried, shape, hardware)
+        if lacking:
+            refusals.lack_room(_lacking_gib(tried, shape, hardware), lacking[0])
+            continue
+        seconds = _seconds(tried, shape, hardware)
+        if best is None or seconds < best[0]:
+            best = seconds, tried
+    return None if best is None else best[1]
+
+
+def is_of_engines(problem: Problem) -> bool:
+    """Whether a problem is one of the engines' layout, whatever the policy's is."""
+    return problem.key.startswith("generation.parallel.")
+
+
+def room_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list[Problem]:
+    """The problem of engines whose cache does not hold the longest sequence."""
+    size, parallel = engine_size(config, shape, hardware), config.generation.parallel
+    longest, share = config.policy.max_total_sequence_length, config.generation.engine.gpu_memory_utilization
+    if size.most_sequences(longest) >= 1:
+        return []
+    stages = f" x pipeline={parallel.pipeline}" if parallel.pipeline > 1 else ""
+    weights, others = size.weight_bytes / 2**30, size.activation_bytes / 2**30
+    text = (
+        f"has {weights:.1f} GiB of weights and {others:.1f} GiB of activations on a GPU, of which "
+        f"generation.engine.gpu_memory_utilization={share:g} gives it {share * hardware.memory_gib:.1f} GiB; "
+        f"that leaves a cache of {size.cache_tokens} tokens, and policy.max_total_sequence_length={longest}"
+    )
+    return [Problem(f"generation.parallel.tensor={parallel.tensor}{stages}", text)]
+
+
+def _lacking_gib(config: Config, shape: ModelShape, hardware: Hardware) -> float:
+    """GiB that an engine's GPU lacks for the longest sequence."""
+    size, longest = engine_size(config, shape, hardware), config.policy.max_total_sequence_length
+    has = config.generation.engine.gpu_memory_utilization * hardware.memory_gib
+    return (size.weight_bytes + size.activation_bytes + longest * size.kv_bytes_per_token) / 2**30 - has
+
+
+def _seconds(config: Config, shape: ModelShape, hardware: Hardware) -> float:
+    """Seconds of an engine for its share of a step's prompts."""
+    lengths, size = lengths_of(config), engine_size(config, shape, hardware)
+    most = max(1, min(config.generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean()))))
+    share = lengths.responses[:: config.generation.parallel.data]
+    copies = config.loop.num_generations_per_prompt
+    return generate(decoder_of(config, shape, hardware), lengths.prompt, share, most, copies).seconds

@@ -1,0 +1,163 @@
+"""Arithmetic of a layout before any dry run: bytes that a rank holds, bytes of activations, seconds of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_grpo.config.schema import Config, PolicyConfig
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import training_shards
+from megatron_grpo.planning.generation_cost import attention_numbers, expert_numbers, lengths_of
+from megatron_grpo.planning.hardware import Hardware
+
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+def static_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of weights, gradients and optimizer state of the fullest rank, without padding; with adapters, of weights.
+
+    A number trained in bfloat16 takes 2 bytes as weight, 4 as gradient, and 12 in the optimizer: main weight and two
+    moments, which a distributed optimizer splits over replicas. In float32 the weight is the main weight.
+    """
+    policy, parallel = config.policy, config.policy.parallel
+    each, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
+    weight, gradient, state = number_bytes(policy)
+    copies = 2 if config.uses_reference and not config.reference.offload and not policy.lora.rank else 1
+    worst = 0.0
+    for shard in training_shards(parallel, shape)[::each]:
+        dense, routed = layer_numbers(shape, shard.layers)
+        dense += _ends(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
+        total = 0.0
+        for numbers, replicas in (
+            (dense / parallel.tensor, parallel.data * parallel.context),
+            (routed / parts, each // parts),
+        ):
+            split = replicas if policy.optimizer.distributed else 1
+            trained = 0.0 if policy.lora.rank else gradient + state * (1 - policy.optimizer.cpu_offload) / split
+            total += numbers * (copies * weight + trained)
+        worst = max(worst, total)
+    return int(worst)
+
+
+def _ends(has_embedding: bool, has_head: bool, shape: ModelShape) -> int:
+    """Matrices of the vocabulary that a stage holds: embedding and head, one matrix where they are tied."""
+    return int(has_embedding) + int(has_head and not (shape.tied_embeddings and has_embedding))
+
+
+def number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
+    """Bytes of a trained number: as weight, as gradient, and in the optimizer; at least, where fields change them."""
+    fields = policy.megatron_optimizer
+    weight = 1.0 if policy.fp8.on_device and policy.fp8.parameters else float(_WIDTH[policy.precision])
+    reduced = policy.ddp.get("grad_reduce_in_fp32", True) and policy.precision != "float32"
+    gradient = _WIDTH.get(str(fields.get("main_grads_dtype", "float32")), 4) if reduced else _WIDTH[policy.precision]
+    main = _WIDTH.get(str(fields.get("main_params_dtype", "float32")), 2)
+    moments = sum(_WIDTH.get(str(fields.get(name, "float32")), 1) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    return weight, float(gradient), float(moments + (main if policy.precision != "float32" else 0))
+
+
+def host_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes of host memory, over all nodes, of tensors that are kept off the GPUs.
+
+    Optimizer state on the host is a main weight, a gradient and two moments, in float32. Where engines share the GPUs
+    they leave their weights there, and the policy its own and the optimizer's state, in turn. A checkpoint in the
+    background copies weights and optimizer state.
+    """
+    policy, parallel, engines = config.policy, config.policy.parallel, config.generation.parallel
+    numbers = sum(layer_numbers(shape, range(shape.layers))) + _ends(True, True, shape) * shape.vocab * shape.hidden
+    weight, _, state = number_bytes(policy)
+    copies = parallel.data * parallel.context  # of dense matrices; experts have as many or fewer
+    dense = numbers - layer_numbers(shape, range(shape.layers))[1]
+    held = dense * copies + (numbers - dense) * max(
+        1, copies * parallel.tensor // (parallel.expert * parallel.expert_tensor)
+    )
+    trained = 0.0 if policy.lora.rank else 1.0
+    split = 1.0 if policy.optimizer.distributed else held / numbers
+    offload = policy.optimizer.cpu_offload
+    total = trained * numbers * split * 16 * offload
+    if config.uses_reference and config.reference.offload and not policy.lora.rank:
+        total += held * weight
+    if config.generation.colocated and config.generates:
+        total += held * weight + trained * numbers * split * state * (1 - offload)
+        total += numbers * _WIDTH[config.engine_dtype] * engines.data
+    if config.saves and config.checkpointing.async_save:
+        total += numbers * (weight + trained * state)
+    return total
+
+
+def layer_numbers(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
+    """Numbers in the matrices of layers besides routed experts, and of these layers' routed experts."""
+    dense, routed = len(layers) * attention_numbers(shape, 1), 0.0
+    with_experts = sum(map(shape.has_experts, layers))
+    if shape.experts is not None:
+        routed += with_experts * shape.experts.count * expert_numbers(shape)
+        dense += with_experts * shape.hidden * (3 * shape.experts.shared_ffn_hidden + shape.experts.count)
+    return dense + (len(layers) - with_experts) * 3 * shape.hidden * shape.ffn_hidden, routed
+
+
+def activation_bytes(config: Config, shape: ModelShape) -> float:
+    """Rough bytes of activations of the fullest stage: what the microbatches in flight keep for the backward pass.
+
+    With recomputation a layer keeps its input, and one layer at a time all of it; without, every layer keeps the inputs
+    of its products and norms, queries, keys, values and the output of attention.
+    """
+    policy, parallel = config.policy, config.policy.parallel
+    tokens = policy.microbatch_tokens / parallel.context
+    rows = parallel.tensor if parallel.sequence else 1
+    layers = max(
+        len(shard.layers) for shard in training_shards(parallel, shape)[:: parallel.world_size // parallel.pipeline]
+    )
+    in_flight = (
+        parallel.pipeline if parallel.virtual_pipeline == 1 else parallel.pipeline * (1 + 1 / parallel.virtual_pipeline)
+    )
+    width, heads = _WIDTH[policy.precision], shape.attention_heads * shape.head_dim
+    keys = 2 * shape.key_value_heads * shape.head_dim
+    whole = 5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + 4 * shape.ffn_hidden / parallel.tensor
+    if shape.experts is not None:
+        experts = shape.experts
+        wide = experts.top_k * (3 * shape.hidden + 4 * experts.ffn_hidden) / parallel.tensor
+        wide += 4 * experts.shared_ffn_hidden / parallel.tensor
+        whole = 5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + wide
+    kept = shape.hidden / rows if policy.activation_checkpointing else whole
+    logits = 2 * 4 * 256 * 2**20 / 4
+    return float(width * tokens * (layers * in_flight * kept + whole) + logits)
+
+
+def estimate(config: Config, shape: ModelShape, hardware: Hardware, tokens: float | None = None) -> float:
+    """Rough seconds of an optimizer step on the samples of a step, by which layouts are put in order.
+
+    Products at half of the peak; messages of tensor, context and expert parallelism that nothing hides, at the speed of
+    the slowest link between their ranks; the pipeline's bubble, (stages - 1) / (chunks * microbatches).
+
+    Args:
+        config: the run's configuration.
+        shape: sizes of the model.
+        hardware: the GPUs.
+        tokens: tokens of all samples of a step; None: those of `lengths_of`.
+    """
+    policy, parallel = config.policy, config.policy.parallel
+    tokens = float(lengths_of(config).totals.sum()) if tokens is None else tokens
+    passes = 4.0 if policy.activation_checkpointing else 3.0
+    experts = shape.experts
+    dense, routed = layer_numbers(shape, range(shape.layers))
+    active = shape.vocab * shape.hidden + dense
+    active += routed * experts.top_k / experts.count if experts is not None else 0.0
+    compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])
+    own = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
+
+    def speed(ranks: int) -> float:
+        within = ranks <= hardware.gpus_per_domain
+        return hardware.local_bytes_per_s if within else hardware.network_bytes_per_s
+
+    row = 2.0 * shape.hidden
+    split = 4 * own * row * (parallel.tensor - 1) / parallel.tensor / hardware.local_bytes_per_s
+    ring = parallel.context - 1
+    keys = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
+    split += ring * own * keys / speed(parallel.tensor * parallel.context)
+    if experts is not None and parallel.expert > 1:
+        copies = own / parallel.tensor * experts.top_k * row
+        split += 2 * copies * (parallel.expert - 1) / parallel.expert / speed(parallel.expert)
+    microbatches = max(1, math.ceil(tokens / parallel.data / policy.microbatch_tokens))
+    bubble = (parallel.pipeline - 1) / parallel.virtual_pipeline / microbatches
+    wasted = math.ceil(microbatches / parallel.pipeline) * parallel.pipeline / microbatches
+    return (compute + passes * split) * (1 + bubble) * (wasted if parallel.virtual_pipeline > 1 else 1.0)

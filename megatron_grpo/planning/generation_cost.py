@@ -1,0 +1,309 @@
+"""Generation by vLLM: memory of an engine, seconds of prefill and decoding, and the batch while responses end."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import VOCABULARY_MULTIPLE, engine_shards
+from megatron_grpo.planning.costs import collective_s
+from megatron_grpo.planning.hardware import Hardware
+
+BLOCK_TOKENS = 16
+"""Tokens of a block of the KV cache, vLLM's default on GPUs."""
+_GRAPHS_BYTES = 1.5e9
+"""Bytes that an engine's rank takes besides weights and cache: captured graphs, workspaces of attention."""
+_PROFILED_TOKENS = 8192
+"""Tokens of the forward pass with which vLLM measures activations, its default for max_num_batched_tokens on GPUs."""
+_WIDTH = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the samples of a step."""
+
+    prompt: float
+    """Mean tokens of a prompt."""
+    responses: NDArray[np.float64]
+    """[samples]: tokens of each response."""
+    source: str
+    """Where they come from, for the plan's list of assumptions."""
+
+    @property
+    def totals(self) -> NDArray[np.float64]:
+        """[samples]: tokens of prompt and response together."""
+        return self.prompt + self.responses
+
+
+def log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, prompt: float) -> Lengths:
+    """Responses whose lengths are the quantiles of a log-normal distribution, cut off at the longest.
+
+    Args:
+        mean: mean of the distribution before the cut.
+        sigma: standard deviation of the logarithm of a length; 0: all alike.
+        samples: number of responses.
+        longest: most tokens of a response.
+        prompt: mean tokens of a prompt.
+    """
+    places = (np.arange(samples) + 0.5) / samples
+    normal = np.array([NormalDist().inv_cdf(place) for place in places])
+    lengths: NDArray[np.float64] = np.exp(math.log(mean) - sigma**2 / 2 + sigma * normal)
+    source = f"responses of {mean:g} tokens on average, log-normal with sigma {sigma:g}, at most {longest}"
+    return Lengths(prompt, np.asarray(np.clip(np.rint(lengths), 1, longest), dtype=np.float64), source)
+
+
+def recorded_lengths(run_dir: Path, samples: int) -> Lengths:
+    """Lengths of a recorded run's last step, repeated or thinned out to `samples`.
+
+    Raises:
+        FileNotFoundError: the run has no rollouts.
+    """
+    from megatron_grpo.batch.rollout_files import read_rollouts, recorded_steps
+
+    last = max(recorded_steps(run_dir), default=0)
+    rows = list(read_rollouts(run_dir, last))
+    sampled = np.array([sum(end - begin for begin, end, _ in row["spans"]) for row in rows], dtype=np.float64)
+    totals = np.array([len(row["token_ids"]) for row in rows], dtype=np.float64)
+    places = (np.arange(samples) + 0.5) / samples
+    chosen = np.asarray(np.quantile(sampled, places, method="inverted_cdf"), dtype=np.float64)
+    return Lengths(float((totals - sampled).mean()), chosen, f"responses of {run_dir}, step {last}")
+
+
+def lengths_of(config: Config) -> Lengths:
+    """Lengths of the samples of a step: those of plan.*, or of a recorded run.
+
+    Raises:
+        ValueError: plan.lengths_from has no rollouts.
+    """
+    plan, longest = config.plan, config.generation.max_new_tokens
+    if plan.workload == "pretrain":
+        tokens = config.policy.max_total_sequence_length
+        number = plan.global_batch_samples or config.policy.train_global_batch_samples or config.samples_per_step
+        return Lengths(0.0, np.full(number, float(tokens)), f"{number} sequences of {tokens} tokens")
+    if plan.lengths_from is not None:
+        try:
+            return recorded_lengths(Path(plan.lengths_from), config.samples_per_step)
+        except OSError as error:
+            raise ValueError(f"plan.lengths_from={plan.lengths_from} has no rollouts: {error}") from None
+    prompt = plan.prompt_tokens or max(config.data.max_input_seq_length // 4, 1)
+    mean = plan.response_tokens or max(longest // 2, 1)
+    return log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """Sizes of the fullest rank of an engine."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    """Bytes of the KV cache for each token of a sequence."""
+    activation_bytes: int
+    """Most bytes of tensors in a forward pass, and what an engine takes besides."""
+    cache_blocks: int
+    """Blocks of the KV cache that fit into generation.engine.gpu_memory_utilization; 0: the engine does not fit."""
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.cache_blocks * BLOCK_TOKENS
+
+    def most_sequences(self, tokens: float) -> int:
+        """Sequences of this many tokens that the cache holds at once."""
+        return self.cache_blocks // math.ceil(tokens / BLOCK_TOKENS)
+
+
+def engine_size(config: Config, shape: ModelShape, hardware: Hardware) -> EngineSize:
+    """Sizes of an engine's fullest rank by vLLM's arithmetic.
+
+    vLLM gives the cache what gpu_memory_utilization leaves after weights and the activations that it measures with a
+    pass of max_num_batched_tokens tokens: the widest feed-forward, and logits in float32 of max_num_seqs tokens.
+    """
+    generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
+    width, matrix_width = _widths(config)
+    weights = max(_weights(shape, one, width, matrix_width) for one in engine_shards(parallel, shape))
+    kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
+    layers = math.ceil(shape.layers / parallel.pipeline)
+    kv = kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
+    tokens = engine.max_num_batched_tokens or _PROFILED_TOKENS
+    wide = 2 * shape.ffn_hidden / parallel.tensor + 3 * shape.hidden
+    if shape.experts is not None:
+        wide = max(wide, 3 * shape.hidden + shape.experts.top_k * (2 * shape.experts.ffn_hidden + shape.hidden))
+    logits = 4 * 2 * engine.max_num_seqs * shape.vocab
+    activations = int(width * tokens * wide + logits + _GRAPHS_BYTES)
+    left = hardware.memory_gib * 2**30 * engine.gpu_memory_utilization - weights - activations
+    return EngineSize(weights, kv, activations, max(0, int(left // (BLOCK_TOKENS * kv))))
+
+
+def _widths(config: Config) -> tuple[int, int]:
+    """Bytes of a number in an engine: of activations, norms and embeddings, and of the layers' matrices."""
+    width = _WIDTH[config.engine_dtype]
+    return width, 1 if str(config.generation.engine_args.get("quantization", "")).startswith("fp8") else width
+
+
+def kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) -> int:
+    """Bytes of a rank's KV cache for each token: keys and values of its heads, or one latent vector and the key's
+    rotated part, which every rank has (multi-latent attention)."""
+    if shape.latent is not None:
+        return layers * (shape.latent.rank + shape.latent.rope_dim) * width
+    return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
+
+
+def attention_numbers(shape: ModelShape, tensor: int) -> float:
+    """Numbers in a layer's attention matrices on a rank."""
+    latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
+    if latent is None:
+        own = max(1, shape.key_value_heads / tensor)
+        return hidden * shape.head_dim * (2 * heads / tensor + 2 * own)
+    query = latent.plain_dim + latent.rope_dim
+    down = hidden * (latent.rank + latent.rope_dim) + (hidden * latent.query_rank if latent.query_rank else 0)
+    up = (latent.query_rank or hidden) * heads * query + latent.rank * heads * (latent.plain_dim + latent.value_dim)
+    return down + (up + heads * latent.value_dim * hidden) / tensor
+
+
+def expert_numbers(shape: ModelShape) -> int:
+    """Numbers in the matrices of one expert."""
+    assert shape.experts is not None
+    return 3 * shape.hidden * shape.experts.ffn_hidden
+
+
+def _weights(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> int:
+    """Bytes of a rank's weights; norms are left out."""
+    tensor, total = shard.tensor.count, 0.0
+    for layer in shard.layers:
+        numbers = attention_numbers(shape, tensor)
+        if shape.has_experts(layer):
+            assert shape.experts is not None
+            first, last = shard.experts
+            numbers += (last - first) * expert_numbers(shape) / shard.expert_tensor.count
+            numbers += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
+            total += width * shape.hidden * shape.experts.count
+        else:
+            numbers += 3 * shape.hidden * shape.ffn_hidden / tensor
+        total += matrix_width * numbers
+    rows = math.ceil(shape.vocab / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE / tensor
+    heads = int(shard.embedding) + int(shard.end and not shape.tied_embeddings)
+    return int(total + heads * width * rows * shape.hidden)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Seconds of an engine's forward passes, on each of its ranks."""
+
+    shape: ModelShape
+    hardware: Hardware
+    tensor: int
+    """Ranks among which matrices, or experts, are divided; pipeline stages follow each other and share nothing."""
+    width: int
+    weight_width: int
+
+    def step_s(self, sequences: float, context: float) -> float:
+        """A decoding step of all sequences of mean length `context`: a roofline over weights, cache and operations.
+
+        Of a layer's experts those are read that some token chose: E (1 - (1 - k / E)^b) of E for b tokens.
+        """
+        reached, shape = self.hardware.efficiency, self.shape
+        kv = kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
+        read = self._read(sequences) + sequences * context * kv
+        flops = 2.0 * sequences * self._active()
+        speed = self.hardware.flops["bfloat16"] * reached.matmul
+        kernels = max(read / (self.hardware.memory_bytes_per_s * reached.decode_memory), flops / speed)
+        messages = 2 * shape.layers * self._reduce_s(sequences)
+        return float(kernels + messages + shape.layers * reached.decode_layer_s + reached.decode_step_s)
+
+    def prefill_s(self, tokens: float, context: float) -> float:
+        """Tokens of prompts that each see `context` tokens at most, half of them masked; passes are full of tokens."""
+        reached, shape = self.hardware.efficiency, self.shape
+        heads = shape.attention_heads / self.tensor
+        attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
+        speed = self.hardware.flops["bfloat16"] * reached.matmul
+        products = 2.0 * tokens * self._active() / speed
+        messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._reduce_s(_PROFILED_TOKENS)
+        return float(products + attention / (self.hardware.flops["bfloat16"] * reached.attention) + messages)
+
+    def _active(self) -> float:
+        """Numbers that a token is multiplied with on a rank of each stage, over all stages."""
+        shape, total = self.shape, 0.0
+        for layer in range(shape.layers):
+            total += attention_numbers(shape, self.tensor)
+            if shape.has_experts(layer):
+                assert shape.experts is not None
+                total += shape.experts.top_k * expert_numbers(shape) / self.tensor
+                total += 3 * shape.hidden * shape.experts.shared_ffn_hidden / self.tensor
+            else:
+                total += 3 * shape.hidden * shape.ffn_hidden / self.tensor
+        return total + shape.hidden * shape.vocab / self.tensor
+
+    def _read(self, sequences: float) -> float:
+        """Bytes of weights that a decoding step reads on a rank of each stage, over all stages."""
+        shape, experts = self.shape, self.shape.experts
+        numbers = self._active()
+        if experts is not None:
+            touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
+            layers = sum(map(shape.has_experts, range(shape.layers)))
+            numbers += layers * (touched - experts.top_k) * expert_numbers(shape) / self.tensor
+        return self.weight_width * numbers
+
+    def _reduce_s(self, tokens: float) -> float:
+        """The all-reduce of a layer's output over the engine's tensor-parallel ranks, by vLLM's own kernel."""
+        if self.tensor == 1:
+            return 0.0
+        nbytes, reached = int(tokens * self.shape.hidden * self.width), self.hardware.efficiency
+        ring = collective_s(self.hardware, "allreduce", nbytes, tuple(range(self.tensor)))
+        return ring - reached.message_s + reached.decode_message_s
+
+
+def decoder_of(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
+    """The engines of a run."""
+    return Decoder(shape, hardware, config.generation.parallel.tensor, *_widths(config))
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Seconds of an engine that answers its share of a step's prompts."""
+
+    seconds: float
+    """Until the last response is complete."""
+    busy: float
+    """Mean number of sequences that decode, over `seconds`."""
+
+
+def generate(decoder: Decoder, prompt: float, responses: NDArray[np.float64], most: int, copies: int) -> Generated:
+    """Decode responses, of which at most `most` run at once; the others begin when one is complete.
+
+    Between two completions the batch does not change, and a step takes as long as in their middle.
+
+    Args:
+        decoder: the engine.
+        prompt: tokens of each prompt.
+        responses: [responses of the engine]: their lengths.
+        most: sequences that run at once.
+        copies: responses to the same prompt, which share its prefill (the prefix cache).
+    """
+    assert most > 0, "the engine holds no sequence"
+    waiting = [float(one) for one in responses][::-1]
+    clock, decoded, area = 0.0, 0.0, 0.0
+    running: list[tuple[float, float]] = []  # (decoded tokens of the engine at the end, at the beginning)
+    began = 0.0
+    while running or waiting:
+        while waiting and len(running) < most:
+            length = waiting.pop()
+            heapq.heappush(running, (decoded + length, decoded))
+            began += decoded
+            clock += decoder.prefill_s(prompt / copies, prompt)
+        end = running[0][0]
+        steps, batch = end - decoded, len(running)
+        context = prompt + decoded + steps / 2 - began / batch
+        seconds = steps * decoder.step_s(batch, context)
+        clock, area, decoded = clock + seconds, area + seconds * batch, end
+        while running and running[0][0] <= decoded:
+            began -= heapq.heappop(running)[1]
+    return Generated(clock, area / clock if clock else 0.0)

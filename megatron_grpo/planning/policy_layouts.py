@@ -1,0 +1,196 @@
+"""Legal layouts of a recipe on a number of GPUs: those that pass the run's checks, and the reasons of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.estimates import static_bytes
+from megatron_grpo.planning.refusals import Refusals
+from megatron_grpo.preflight.layout_checks import gpus_needed, gpus_of_reward_models
+from megatron_grpo.preflight.load import problems_with
+
+_OTHER_SECTIONS = ("generation.parallel", "value.parallel", "cluster.gpus_per_node")
+"""Keys of problems that other parts of a layout have: engines, the value model, and the sum of all GPUs."""
+POLICY_SIZES = (
+    *("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data", "sequence"),
+    *("first_stage_layers", "last_stage_layers", "count_embedding", "count_loss"),
+)
+"""Keys of policy.parallel and value.parallel."""
+ENGINE_SIZES = ("tensor", "pipeline", "expert", "data")
+"""Keys of generation.parallel."""
+_CHUNKS = (1, 2, 4)
+"""Model chunks of a pipeline rank that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A legal layout, with the estimates that decide the order in which layouts run dry."""
+
+    config: Config
+    static_gib: float
+    """GiB of weights, gradients and optimizer state of the fullest rank."""
+    estimated_s: float
+    """Rough seconds of a pass over the samples."""
+    estimated_gib: float = 0.0
+    """Rough GiB of the fullest rank, activations included."""
+
+
+def overrides_of(config: Config) -> list[str]:
+    """The overrides with which a recipe gets the layouts that a search found."""
+    policy, engines = config.policy, config.generation.parallel
+    found = [f"policy.parallel.{name}={written(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
+    found.append(f"policy.activation_checkpointing={written(policy.activation_checkpointing)}")
+    if policy.activation_checkpointing:
+        found.append(f"policy.recompute_modules={written(policy.recompute_modules)}")
+    if not config.generates or config.generation.server.urls:
+        return found
+    return found + [f"generation.parallel.{name}={getattr(engines, name)}" for name in ENGINE_SIZES]
+
+
+def written(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def layout_name(config: Config) -> str:
+    """A layout in short: TP4 PP2 DP4, recompute."""
+    parallel = config.policy.parallel
+    sizes = {
+        "TP": parallel.tensor,
+        "PP": parallel.pipeline,
+        "VPP": parallel.virtual_pipeline,
+        "CP": parallel.context,
+        "EP": parallel.expert,
+        "DP": parallel.data,
+    }
+    text = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+    ends = parallel.first_stage_layers, parallel.last_stage_layers
+    text += f" (layers {ends[0] or '='} … {ends[1] or '='})" if any(ends) else ""
+    return text + (", recompute" if config.policy.activation_checkpointing else "")
+
+
+def has_own_engines(config: Config) -> bool:
+    """Whether the run starts engines on GPUs of its own."""
+    return config.generates and not config.generation.server.urls
+
+
+def gpu_splits(config: Config) -> list[tuple[int, int]]:
+    """GPUs of the policy and of the engines, in the order in which a search tries them.
+
+    First that in the recipe's proportion on all GPUs; then those whose smaller side, relative to the recipe's share of
+    it, is largest, and of equals that with the fewest idle GPUs. Colocated, both sides have the same GPUs. GPUs of the
+    value model and of reward models are left out.
+    """
+    total = config.cluster.num_nodes * config.cluster.gpus - int(-(-sum(gpus_of_reward_models(config).values()) // 1))
+    if not has_own_engines(config) or config.generation.colocated:
+        total -= 0 if config.generation.colocated else _value_gpus(config)
+        return [(number, number if has_own_engines(config) else 0) for number in range(total, 0, -1)]
+    total -= _value_gpus(config)
+    policy, engines = config.policy.parallel.world_size, config.generation.parallel
+    share = total * policy / (policy + engines.ranks_per_engine * engines.data)
+    splits = [(one, other) for one in range(1, total) for other in range(1, total - one + 1)]
+    return sorted(splits, key=lambda split: (-min(split[0] / share, split[1] / (total - share), 1), -sum(split)))
+
+
+def _value_gpus(config: Config) -> int:
+    return 0 if config.value_model is None else config.value_model.parallel.world_size
+
+
+def idle_gpus(config: Config) -> int:
+    """GPUs of the run's nodes that nothing uses."""
+    used = sum(gpus_needed(config).values())
+    return max(0, config.cluster.num_nodes * config.cluster.gpus - int(-(-used // 1)))
+
+
+def legal_layouts(
+    config: Config, shape: ModelShape, gpus: int, refusals: Refusals | None = None, *, needs_all: bool = True
+) -> Iterator[Config]:
+    """Every layout of the policy on this many GPUs that passes the run's checks, with and without recomputed layers.
+
+    A size that the checks refuse by itself is not combined with others.
+
+    Args:
+        config: the recipe.
+        shape: sizes of the model.
+        gpus: ranks of the policy.
+        refusals: gets the problems of the sizes and layouts that are refused.
+        needs_all: whether a layout has to pass the checks of the whole run too: engines, value model, sum of all GPUs.
+    """
+    check = problems_with if needs_all else _size_problems
+    refusals = Refusals() if refusals is None else refusals
+    for made in possible_layouts(config, shape, gpus, refusals):
+        if not refusals.refuse(check(made, shape)):
+            yield made
+
+
+def possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Refusals) -> Iterator[Config]:
+    """Layouts of sizes each of which passes the run's checks by itself; arguments as of `legal_layouts`."""
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+
+    def usable(layouts: Iterable[ParallelConfig]) -> list[ParallelConfig]:
+        return [one for one in layouts if not refusals.refuse(_size_problems(_with_layout(config, one), shape))]
+
+    tensors = usable(ParallelConfig(tensor=size, sequence=size > 1) for size in sizes)
+    stages = usable(one for size in sizes if size <= shape.layers for one in _pipelines(config, shape, size))
+    replicas = {one.data for one in usable(ParallelConfig(data=size) for size in sizes)}
+    experts = [1] if shape.experts is None else [size for size in range(1, gpus + 1) if shape.experts.count % size == 0]
+    for tensor, stage, expert in product(tensors, stages, experts):
+        left, rest = divmod(gpus, tensor.tensor * stage.pipeline)
+        if rest or left * tensor.tensor % expert:
+            continue
+        for data in (size for size in replicas if left % size == 0):
+            parallel = replace(
+                stage, tensor=tensor.tensor, sequence=tensor.sequence, context=left // data, expert=expert, data=data
+            )
+            yield from _with_recomputation(config, parallel)
+
+
+def least_static_gib(config: Config, shape: ModelShape, gpus: int) -> float:
+    """Least GiB of weights, gradients and optimizer state of the fullest GPU, over layouts on this many GPUs."""
+    layouts = possible_layouts(config, shape, gpus, Refusals())
+    return min((static_bytes(layout, shape) / 2**30 for layout in layouts), default=float("inf"))
+
+
+def _pipelines(config: Config, shape: ModelShape, size: int) -> Iterator[ParallelConfig]:
+    """Pipelines of this many stages: with the recipe's ends, equal stages, or ends that take what does not divide."""
+    recipe = config.policy.parallel
+    if size == recipe.pipeline and (recipe.first_stage_layers or recipe.last_stage_layers):
+        first, last = recipe.first_stage_layers, recipe.last_stage_layers
+        yield ParallelConfig(pipeline=size, first_stage_layers=first, last_stage_layers=last)
+    elif shape.layers % size == 0:
+        for chunks in _CHUNKS if size > 1 else (1,):
+            if shape.layers // size % chunks == 0:
+                yield ParallelConfig(pipeline=size, virtual_pipeline=chunks)
+    else:
+        # The ends hold the embedding and the head, so they get fewer layers than the stages between them.
+        middle = -(-shape.layers // size)
+        left = shape.layers - (size - 2) * middle
+        if left < 2:
+            middle -= 1
+            left = shape.layers - (size - 2) * middle
+        yield ParallelConfig(pipeline=size, first_stage_layers=-(-left // 2), last_stage_layers=left // 2)
+
+
+def _with_recomputation(config: Config, parallel: ParallelConfig) -> Iterator[Config]:
+    for recompute in (False, True):
+        modules = [] if recompute else config.policy.recompute_modules
+        policy = replace(config.policy, activation_checkpointing=recompute, recompute_modules=modules)
+        yield _with_layout(replace(config, policy=policy), parallel)
+
+
+def _with_layout(config: Config, parallel: ParallelConfig) -> Config:
+    return replace(config, policy=replace(config.policy, parallel=parallel))
+
+
+def _size_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Problems of the run's checks for one size of a layout, the other sizes being 1."""
+    return [one for one in problems_with(config, shape) if not one.key.startswith(_OTHER_SECTIONS)]

@@ -1,0 +1,108 @@
+"""A planned refit in numbers: bytes and messages of each side, and the seconds of its busiest rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.weight_sync.links import schedule
+from megatron_grpo.weight_sync.transfer_plan import Pieces, plan_pieces, wire_dtypes
+
+MESSAGE_S = 50e-6
+"""Assumed seconds for each message in addition to the time for its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """Load of the ranks of one side of a refit, the policy or the engines."""
+
+    ranks: int
+    bytes: dict[str, int]
+    """Fewest and most bytes that a rank moves, as "smallest" and "largest"."""
+    most_peers: int
+    """Most ranks of the other side that one rank exchanges messages with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefitSummary:
+    """A planned refit in numbers."""
+
+    sending: RankLoad
+    receiving: RankLoad
+    bytes: int
+    pieces: int
+    messages: int
+    turns: int
+    """Largest number of consecutive messages of a rank."""
+    links: dict[tuple[int, int], int]
+    """Bytes by (rank of the policy, rank of the engines)."""
+    planned_s: float
+
+    def seconds(self, bytes_per_s: float) -> float:
+        """Estimated seconds of the busiest rank, if every rank sends and receives at this speed."""
+        busiest = max(self.sending.bytes["largest"], self.receiving.bytes["largest"])
+        return busiest / bytes_per_s + self.turns * MESSAGE_S
+
+    def as_dict(self, bytes_per_s: float) -> dict[str, Any]:
+        """All numbers except the links, for JSON."""
+        return {
+            **{name: value for name, value in asdict(self).items() if name != "links"},
+            "planned_s": round(self.planned_s, 3),
+            "assumed_bytes_per_s": bytes_per_s,
+            "estimated_s": round(self.seconds(bytes_per_s), 4),
+        }
+
+
+def refit_summary(
+    shape: ModelShape,
+    training: ParallelConfig,
+    generation: GenerationParallelConfig,
+    precision: str,
+    bucket_bytes: int,
+    fp8_blocks: bool = False,
+) -> RefitSummary:
+    """Plan a refit and count what it moves.
+
+    Args:
+        shape: sizes of the model.
+        training: layout of the policy.
+        generation: layout of the engines.
+        precision: type of the policy's weights, "float32" or "bfloat16".
+        bucket_bytes: most bytes of a message.
+        fp8_blocks: whether matrices of the layers are sent in FP8.
+    """
+    began = time.perf_counter()
+    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
+    dtypes = wire_dtypes(shape, precision, fp8_blocks)
+    scheduled = schedule(plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes)
+    planned_s = time.perf_counter() - began
+    targets = len(engine) * generation.data
+    codes, inverse = np.unique(
+        scheduled["source"].astype(np.int64) * targets + scheduled["target"], return_inverse=True
+    )
+    sums = np.bincount(inverse, weights=scheduled["bytes"]).astype(np.int64)
+    links = {(int(code) // targets, int(code) % targets): int(size) for code, size in zip(codes, sums, strict=True)}
+    message_keys = scheduled["source"].astype(np.int64) * (int(scheduled["turn"].max()) + 1) + scheduled["turn"]
+    return RefitSummary(
+        sending=_load(scheduled, "source", len(sources), codes // targets),
+        receiving=_load(scheduled, "target", targets, codes % targets),
+        bytes=int(scheduled["bytes"].sum()),
+        pieces=len(scheduled),
+        messages=len(np.unique(message_keys)),
+        turns=int(scheduled["turn"].max()) + 1,
+        links=links,
+        planned_s=planned_s,
+    )
+
+
+def _load(scheduled: Pieces, side: str, ranks: int, of_links: np.ndarray) -> RankLoad:
+    moved = np.bincount(scheduled[side], weights=scheduled["bytes"], minlength=ranks)
+    sizes = {"smallest": int(moved.min()), "largest": int(moved.max())}
+    return RankLoad(ranks, sizes, int(np.bincount(of_links).max()))

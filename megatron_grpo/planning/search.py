@@ -1,0 +1,302 @@
+"""Search for a layout: legal ones, those that fit ranked by the seconds of a step, and why the others lose."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.device_memory import GIB
+from megatron_grpo.planning.engine_layouts import best_engines
+from megatron_grpo.planning.estimates import activation_bytes, estimate, static_bytes
+from megatron_grpo.planning.generation_cost import lengths_of
+from megatron_grpo.planning.hardware import Hardware
+from megatron_grpo.planning.policy_layouts import (
+    Candidate,
+    gpu_splits,
+    has_own_engines,
+    idle_gpus,
+    least_static_gib,
+    legal_layouts,
+    overrides_of,
+)
+from megatron_grpo.planning.refusals import Refusals
+from megatron_grpo.planning.trace import LateError
+from megatron_grpo.planning.whole import PendingPlan, Plan, as_planned, profile, submit_plan
+
+_RANKING = 0.7
+"""Share of the seconds for brief plans of many layouts; the rest is for a whole plan of the best one."""
+_SPLITS = 400
+"""Most ways to share GPUs out between policy and engines that are tried."""
+_AHEAD = 2
+"""Candidates whose dry runs are submitted before the first of them is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayout:
+    """A layout that ran dry."""
+
+    plan: Plan | None
+    """The plan of the layout; None: the dry run of the layout failed."""
+    candidate: Candidate
+    reason: str
+    """Why it is not the first; empty for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The result of a search."""
+
+    best: list[PlannedLayout]
+    """Layouts that fit, the fastest first."""
+    failed: list[PlannedLayout]
+    """Layouts that ran dry and do not fit."""
+    legal: int
+    """Legal layouts."""
+    too_large: int
+    """Legal layouts whose weights, gradients and optimizer state alone exceed a GPU."""
+    left: int
+    """Layouts that did not run dry: their estimates are slower, or one that takes less memory does not fit."""
+    gpus: tuple[int, int]
+    """GPUs of the policy and of the engines."""
+    idle: int
+    """GPUs of the run's nodes that the layouts leave to nobody."""
+    least_gib: float
+    """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
+    why_not_all: str
+    """Why other GPUs of the run are idle, or shared out otherwise than in the recipe; empty: they are as in it."""
+    searched_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result for JSON."""
+        rows = [
+            {
+                "overrides": overrides_of(one.candidate.config),
+                "fits": fits,
+                "reason": one.reason,
+                **({} if one.plan is None else one.plan.as_dict()),
+            }
+            for fits, found in ((True, self.best), (False, self.failed))
+            for one in found
+        ]
+        counts = {"legal": self.legal, "too_large": self.too_large, "left": self.left}
+        policy, engines = self.gpus
+        shared = {
+            "least_gib": round(self.least_gib, 1),
+            "policy_gpus": policy,
+            "engine_gpus": engines,
+            "idle_gpus": self.idle,
+        }
+        told = {"why_not_all_gpus": self.why_not_all} if self.why_not_all else {}
+        return {"layouts": rows, **counts, **shared, **told, "searched_s": round(self.searched_s, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The GPUs of policy and engines, and the layouts of both that pass the run's checks."""
+
+    gpus: tuple[int, int]
+    config: Config
+    """The recipe with the best engines on these GPUs."""
+    candidates: list[Candidate]
+    """Layouts of the policy; those first whose estimated memory fits, the fastest first."""
+    too_large: int
+    """Legal layouts besides the candidates: their weights, gradients and optimizer state alone exceed a GPU."""
+    least_gib: float
+    """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
+
+
+def _least(config: Config, shape: ModelShape) -> float:
+    """Least GiB of weights, gradients and optimizer state of the fullest GPU, on any number of the run's GPUs."""
+    return min(least_static_gib(config, shape, gpus) for gpus in {policy for policy, _ in gpu_splits(config)})
+
+
+def search(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, wanted: int = 8) -> Search:
+    """Rank layouts by the seconds of a step; those with the best estimates run dry until the budget is used up.
+
+    Args:
+        config: the recipe; its nodes, batches, lengths and precision stay as they are.
+        shape: sizes of the model.
+        pool: processes of `trace.tracing`.
+        budget_s: seconds after which no further layout is waited for.
+        wanted: layouts that fit, after which the search ends.
+
+    Raises:
+        ValueError: no layout passes the run's checks; names every reason.
+        RunError: not one dry run was done in time.
+    """
+    began = time.monotonic()
+    gpu, config = profile(config), as_planned(config)
+    shares = _shares(config, shape, gpu)
+    found: tuple[Share, list[PlannedLayout]] | None = None
+    reason, unfit = "", ""
+    for share, why in shares:
+        layouts = list(_run(share.candidates, shape, pool, began + _RANKING * budget_s, wanted))
+        if found is None or _fitting(layouts):
+            found, reason = (share, layouts), "; ".join(filter(None, (unfit, why)))
+        if _fitting(layouts) or time.monotonic() > began + _RANKING * budget_s:
+            break
+        if not share.candidates and _least(config, shape) >= gpu.memory_gib - gpu.reserve_gib:
+            break  # the policy is too large for all GPUs together, so for any share of them
+        unfit = unfit or "no layout {} fits".format("of policy and engines on {} + {} GPUs".format(*share.gpus))
+    assert found is not None, "without a share there is an error"
+    share, layouts = found
+    if not layouts and share.candidates:
+        raise RunError(f"no dry run was done within plan.search_s={budget_s:g}; give more")
+    layouts = list(_confirmed(layouts, shape, pool, began + budget_s))
+    fitting = _fitting(layouts)
+    others = [one for one in layouts if one.plan is None or one.plan.problems]
+    return Search(
+        best=[replace(one, reason=why_slower(one.plan, fitting[0].plan)) for one in fitting],
+        failed=others,
+        legal=len(share.candidates) + share.too_large,
+        too_large=share.too_large,
+        left=len(share.candidates) - len(layouts),
+        gpus=share.gpus,
+        idle=idle_gpus(share.candidates[0].config if share.candidates else share.config),
+        least_gib=share.least_gib,
+        why_not_all=reason,
+        searched_s=time.monotonic() - began,
+    )
+
+
+def _shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[Share, str]]:
+    """The ways to share the GPUs out that have legal layouts, each with the reason why those before it have none.
+
+    Raises:
+        ValueError: there is no such way; names every reason.
+    """
+    splits, refused, tried = gpu_splits(config), Refusals(), 0
+    reasons: list[str] = []
+    policies: dict[int, bool] = {}
+    for policy_gpus, engine_gpus in splits[:_SPLITS]:
+        if policies.get(policy_gpus) is False:
+            continue
+        refusals, engines = Refusals(), config
+        if engine_gpus:
+            made = best_engines(config, shape, gpu, policy_gpus, engine_gpus, refusals)
+            if made is None:
+                refused.add(refusals)
+                reasons.append(f"no engines on {engine_gpus} GPUs")
+                continue
+            engines = made
+        share = _share(engines, shape, gpu, (policy_gpus, engine_gpus), refusals)
+        policies[policy_gpus] = bool(share.candidates or share.too_large)
+        if not policies[policy_gpus]:
+            refused.add(refusals)
+            reasons.append(f"no layout of the policy on {policy_gpus} GPUs")
+            continue
+        told = list(dict.fromkeys(reasons))
+        because = f": {next(refused.lines()).strip()}" if told and refused.problems() else ""
+        yield share, "; ".join(told[:3]) + because
+        tried += 1
+    if not tried:
+        raise ValueError("\n".join([_nothing_legal(config, splits), *refused.lines()]))
+
+
+def _nothing_legal(config: Config, splits: Sequence[tuple[int, int]]) -> str:
+    cluster = config.cluster
+    total = f"{cluster.num_nodes} x {cluster.gpus} GPUs"
+    if not splits:
+        return f"{total} leave none to the policy; change cluster.num_nodes"
+    sides = "policy and engines" if has_own_engines(config) else "the policy"
+    many = (
+        f", in the {_SPLITS} ways to share them out that are nearest to the recipe's" if len(splits) > _SPLITS else ""
+    )
+    return f"no layout of {sides} on {total} passes the run's checks{many}; the reasons:"
+
+
+def _share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, int], refusals: Refusals) -> Share:
+    """The layouts of the policy on its GPUs, in the order in which they run dry."""
+    tokens, usable = float(lengths_of(config).totals.sum()), gpu.memory_gib - gpu.reserve_gib
+    found = []
+    for layout in legal_layouts(config, shape, gpus[0], refusals):
+        static = static_bytes(layout, shape) / GIB
+        estimated = static + activation_bytes(layout, shape) / GIB
+        found.append(Candidate(layout, static, estimate(layout, shape, gpu, tokens), estimated))
+    order = sorted(
+        (one for one in found if one.static_gib < usable),
+        key=lambda one: (one.estimated_gib > usable, one.estimated_s),
+    )
+    least = min((one.static_gib for one in found), default=float("inf"))
+    return Share(gpus, config, order, len(found) - len(order), least)
+
+
+def _fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
+    """Layouts that fit, the fastest first."""
+    found = [(one.plan.times.step_s, one) for one in layouts if one.plan and not one.plan.problems and one.plan.times]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _confirmed(
+    layouts: Sequence[PlannedLayout], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
+) -> Iterator[PlannedLayout]:
+    """The layouts, of which the fastest gets a whole plan in place of its brief one; if it does not fit, the next."""
+    fitting = _fitting(layouts)
+    yield from (one for one in layouts if one not in fitting)
+    while fitting:
+        one = fitting.pop(0)
+        try:
+            plan = submit_plan(one.candidate.config, shape, pool).result(deadline)
+        except LateError:
+            yield one
+            break
+        yield PlannedLayout(plan, one.candidate, "; ".join(plan.problems))
+        if not plan.problems:
+            break
+    yield from fitting
+
+
+def _run(
+    order: Sequence[Candidate], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float, wanted: int
+) -> Iterator[PlannedLayout]:
+    """Dry runs in this order, until `wanted` of them fit or the deadline (of time.monotonic) is over."""
+    rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
+    too_full: list[Candidate] = []
+    while fitting < wanted and time.monotonic() < deadline:
+        left = (one for one in rest if not any(_takes_more(one, other) for other in too_full))
+        while len(pending) < _AHEAD and (one := next(left, None)) is not None:
+            pending.append((one, submit_plan(one.config, shape, pool, brief=True)))
+        if not pending:
+            return
+        candidate, waited = pending.popleft()
+        try:
+            plan = waited.result(deadline)
+        except LateError:
+            return
+        except RunError as error:
+            yield PlannedLayout(None, candidate, str(error))
+            continue
+        fitting += not plan.problems
+        if plan.fullest.peak > plan.hardware.memory_gib * GIB:
+            too_full.append(candidate)
+        yield PlannedLayout(plan, candidate, "; ".join(plan.problems))
+
+
+def _takes_more(one: Candidate, other: Candidate) -> bool:
+    """Whether a layout takes as much memory as another, or more: it has the same pipeline and tensor-parallel ranks,
+    which keep as many tokens and as much state, or more."""
+    ours, theirs = one.config.policy, other.config.policy
+    alike = ("tensor", "sequence", "pipeline", "virtual_pipeline")
+    return (
+        all(getattr(ours.parallel, name) == getattr(theirs.parallel, name) for name in alike)
+        and ours.activation_checkpointing == theirs.activation_checkpointing
+        and ours.parallel.context <= theirs.parallel.context
+        and one.static_gib >= other.static_gib
+    )
+
+
+def why_slower(plan: Plan | None, best: Plan | None) -> str:
+    """The phase in which a layout loses most against the best one; empty for the best itself."""
+    if plan is None or best is None or plan is best or plan.times is None or best.times is None:
+        return ""
+    slower = {name: one - best.times.phase_s.get(name, 0.0) for name, one in plan.times.phase_s.items()}
+    name = max(slower, key=slower.__getitem__)
+    share = plan.times.step_s / best.times.step_s - 1
+    return f"{share:.0%} slower: {name} takes {slower[name]:.1f} s more"

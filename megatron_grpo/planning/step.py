@@ -1,0 +1,313 @@
+"""Seconds of a step by phase: generation, log-probabilities, training, refit, and how they follow or overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, phase_seconds
+from megatron_grpo.planning.generation_cost import Lengths, decoder_of, engine_size, generate
+from megatron_grpo.planning.hardware import Hardware
+from megatron_grpo.planning.pipeline import Timeline, timeline
+from megatron_grpo.planning.refit_summary import refit_summary
+from megatron_grpo.preflight.layout_checks import gpus_needed
+
+if TYPE_CHECKING:
+    from megatron_grpo.planning.trace import RankTrace
+
+_FILL = 0.95
+"""Share of a microbatch's tokens that packed sequences of different lengths take."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds of a step."""
+
+    phase_s: dict[str, float]
+    """Seconds of each phase, in their order."""
+    synchronous_s: float
+    """Seconds of a step whose phases follow each other."""
+    asynchronous_s: float | None
+    """Seconds of a step that samples ahead (async_grpo); None: the run does not, or has no engines."""
+    tokens: float
+    """Tokens of prompts and responses that a step trains on."""
+    gpus: int
+    refit_s: float
+    refit_bytes: int
+    assumptions: list[str]
+    train: Timeline
+    """The pipeline's schedule in one optimizer step, for a picture."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of this configuration."""
+        return self.synchronous_s if self.asynchronous_s is None else self.asynchronous_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens that a step trains on, by its seconds and the run's GPUs."""
+        return self.tokens / self.step_s / self.gpus
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The microbatches of an optimizer step on a replica."""
+
+    microbatches: int
+    tokens: float
+    """Tokens of a microbatch, relative to the dry run's."""
+    context: float
+    """Mean tokens that a token attends to, relative to the dry run's."""
+
+
+@dataclass
+class _Model:
+    """The policy's ranks and what is assumed of them."""
+
+    config: Config
+    ranks: Sequence[RankTrace]
+    hardware: Hardware
+    overlap: Overlap
+    assumptions: list[str] = field(default_factory=list)
+
+    def phases(self, name: str) -> list[PhaseSeconds]:
+        """The seconds of every pipeline stage in a phase; stages that were not traced are like the last one before."""
+        traced = {
+            one.stage: phase_seconds(one.report.work, one.report.passes, name, self.hardware, self.overlap)
+            for one in self.ranks
+        }
+        stages = range(self.config.policy.parallel.pipeline)
+        return [traced[max(other for other in traced if other <= stage)] for stage in stages]
+
+    def batch(self, totals: NDArray[np.float64], most_tokens: int) -> _Batch:
+        """The samples of an optimizer step, with their lengths, as microbatches of at most `most_tokens` tokens."""
+        policy = self.config.policy
+        longest = min(policy.max_total_sequence_length, most_tokens)
+        dry = most_tokens // longest * longest
+        alike = bool(np.all(totals == totals[0]))
+        full = most_tokens // totals[0] * totals[0] if alike else most_tokens * _FILL
+        if not policy.packing:
+            full *= float(totals.mean() / totals.max()) if not alike else 1.0
+        number = max(1, math.ceil(round(float(totals.sum()) / policy.parallel.data / full, 6)))
+        tokens = float(totals.sum()) / policy.parallel.data / number
+        if policy.parallel.virtual_pipeline > 1:
+            number += -number % policy.parallel.pipeline
+        context = float((totals**2).sum() / totals.sum()) / longest
+        return _Batch(number, tokens / dry, context)
+
+    def run(self, phases: list[PhaseSeconds], batch: _Batch, *, forward_only: bool) -> Timeline:
+        """Replay the pipeline's schedule over the microbatches."""
+        parallel = self.config.policy.parallel
+        chunks = range(parallel.virtual_pipeline)
+
+        def seconds(is_backward: bool) -> list[list[float]]:
+            return [
+                [
+                    one.passes.get((chunk, is_backward), PassSeconds()).seconds(batch.tokens, batch.context)
+                    for chunk in chunks
+                ]
+                for one in phases
+            ]
+
+        return timeline(
+            seconds(False),
+            [] if forward_only else seconds(True),
+            batch.microbatches,
+            send_s=max(one.send_s for one in phases) * batch.tokens,
+            blocking=parallel.virtual_pipeline == 1,
+            forward_only=forward_only,
+        )
+
+
+def overlap_of(config: Config) -> Overlap:
+    """The messages that a configuration overlaps."""
+    policy = config.policy
+    gradients = policy.overlap_grad_reduce is not False
+    parameters = gradients and policy.optimizer.distributed and policy.overlap_param_gather is not False
+    fields = policy.megatron
+    return Overlap(
+        gradients=gradients,
+        parameters=parameters,
+        tensor=bool(fields.get("tp_comm_overlap", False)),
+        experts=bool(fields.get("overlap_moe_expert_parallel_comm", False)),
+    )
+
+
+def step_times(
+    config: Config,
+    shape: ModelShape,
+    ranks: Sequence[RankTrace],
+    hardware: Hardware,
+    lengths: Lengths,
+    *,
+    workload: Literal["rl", "pretrain"] = "rl",
+    overlap: Overlap | None = None,
+    value_ranks: Sequence[RankTrace] = (),
+) -> StepTimes:
+    """The seconds of a step.
+
+    Args:
+        config: the run's configuration.
+        shape: sizes of the model.
+        ranks: the dry run of a rank of each distinct pipeline stage.
+        hardware: the GPUs.
+        lengths: tokens of the samples of a step; with `pretrain`, of an optimizer step.
+        workload: rl: a step of the algorithm; pretrain: one optimizer step on the given sequences.
+        overlap: messages that something hides; None: those that the configuration overlaps.
+        value_ranks: the dry run of a rank of each distinct pipeline stage of the value model; empty: there is none.
+
+    Raises:
+        ValueError: an engine does not fit its GPUs.
+    """
+    model = _Model(config, ranks, hardware, overlap or overlap_of(config))
+    model.assumptions.append(lengths.source)
+    totals, gpus = lengths.totals, config.policy.parallel.world_size
+    if workload == "pretrain":
+        train, phase_s = _learning(model, totals, 1)
+        return StepTimes(
+            phase_s, sum(phase_s.values()), None, float(totals.sum()), gpus, 0.0, 0, model.assumptions, train
+        )
+    steps = config.optimizer_steps_per_step
+    train, learning_s = _learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
+    has_engines = config.generates and not config.generation.server.urls
+    refit_s, refit_bytes = _refit(config, shape, hardware) if config.generates else (0.0, 0)
+    if config.generates and not has_engines:
+        model.assumptions.append("generation by generation.server.urls is left out: their GPUs are not known")
+    generation_s, steady_s = (
+        _generation(config, shape, hardware, lengths, model.assumptions) if has_engines else (0.0, 0.0)
+    )
+    phase_s = {
+        **({"generation": generation_s} if has_engines else {}),
+        **_logprobs(model, totals),
+        **_value_model(config, value_ranks, hardware, totals),
+        **learning_s,
+        **(_moves(config, [*ranks, *value_ranks], hardware) if has_engines else {}),
+        **({"refit": refit_s} if config.generates else {}),
+    }
+    ahead, asynchronous = config.loop.async_grpo, None
+    if ahead.samples_ahead and not config.generation.colocated:
+        # A batch may take as many steps as it may be old; the engines answer one batch a step in the mean.
+        age = ahead.max_trajectory_age_steps
+        asynchronous = max(sum(phase_s.values()) - generation_s, steady_s + refit_s, generation_s / (age + 1))
+        model.assumptions.append(f"samples up to {age} steps old")
+    return StepTimes(
+        phase_s=phase_s,
+        synchronous_s=sum(phase_s.values()),
+        asynchronous_s=asynchronous,
+        tokens=float(totals.sum()),
+        gpus=math.ceil(sum(gpus_needed(config).values())),
+        refit_s=refit_s,
+        refit_bytes=refit_bytes,
+        assumptions=model.assumptions,
+        train=train,
+    )
+
+
+def _learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tuple[Timeline, dict[str, float]]:
+    """The schedule of an optimizer step on samples of these lengths, and the seconds of `steps` such steps by phase."""
+    phases = model.phases("train")
+    batch = model.batch(totals, model.config.policy.microbatch_tokens)
+    schedule = model.run(phases, batch, forward_only=False)
+    update = max(one.outside for one in phases)
+    return schedule, {
+        "train": steps * (schedule.seconds + _exposed(model, phases, batch)),
+        "optimizer": steps * update,
+    }
+
+
+def _logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
+    """Seconds of the log-probabilities that a step needs before it learns, of the policy and of the reference."""
+    config, policy = model.config, model.config.policy
+    batch = model.batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
+    needed = {"logprobs": config.needs_prev_logprobs, "reference": config.uses_reference}
+    return {
+        name: model.run(model.phases(name), batch, forward_only=True).seconds for name, one in needed.items() if one
+    }
+
+
+def _value_model(
+    config: Config, ranks: Sequence[RankTrace], hardware: Hardware, totals: NDArray[np.float64]
+) -> dict[str, float]:
+    """Seconds of the value model: its values of all samples, and its optimizer steps."""
+    if config.value_model is None or not ranks:
+        return {}
+    value = replace(config, policy=config.value_model)
+    model, steps = _Model(value, ranks, hardware, overlap_of(value)), config.value_optimizer_steps_per_step
+    batch = model.batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
+    values_s = model.run(model.phases("values"), batch, forward_only=True).seconds
+    part = np.array_split(totals, max(1, steps // config.passes_per_step))[0]
+    learning_s = _learning(model, part, steps)[1]
+    return {"values": values_s, "train_value": sum(learning_s.values())}
+
+
+def _exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
+    """Seconds of the messages of data-parallel ranks that nothing hides, in an optimizer step.
+
+    Gradients are reduced while the last microbatch goes backward, weights are gathered while the first one goes
+    forward; the time beyond these passes is exposed, and at least the share 1 - `Efficiency.hidden` of a message.
+    """
+    exposed, overlap, hidden = 0.0, model.overlap, model.hardware.efficiency.hidden
+    for one in phases:
+        passes = {False: 0.0, True: 0.0}
+        for (_, is_backward), seconds in one.passes.items():
+            passes[is_backward] += seconds.seconds(batch.tokens, batch.context)
+        here = 0.0
+        for message, overlaps, behind in (
+            (one.gradients, overlap.gradients, passes[True]),
+            (one.parameters, overlap.parameters, passes[False]),
+        ):
+            here += max(message - behind, message * (1 - hidden)) if overlaps else message
+        exposed = max(exposed, here)
+    return exposed
+
+
+def _refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
+    """Seconds and bytes of a refit, from its plan: the busiest rank at the speed of its port, or of NVLink."""
+    policy, generation, reached = config.policy, config.generation, hardware.efficiency
+    bucket = int(config.refit.bucket_mib * 2**20)
+    summary = refit_summary(
+        shape, policy.parallel, generation.parallel, policy.precision, bucket, config.refit.fp8_blocks
+    )
+    engines = generation.parallel.data * generation.parallel.ranks_per_engine
+    together = generation.colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
+    speed = hardware.local_bytes_per_s * reached.nvlink if together else hardware.network_bytes_per_s * reached.network
+    return summary.seconds(speed), summary.bytes
+
+
+def _generation(
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, assumptions: list[str]
+) -> tuple[float, float]:
+    """Seconds until the samples of a step are complete, and seconds for each batch while others follow it."""
+    generation, responses = config.generation, lengths.responses
+    size = engine_size(config, shape, hardware)
+    most = min(generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
+    if most < 1:
+        raise ValueError(
+            f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
+            f"{size.weight_bytes / 2**30:.1f} GiB on each GPU of {hardware.memory_gib:g} GiB; use more ranks"
+        )
+    decoder, copies = decoder_of(config, shape, hardware), config.loop.num_generations_per_prompt
+    engines = generation.parallel.data
+    own = np.sort(responses)[::-1][::engines][::-1]  # the fullest engine, where they do not share out evenly
+    # Responses start in random order, because their lengths are not known.
+    own = np.random.default_rng(0).permutation(own)
+    alone = generate(decoder, lengths.prompt, own, most, copies)
+    assumptions.append(f"engines hold up to {most} sequences, and {alone.busy:.0f} decode on average")
+    ahead = config.loop.async_grpo.max_trajectory_age_steps + 1
+    stream = generate(decoder, lengths.prompt, np.tile(own, ahead), most, copies)
+    return alone.seconds, stream.seconds / ahead
+
+
+def _moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
+    """Seconds in which the policy moves to host memory and back, where engines use its GPUs in turn."""
+    if not config.generation.colocated:
+        return {}
+    moved = max(one.report.held["train"] - one.report.held.get("offload", 0) for one in ranks)
+    return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

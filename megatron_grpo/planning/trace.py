@@ -1,0 +1,275 @@
+"""Dry runs of a layout's distinct ranks, in their own processes; where exact, two shallow ones stand for a deep one."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import training_shards
+
+if TYPE_CHECKING:
+    from megatron_grpo.planning.dry.work import Work
+    from megatron_grpo.planning.dry_run import DryReport
+
+_SHALLOW = 2
+"""Layers of the shallower of two dry runs, of each model chunk: with one layer alone, some tensors of one layer never
+meet those of the next."""
+
+
+_REFIT = "refit"
+"""The phase whose buffers depend on the bytes of the model rather than on its layers; they are those of the deeper run,
+which fill whole buckets if the model does."""
+
+
+class LateError(RunError):
+    """A dry run that is not done by its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """The dry run of one rank, for all ranks like it."""
+
+    stage: int
+    """Number of the rank's pipeline stage."""
+    rank: int
+    layers: int
+    """Layers of the rank."""
+    expert_skew: float
+    """Tokens of each of the rank's experts, relative to their mean over all experts."""
+    report: DryReport
+    per_layer: Mapping[str, int]
+    """Bytes of each kind at the peak that a layer adds; empty: the rank ran at its full depth."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Depth:
+    """A dry run of a rank with this many layers."""
+
+    layers: int
+    config: Config
+    shape: ModelShape
+
+
+def distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
+    """Pipeline stages that differ in their layers, embedding or head, each with the numbers of its layers.
+
+    Of stages that are alike, the first: it holds activations of the most microbatches. With `few`, stages with the
+    layers of the first one are left out too, which takes more memory: it has the embedding and one more microbatch.
+    """
+    parallel = config.policy.parallel
+    each = parallel.world_size // parallel.pipeline
+    found: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
+    for stage, shard in enumerate(training_shards(parallel, shape)[::each]):
+        sorts = tuple((shape.has_experts(one), one in _exceptions(config, shape)) for one in shard.layers)
+        found.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
+    return dict(found.values())
+
+
+def _exceptions(config: Config, shape: ModelShape) -> frozenset[int]:
+    """Layers that compute in bfloat16 although the others compute in FP8."""
+    fp8 = config.policy.fp8
+    if not fp8.on_device:
+        return frozenset()
+    return frozenset((*range(fp8.first_layers_bf16), *range(shape.layers - fp8.last_layers_bf16, shape.layers)))
+
+
+def _depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_Depth]:
+    """The dry runs from which the memory of a stage with these layers follows: one, or two shallow ones.
+
+    The bytes alive at any one moment are linear in the number of layers, all alike, of which the rank has equally many
+    in each chunk. Dense layers before those with experts stay in both runs. Every stage of a shallow model is like the
+    stage of the rank, which sees no other stage's layers.
+    """
+    parallel, chunks, full = config.policy.parallel, config.policy.parallel.virtual_pipeline, len(layers)
+    sorts = [shape.has_experts(one) for one in layers]
+    dense = sorts.index(True) if True in sorts else 0
+    alike = all(sorts[dense:]) or not any(sorts)
+    share = config.policy.optimizer.cpu_offload
+    uneven = chunks > 1 and (dense or parallel.count_embedding or parallel.count_loss)
+    irregular = uneven or not alike or shape.windowed or _exceptions(config, shape) or share not in (0.0, 1.0)
+    if irregular or full - dense <= (_SHALLOW + 2) * chunks:
+        return [_Depth(full, config, shape)]
+    even = replace(parallel, first_stage_layers=None, last_stage_layers=None, count_embedding=False, count_loss=False)
+    found = []
+    for depth in (_SHALLOW, _SHALLOW + 1):
+        kept = sorts[: dense + depth * chunks]
+        experts = shape.experts
+        if experts is not None:
+            experts = replace(experts, layers=tuple(kept) * parallel.pipeline)
+        small = replace(shape, layers=len(kept) * parallel.pipeline, experts=experts)
+        found.append(_Depth(len(kept), replace(config, policy=replace(config.policy, parallel=even)), small))
+    return found
+
+
+def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, dict[str, int]]:
+    """The report of a rank with more layers, and the bytes of each kind that every step of depth adds to its peak.
+
+    The peak of a phase is the most of many moments. Each of them is linear in the number of layers, their maximum need
+    not be, so each sort of moment is extrapolated on its own.
+
+    Args:
+        low: the rank with fewer layers.
+        high: the rank with more layers, by one step of depth.
+        factor: steps of depth from `low` to the rank in question.
+    """
+    moments = {
+        sort: _line(low.moments[sort], high.moments[sort], factor)
+        for sort in low.moments
+        if sort in high.moments and sort[0] != _REFIT
+    }
+    phases: dict[str, int] = {}
+    fullest = next(iter(moments))
+    for sort, moment in moments.items():
+        phases[sort[0]] = max(phases.get(sort[0], 0), sum(moment.values()))
+        fullest = sort if sum(moment.values()) > sum(moments[fullest].values()) else fullest
+    fewer, more = low.moments[fullest], high.moments[fullest]
+    slope = {kind: more.get(kind, 0) - fewer.get(kind, 0) for kind in more}
+    held = {name: low.held[name] + (high.held[name] - low.held[name]) * factor for name in low.held}
+    if _REFIT in high.phases:
+        before = before_refit(high)
+        phases[_REFIT] = held[before] + high.phases[_REFIT] - high.held[before]
+    report = replace(
+        low,
+        peak_bytes=sum(moments[fullest].values()),
+        phases={name: phases[name] for name in low.phases if name in phases},
+        held=held,
+        holders=moments[fullest],
+        moments=moments,
+        work=_more_work(low.work, high.work, factor),
+    )
+    return report, slope
+
+
+def before_refit(report: DryReport) -> str:
+    """The phase before a refit: onload where engines share the GPUs, else train."""
+    return "onload" if "onload" in report.held else "train"
+
+
+def _more_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
+    """The work of a rank with more layers.
+
+    Operators of a layer occur more often. Sizes of others grow with the number of layers, such as the messages of
+    buckets of gradients: their operations and bytes are added up and extrapolated, in as many operators as `high` has.
+    """
+    found: Counter[Work] = Counter()
+    grown: dict[Work, list[float]] = {}
+    for work in low.keys() | high.keys():
+        before, after = low[work], high[work]
+        if after >= before > 0:
+            found[work] = before + (after - before) * factor
+        else:
+            total = grown.setdefault(work._replace(flops=0.0, nbytes=0, sizes=(0, 0, 0, 1)), [0.0, 0.0, 0])
+            weight = before + (after - before) * factor
+            total[0] += weight * work.flops
+            total[1] += weight * work.nbytes
+            total[2] += after
+    for work, (flops, nbytes, number) in grown.items():
+        number = max(int(number), 1)
+        found[work._replace(flops=max(flops, 0.0) / number, nbytes=max(int(nbytes), 0) // number)] += number
+    return found
+
+
+def _line(low: Mapping[str, int], high: Mapping[str, int], factor: int) -> dict[str, int]:
+    """Bytes by kind on the line through two moments, `factor` steps from the first."""
+    kinds = low.keys() | high.keys()
+    return {kind: low.get(kind, 0) + (high.get(kind, 0) - low.get(kind, 0)) * factor for kind in kinds}
+
+
+@contextmanager
+def tracing(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
+    """Processes for dry runs, which see no GPU; as many as there are cores. They end with the body."""
+    # They are forked from a server that has imported everything, because imports take longer than most dry runs.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_grpo.planning.dry_run"])
+    before = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=_quiet)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            if process not in before:  # dry runs that nobody waits for any more
+                process.kill()
+
+
+def _quiet() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+
+
+def _run(config: Config, shape: ModelShape, rank: int, expert_skew: float, moves: bool) -> DryReport:
+    import torch  # only in the processes of `tracing`
+
+    from megatron_grpo.planning.dry_run import dry_run, run_phases
+
+    torch.set_num_threads(1)
+    phases = run_phases(config) - ({"refit"} if shape.value_head is not None else set())
+    return dry_run(config, shape, rank, expert_skew=expert_skew, moves=moves, phases=phases)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTrace:
+    """The dry runs of one rank, on their way."""
+
+    stage: int
+    rank: int
+    layers: int
+    expert_skew: float
+    depths: Sequence[int]
+    futures: Sequence[Future[DryReport]]
+
+    def result(self, deadline: float) -> RankTrace:
+        """Wait until `deadline` (of time.monotonic), and return the rank's trace.
+
+        Raises:
+            LateError: a dry run is not done; the text names the rank.
+            RunError: a dry run failed.
+        """
+        where = f"the dry run of rank {self.rank} (pipeline stage {self.stage})"
+        try:
+            reports = [one.result(max(0.0, deadline - time.monotonic())) for one in self.futures]
+        except TimeoutError:
+            raise LateError(f"{where} is not done in time; plan.timeout_s is its deadline") from None
+        except Exception as error:  # whatever the rank's code raises: the layout does not build
+            raise RunError(f"{where} failed: {type(error).__name__}: {error}") from error
+        if len(reports) == 1:
+            return RankTrace(self.stage, self.rank, self.layers, self.expert_skew, reports[0], {})
+        low, high = self.depths
+        step = high - low
+        shallow, deep = reports
+        report, slope = at_depth(shallow, deep, (self.layers - low) // step)
+        per_layer = {kind: size // step for kind, size in slope.items() if size > 0}
+        return RankTrace(self.stage, self.rank, self.layers, self.expert_skew, report, per_layer)
+
+
+def submit_traces(
+    pool: ProcessPoolExecutor,
+    config: Config,
+    shape: ModelShape,
+    *,
+    expert_skew: float = 1.0,
+    moves: bool = True,
+    few: bool = False,
+) -> list[PendingTrace]:
+    """Begin the dry runs of a rank of each distinct stage; `moves` as in `dry_run`, `few` as in `distinct_stages`."""
+    each = config.policy.parallel.world_size // config.policy.parallel.pipeline
+    pending = []
+    for stage, layers in distinct_stages(config, shape, few=few).items():
+        depths = _depths(config, shape, layers)
+        runs = [pool.submit(_run, one.config, one.shape, stage * each, expert_skew, moves) for one in depths]
+        numbers = [one.layers for one in depths]
+        pending.append(PendingTrace(stage, stage * each, len(layers), expert_skew, numbers, runs))
+    return pending

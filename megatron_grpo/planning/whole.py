@@ -1,0 +1,338 @@
+"""A whole plan: memory by rank and engine, time by phase, and what was assumed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.families import as_value_model
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import known_value_shape
+from megatron_grpo.planning.device_memory import GIB, RankMemory, rank_memory, reserve_parts
+from megatron_grpo.planning.engine_layouts import room_problems
+from megatron_grpo.planning.estimates import host_bytes
+from megatron_grpo.planning.generation_cost import EngineSize, engine_size, lengths_of
+from megatron_grpo.planning.hardware import Hardware, hardware, profile_names
+from megatron_grpo.planning.policy_layouts import has_own_engines, idle_gpus
+from megatron_grpo.planning.step import StepTimes, step_times
+from megatron_grpo.planning.trace import PendingTrace, RankTrace, submit_traces
+from megatron_grpo.preflight.layout_checks import gpus_needed
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Keys with which a run fits, as a plan says, or that nothing does."""
+
+    text: str
+    overrides: tuple[str, ...] = ()
+    """The keys that make the run fit; empty: none were found."""
+    peak_gib: float | None = None
+    """GiB of the fullest GPU with these keys."""
+    tried: int = 0
+    """Plans that were made."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The advice for JSON."""
+        return {
+            "fits": bool(self.overrides),
+            "overrides": list(self.overrides),
+            "peak_gib": None if self.peak_gib is None else round(self.peak_gib, 3),
+            "text": self.text,
+            "plans_tried": self.tried,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Memory and time of a run on given hardware."""
+
+    config: Config
+    shape: ModelShape
+    hardware: Hardware
+    ranks: list[RankMemory]
+    """Distinct ranks of the policy, with balanced and with skewed experts."""
+    engine: EngineSize | None
+    """An engine's fullest rank; None: the step has no engines."""
+    times: StepTimes | None
+    """Seconds by phase; None: engines have no room for a sequence."""
+    traces: list[RankTrace]
+    """The dry runs of the ranks."""
+    planned_s: float
+    """Seconds that the plan took."""
+    value_ranks: list[RankMemory] = field(default_factory=list)
+    """Distinct ranks of the value model."""
+    value_traces: list[RankTrace] = field(default_factory=list)
+    """The dry runs of the value model's ranks."""
+    advice: Advice | None = None
+    """What makes the run fit, or that nothing does; None: it fits, or was not looked for."""
+
+    def timed_on(self, gpu: Hardware) -> StepTimes:
+        """Seconds by phase on other hardware; ValueError: an engine has no room for a sequence."""
+        balanced = [one for one in self.traces if one.expert_skew == 1.0]
+        lengths, workload = lengths_of(self.config), self.config.plan.workload
+        value = [one for one in self.value_traces if one.expert_skew == 1.0]
+        return step_times(self.config, self.shape, balanced, gpu, lengths, workload=workload, value_ranks=value)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank with the highest peak."""
+        return max((*self.ranks, *self.value_ranks), key=lambda one: one.peak)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the run's nodes."""
+        return self.config.cluster.num_nodes * self.config.cluster.gpus
+
+    @property
+    def idle(self) -> int:
+        """GPUs of the run's nodes that nothing uses."""
+        return idle_gpus(self.config)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run fits, and how many of its GPUs are idle."""
+        idle = f", {self.idle} of {self.gpus} idle" if self.idle else ""
+        return ("does not fit" if self.problems else "fits") + idle
+
+    @property
+    def shortages(self) -> list[str]:
+        """Reasons why the run does not fit: GPUs of the models, engines, hosts; empty: it fits."""
+        worst, has, found = self.fullest, self.hardware.memory_gib, list(self._engine_shortages())
+        if worst.peak > has * GIB:
+            skew = f" with {worst.expert_skew:g} times the mean tokens of an expert" if worst.expert_skew > 1 else ""
+            of = "" if worst.model == "policy" else f" of the {worst.model}"
+            text = (
+                f"rank {worst.rank}{of} (pipeline stage {worst.stage}) takes {worst.peak / GIB:.1f} of {has:.1f} GiB "
+                f"in {worst.phase}{skew}"
+            )
+            found.insert(0, text)
+        return [*found, *self._host_shortages()]
+
+    @property
+    def problems(self) -> list[str]:
+        """Reasons why the run does not fit, the first with what would make it fit; empty: it fits."""
+        first, *others = self.shortages or [""]
+        if not first:
+            return []
+        return [f"{first}; {self.advice.text}" if self.advice is not None else first, *others]
+
+    def _engine_shortages(self) -> Iterator[str]:
+        """Engines without room for one sequence, or that leave too little of shared GPUs."""
+        if self.engine is None:
+            return
+        yield from (f"{one.subject} {one.text}" for one in room_problems(self.config, self.shape, self.hardware))
+        if not self.config.generation.colocated:
+            return
+        share, has = self.config.generation.engine.gpu_memory_utilization, self.hardware.memory_gib
+        if share * has * GIB + self.beside_engine > has * GIB:
+            yield (
+                f"an engine that is awake takes generation.engine.gpu_memory_utilization={share:g} of {has:.1f} GiB, "
+                f"and offloaded models keep {self.beside_engine / GIB:.1f} GiB of the GPU"
+            )
+
+    @property
+    def beside_engine(self) -> float:
+        """Bytes of a shared GPU that engines cannot have: those of offloaded models, and CUDA's context of each."""
+        models = [self.ranks, *([self.value_ranks] if self.value_ranks else [])]
+        return sum(max(one.asleep for one in ranks) + self.hardware.reserve_gib * GIB for ranks in models)
+
+    @property
+    def host(self) -> tuple[float, float | None]:
+        """GiB of a node's host memory that tensors take, and that it has; None: not known."""
+        return host_gib(self.config, self.shape), host_memory(self.config, self.hardware)
+
+    def _host_shortages(self) -> Iterator[str]:
+        needed, has = self.host
+        if has is not None and needed > has:
+            yield (f"a node's host keeps {needed:.0f} GiB of tensors, and has {has:.0f} GiB (plan.host_memory_gib)")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for JSON; sizes in GiB and bytes, times in seconds; null where engines have no room."""
+        times = self.times
+        needed, has = self.host
+        return {
+            "fits": not self.problems,
+            "problems": self.problems,
+            "advice": None if self.advice is None else self.advice.as_dict(),
+            "gpus": self.gpus,
+            "idle_gpus": self.idle,
+            "host_gib": round(needed, 1),
+            "host_memory_gib": has,
+            "peak_gib": round(self.fullest.peak / GIB, 3),
+            "ranks": [one.as_dict() for one in (*self.ranks, *self.value_ranks)],
+            "step_s": None if times is None else round(times.step_s, 3),
+            "phase_s": None if times is None else {name: round(one, 3) for name, one in times.phase_s.items()},
+            "tokens_per_s_per_gpu": None if times is None else round(times.tokens_per_s_per_gpu, 1),
+            "refit_s": None if times is None else round(times.refit_s, 4),
+            "refit_bytes": None if times is None else times.refit_bytes,
+            "assumptions": self.assumptions,
+        }
+
+    @property
+    def assumptions(self) -> list[str]:
+        """Assumptions behind the figures, besides the configuration."""
+        worst = self.fullest
+        parts = reserve_parts(self.config, worst.phases[worst.phase], self.hardware, model=worst.model)
+        left = worst.reserve - sum(parts.values())
+        parts |= {"the other model on the GPU": left} if left else {}
+        reserve = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        tokens = self.config.policy.microbatch_tokens
+        found = [
+            f"{self.hardware.name}: {self.hardware.memory_gib:g} GiB a GPU",
+            f"reserve besides tensors, in GiB: {reserve}",
+            f"microbatches are full, {tokens} tokens each, and all tokens are in the loss",
+        ]
+        if self.shape.experts is not None:
+            found.append(f"experts are balanced, or those of a rank have {self.config.plan.expert_skew:g} x the mean")
+        if not self.hardware.nvlink_bytes_per_s:
+            speed = self.hardware.local_bytes_per_s / 1e9
+            found.append(
+                f"{self.hardware.name} has no NVLink: GPUs of a node exchange messages over PCIe, {speed:g} GB/s"
+            )
+        needed, has = self.host
+        if needed >= 1:
+            of = "host memory not known, plan.host_memory_gib" if has is None else f"of {has:.0f} GiB"
+            found.append(f"tensors in host memory: {needed:.0f} GiB a node, {of}")
+        if self.engine is not None:
+            found.append(
+                f"an engine's GPU has {self.engine.weight_bytes / GIB:.1f} GiB of weights, "
+                f"{self.engine.activation_bytes / GIB:.1f} GiB of activations and graphs, and a cache of "
+                f"{self.engine.cache_tokens} tokens"
+            )
+        return found + ([] if self.times is None else self.times.assumptions)
+
+
+def profile(config: Config) -> Hardware:
+    """The hardware that a plan assumes: plan.hardware, else the profile of cluster.gpu.
+
+    Raises:
+        ValueError: neither is given, or the file holds no profile.
+    """
+    name = config.plan.hardware or config.cluster.gpu
+    if name is None:
+        raise ValueError(f"a plan needs the GPU: give cluster.gpu={', '.join(profile_names())}")
+    found = hardware(name)
+    domain = found.gpus_per_domain  # a rack's reaches over nodes, a node's has at most its GPUs
+    per_node = config.cluster.gpus or domain
+    return replace(found, gpus_per_domain=min(domain, per_node)) if domain <= _MOST_OF_NODE else found
+
+
+_MOST_OF_NODE = 16
+"""Most GPUs that NVLink joins within one node; larger domains are racks of nodes."""
+
+
+def fp8_problems_of(config: Config, gpu: Hardware) -> Iterator[Problem]:
+    """FP8 that the planned GPU has no units for, as a run says it of a machine's own GPUs."""
+    fp8, capability = config.policy.fp8, tuple(int(part) for part in f"{gpu.capability:.1f}".split("."))
+    if fp8.on_device and gpu.capability and capability < fp8.least_capability:
+        least = ".".join(map(str, fp8.least_capability))
+        fix = "off" if capability < (8, 9) else "recipe=tensorwise"
+        text = (
+            f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and {gpu.name} has {gpu.capability:.1f}; "
+        )
+        yield Problem(f"policy.fp8.format={fp8.format}", f"{text}use {fix}")
+
+
+def host_memory(config: Config, gpu: Hardware) -> float | None:
+    """GiB of a node's host memory: plan.host_memory_gib, else that of the profile; None: not known."""
+    return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
+
+
+def host_gib(config: Config, shape: ModelShape) -> float:
+    """GiB of tensors that a node's host holds, if all nodes of the run hold equally much."""
+    used = math.ceil(sum(gpus_needed(config).values()) / max(config.cluster.gpus, 1))
+    return host_bytes(config, shape) / GIB / max(1, used)
+
+
+def as_planned(config: Config) -> Config:
+    """The configuration with the lengths of plan.workload=pretrain, whose step has neither engines nor a reference."""
+    plan, policy = config.plan, config.policy
+    if plan.workload == "rl":
+        return config
+    longest = plan.sequence_length or policy.max_total_sequence_length
+    return replace(
+        config,
+        policy=replace(policy, max_total_sequence_length=longest),
+        loss_fn=replace(config.loss_fn, reference_policy_kl_penalty=0.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPlan:
+    """A plan whose dry runs are not yet done."""
+
+    config: Config
+    shape: ModelShape
+    hardware: Hardware
+    traces: list[PendingTrace]
+    value_traces: list[PendingTrace]
+    began: float
+
+    def result(self, deadline: float) -> Plan:
+        """Wait for the dry runs, until `deadline` (of time.monotonic).
+
+        Raises:
+            LateError: a dry run is not done.
+            RunError: a dry run failed.
+            ValueError: plan.lengths_from has no rollouts.
+        """
+        config, shape, gpu = self.config, self.shape, self.hardware
+        traces = [one.result(deadline) for one in self.traces]
+        value_traces = [one.result(deadline) for one in self.value_traces]
+        has_engines = has_own_engines(config)
+        engine = engine_size(config, shape, gpu) if has_engines else None
+        beside = 0 if engine is None else engine.weight_bytes
+        # Models that share GPUs with engines share them with each other too, all at once while they learn.
+        together = config.generation.colocated and has_engines
+        of_policy, of_value = (
+            max((one.report.held["train"] for one in found), default=0) if together else 0
+            for found in (traces, value_traces)
+        )
+        ranks = [rank_memory(config, one, gpu, beside, beside=of_value) for one in traces]
+        value = config if config.value_model is None else replace(config, policy=config.value_model)
+        values = [rank_memory(value, one, gpu, model="value model", beside=of_policy) for one in value_traces]
+        plan = Plan(
+            config, shape, gpu, ranks, engine, None, traces, time.monotonic() - self.began, values, value_traces
+        )
+        has_room = engine is None or engine.most_sequences(float(lengths_of(config).totals.mean()))
+        return replace(plan, times=plan.timed_on(gpu) if has_room else None)
+
+
+def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, brief: bool = False) -> PendingPlan:
+    """Begin the dry runs of a plan.
+
+    Args:
+        config: the run's configuration, without problems.
+        shape: sizes of its model.
+        pool: processes of `trace.tracing`.
+        brief: leave out slow parts that rarely change the verdict: the phases between training and generation,
+            skewed experts, and the stages between the first and the last if they have the same layers.
+
+    Raises:
+        ValueError: there is no profile of the hardware.
+    """
+    began = time.monotonic()
+    gpu, config = profile(config), as_planned(config)
+    problems = list(fp8_problems_of(config, gpu))
+    if problems:
+        raise ConfigError(problems)
+    models = [(config, shape)]
+    if config.value_model is not None and config.plan.workload == "rl":
+        own = known_value_shape(config) if config.value.model.path is not None else shape
+        if own is None:
+            text = "is not on this machine; give a folder with its config.json"
+            raise ConfigError([Problem(f"value.model.path={config.value.model.path}", text)])
+        models.append((replace(config, policy=config.value_model), as_value_model(own)))
+    traces = []
+    for made, size in models:
+        of_model = submit_traces(pool, made, size, moves=not brief and config.plan.workload == "rl", few=brief)
+        if size.experts is not None and config.plan.expert_skew > 1 and not brief:
+            of_model += submit_traces(pool, made, size, expert_skew=config.plan.expert_skew, moves=False)
+        traces.append(of_model)
+    return PendingPlan(config, shape, gpu, traces[0], traces[1] if len(traces) > 1 else [], began)

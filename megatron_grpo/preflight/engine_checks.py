@@ -1,0 +1,169 @@
+"""Checks of engines: their devices, sequence lengths, shared GPUs (colocated), and refits in FP8 and over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import cut_blocks, engine_shards, training_shards
+from megatron_grpo.preflight.layout_checks import layout_problems
+from megatron_grpo.preflight.rules import Rule, as_problems
+
+NCCL_POOL = 512 * 2**20
+"""Bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, at most: seen with NCCL
+2.28 and 64 channels (github.com/NVIDIA/nccl/issues/2363); with 32 channels it is half of that."""
+NCCL_SENDING, NCCL_RECEIVING = 32 * 2 * 2**20, 32 * 10 * 2**20
+"""Bytes that NCCL takes for each peer on the same machine, to send and to receive: 32 channels, with a buffer of 2 MiB
+or of 10 MiB each, as counted on 8 x H100 (github.com/NVIDIA/nccl/issues/1685)."""
+GPU_BYTES = 80e9
+"""Memory of the GPU that remarks assume."""
+
+
+def nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
+    """Most bytes of a rank's GPU that the communicator of a refit takes; 0: the refit does not use NCCL.
+
+    The bytes do not grow with the number of machines: only peers on the same machine have buffers of their own.
+
+    Args:
+        config: the run's configuration.
+        peers: number of ranks that the rank exchanges messages with.
+        per_peer: NCCL_SENDING or NCCL_RECEIVING.
+    """
+    if config.cluster.gpus_per_node == 0 or config.generation.colocated or config.refit.mode == "files":
+        return 0
+    beside = (config.cluster.gpus or 8) - 1
+    return NCCL_POOL + min(peers, beside) * per_peer
+
+
+@as_problems
+def refit_remarks(config: Config) -> Iterator[Rule]:
+    """Too little memory for the refit's communicator, which is made after vLLM has taken its share of a GPU."""
+    share = config.generation.engine.gpu_memory_utilization
+    needed, left = nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING), (1 - share) * GPU_BYTES
+    text = (
+        f"leaves {left / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f} "
+        f"GB of that when engines are linked to the policy; use at most {int((1 - needed / GPU_BYTES) * 100) / 100:g}"
+    )
+    yield config.generates and left < needed, "generation.engine.gpu_memory_utilization=", text
+
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's CPU build has kernels for."""
+
+
+@as_problems
+def engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Settings of engines that devices or model (None: unknown) do not support, or that vLLM would refuse."""
+    generation, engine, on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
+    tokens, speculates = engine.max_num_batched_tokens, engine.speculative.num_speculative_tokens > 0
+    if on_cpu:
+        text = (
+            "vLLM's batch-invariant kernels are for GPUs, and this is a run on CPU; a response repeats "
+            "to the bit there when the same requests come together, as they do in each step"
+        )
+        yield engine.batch_invariant, "generation.engine.batch_invariant=", text
+        text = "a CPU engine cannot repeat a response whose prompt is cut into pieces; leave it out"
+        yield engine.enable_chunked_prefill, "generation.engine.enable_chunked_prefill=", text
+        text = "on a CPU the installed vLLM reports other log-probabilities than tokens are then drawn with; use 0"
+        yield speculates, "generation.engine.speculative.num_speculative_tokens=", text
+        size = None if shape is None or shape.latent is not None else shape.head_dim
+        has = f"it has {', '.join(map(str, CPU_HEAD_SIZES))}"
+        unknown = config.generates and not generation.server.urls and size not in (None, *CPU_HEAD_SIZES)
+        yield unknown, "policy.model.path=", f"has heads of {size}, for which vLLM has no attention on a CPU; {has}"
+    subject, longest = "generation.engine.max_num_batched_tokens=", config.policy.max_total_sequence_length
+    chunked = not on_cpu if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
+    text = f"is less than policy.max_total_sequence_length={longest}, and prompts are not cut into pieces"
+    yield tokens is not None and tokens < longest and not chunked, subject, text
+    together = generation.sequences_per_engine
+    text = f"is less than a token for each of the {together} responses decoded together"
+    yield tokens is not None and tokens < together, subject, text
+    text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
+    yield speculates and generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
+
+
+@as_problems
+def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Lengths that do not fit each other or the model; with shape None, checks that need the model are left out."""
+    yield from sequence_rules(config, shape)
+    policy, longest = config.policy, config.policy.max_total_sequence_length
+    text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
+    yield policy.microbatch_tokens < longest, "policy.microbatch_tokens=", text
+    for key, tokens in (
+        ("policy.logprob_microbatch_tokens=", policy.logprob_microbatch_tokens),
+        ("value.microbatch_tokens=", config.value.microbatch_tokens),
+    ):
+        yield tokens is not None and tokens < longest, key, text
+
+
+def sequence_rules(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Lengths of prompts and responses, and stop tokens, that do not fit the model; None leaves the model out."""
+    longest, subject = config.policy.max_total_sequence_length, "policy.max_total_sequence_length="
+    prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
+    total = f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response}"
+    yield prompt + response > longest, subject, f"{total} tokens do not fit"
+    if shape is None:
+        return
+    text = f"the model has {shape.max_positions} positions; use at most that"
+    yield 0 < shape.max_positions < longest, subject, text
+    highest = max(config.generation.stop_token_ids, default=0)
+    text = f"has {highest}, and the model's tokens are numbered from 0 to {shape.vocab - 1}"
+    yield highest >= shape.vocab, "generation.stop_token_ids", text
+
+
+@as_problems
+def placement_problems(config: Config) -> Iterator[Rule]:
+    """Settings that cannot be combined with generation.placement=colocated."""
+    if not config.generation.colocated:
+        return
+    text = "engines that sleep while models train cannot sample ahead of them; use separate, or "
+    text += "LOOP.async_grpo.enabled=false"
+    yield config.loop.async_grpo.enabled, "generation.placement=", text
+    if not config.cluster.gpus:
+        return
+    have = f"cluster.num_nodes={config.cluster.num_nodes}"
+    text = f"weights reach engines in the memory of one node, and the run has {have}; use separate, or one node"
+    yield config.cluster.num_nodes > 1, "generation.placement=", text
+    text = (
+        "goes over NCCL, which has one rank a GPU, and with generation.placement=colocated there are two; use reshard"
+    )
+    yield config.refit.mode == "broadcast", "refit.mode=", text
+    text = (
+        "keeps weights in a form that cannot leave a GPU and come back, for generation.placement=colocated; use false"
+    )
+    yield config.policy.fp8.parameters, "policy.fp8.parameters=", text
+    # Every rank of the policy shares its GPU with one rank of an engine, and with one of the value model at most.
+    policy, engines = config.policy.parallel.world_size, config.generation.parallel
+    ranks = engines.ranks_per_engine * engines.data
+    size = f"tensor={engines.tensor} x pipeline={engines.pipeline} x data={engines.data}"
+    have, left = ("more", "") if ranks > policy else ("fewer", ", some of which no engine would use")
+    fix = f"data={policy // engines.ranks_per_engine}" if policy % engines.ranks_per_engine == 0 else "other sizes"
+    text = (
+        f"has {ranks} ranks ({size}), {have} than the {policy} GPUs of the policy that engines share{left}; use {fix}"
+    )
+    yield ranks != policy, "generation.parallel", text
+    ranks = 0 if config.value_model is None else config.value_model.parallel.world_size
+    text = f"has {ranks} ranks, more than the {policy} GPUs of the policy that it shares; make it smaller"
+    yield ranks > policy, "value.parallel", text
+
+
+@as_problems
+def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Settings that exclude refit.fp8_blocks; with shape None, checks that need the model are left out."""
+    if not config.refit.fp8_blocks:
+        return
+    subject, engine = "refit.fp8_blocks=", "fp8_per_block"
+    text = f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard"
+    yield config.refit.mode != "reshard", subject, text
+    text = f"is for engines that keep blocks in FP8; add +generation.engine_args.quantization={engine}, or use false"
+    yield config.generation.engine_args.get("quantization") != engine, subject, text
+    text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
+    yield config.engine_dtype != "bfloat16", subject, text
+    if shape is not None and not any(layout_problems(config, shape)):
+        places = training_shards(config.policy.parallel, shape), engine_shards(config.generation.parallel, shape)
+        cuts = list(cut_blocks(shape, *places))
+        more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""
+        text = (
+            f"ranks would share a block of 128 x 128: {next(iter(cuts), '')}{more}; use fewer tensor-parallel ranks, "
+        )
+        yield cuts, subject, f"{text}or false"

@@ -1,0 +1,218 @@
+"""Rules of the loop (optimizer steps, reference, early stop, checkpoints, schedules), of PPO, and of debug modes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_grpo.config.compose import misplaced
+from megatron_grpo.config.data_schema import (
+    BUILT_IN,
+    ENVIRONMENT_FIGURE,
+    REWARD_FUNCTIONS,
+    EnvironmentConfig,
+    is_model_folder,
+)
+from megatron_grpo.config.errors import did_you_mean
+from megatron_grpo.config.keys import changed
+from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, other_than
+from megatron_grpo.config.metric_names import all_step_metrics, step_metrics
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.rules import Rule
+
+
+def loop_rules(config: Config) -> Iterator[Rule]:
+    """Settings of the loop that do not fit together."""
+    yield from _optimizer_steps(config)
+    loop = config.loop
+    text = "samples prompts that nothing would train on; needs LOOP.use_dynamic_sampling=true"
+    yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
+    text = "keeps prompts whose samples differ; needs LOOP.num_generations_per_prompt of 2 or more"
+    yield loop.use_dynamic_sampling and loop.num_generations_per_prompt < 2, "LOOP.use_dynamic_sampling=", text
+    text = "moves a reference policy that the loss does not use; needs loss_fn.reference_policy_kl_penalty > 0"
+    yield loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0, "LOOP.sync_ref_model=", text
+    stop = loop.early_stop
+    if stop.enabled:
+        text = "has no criterion; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
+        yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
+        yield from _validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
+        text = "decides after a validation; needs data.val_path and LOOP.val_period"
+        yield not config.data.validation or loop.val_period == 0, "LOOP.early_stop.enabled=", text
+    ranked_by = config.checkpointing.metric_name
+    if config.saves and config.checkpointing.keep_top_k is not None and ranked_by is not None:
+        yield from _metric(config, "checkpointing.metric_name=", ranked_by)
+    replay_every = config.logger.replay_every is not None
+    text = "keeps the checkpoint before each such step; needs checkpointing.enabled=true and debug.train=true"
+    yield replay_every and not config.saves, "logger.replay_every=", text
+    text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
+    yield replay_every and config.loop.has_value_model, "logger.replay_every=", text
+    text = "needs the experts that engines chose, which are not recorded; needs policy.moe.replay_routing=false"
+    yield replay_every and config.policy.moe.replay_routing, "logger.replay_every=", text
+    yield from _schedules(config)
+
+
+def _optimizer_steps(config: Config) -> Iterator[Rule]:
+    samples, value = config.samples_per_step, config.value_model
+    shards = math.lcm(config.policy.parallel.data, 1 if value is None else value.parallel.data)
+    for section, model in (("policy", config.policy), ("value", value)):
+        if model is None or model.train_global_batch_samples is None:
+            continue
+        size, data = model.train_global_batch_samples, model.parallel.data
+        subject = f"{section}.train_global_batch_samples="
+        text = f"does not divide the {samples} samples of a step (prompts x generations)"
+        yield samples % size, subject, text
+        text = (
+            f"does not share out evenly over {section}.parallel.data={data} ranks; {_usable_sizes(samples, size, data)}"
+        )
+        yield not samples % size and size % data, subject, text
+        text = (  # each replica of either model trains on whole shards of the step
+            f"does not share out evenly over policy.parallel.data={config.policy.parallel.data} and "
+            f"value.parallel.data={config.value.parallel.data} ranks together; use a multiple of {shards}"
+        )
+        yield not samples % size and not size % data and size % shards, subject, text
+
+
+def _usable_sizes(samples: int, size: int, data: int) -> str:
+    """The advice for samples of an optimizer step that `data` ranks cannot share: the nearest sizes that they can."""
+    usable = [each for each in range(data, samples + 1, data) if samples % each == 0]
+    if not usable:
+        return f"no size does that divides the {samples} samples of a step"
+    nearest = sorted(sorted(usable, key=lambda each: abs(each - size))[:2])
+    return f"use {' or '.join(map(str, nearest))}"
+
+
+def _metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
+    """The name of a metric that neither steps nor validations of this run have."""
+    kind = _validation_metric if name.startswith(VALIDATION_PREFIX) else _step_metric
+    yield from kind(config, subject, name)
+
+
+def _validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
+    """The name of a metric that validation does not produce."""
+    names = [f"{VALIDATION_PREFIX}{one}" for one in VALIDATION_METRICS]
+    names += [f"{VALIDATION_PREFIX}set_{one}/{of}" for of in config.data.val_sets for one in VALIDATION_METRICS]
+    if name not in names:
+        yield True, subject, f"is not a validation metric; these are: {', '.join(names)}"
+    elif name == f"{VALIDATION_PREFIX}accuracy" and config.env and not config.knows_correctness:
+        yield True, subject, _no_accuracy(config, name)
+
+
+def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
+    """The name of a metric that no step of this run has."""
+    known = step_metrics(config)
+    if name in known:
+        return
+    if name.removeprefix(ENVIRONMENT_FIGURE) not in ("", name):
+        text = "no environment of this run reports figures: functions in reward_funcs and environments of your own can"
+        yield not any(_reports_figures(one) for one in config.env.values()), subject, text
+        return
+    if name == "accuracy" and config.env:
+        yield True, subject, _no_accuracy(config, name)
+    elif name in (others := all_step_metrics(config)):
+        yield True, subject, f"is not a metric of this run: {others[name]}"
+    else:
+        names = [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)]
+        figure = f"; a figure {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
+        advice = figure if any(_reports_figures(one) for one in config.env.values()) else ""
+        yield True, subject, "is not a metric of a step" + did_you_mean(name, sorted(names)) + advice
+
+
+def _reports_figures(environment: EnvironmentConfig) -> bool:
+    """Whether an environment may report figures env/NAME."""
+    functions = [one for one in environment.reward_funcs if not is_model_folder(one)]
+    return environment.type not in {*BUILT_IN, REWARD_FUNCTIONS} - {"code"} or bool(functions)
+
+
+def _no_accuracy(config: Config, name: str) -> str:
+    keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
+    text = f"the reward functions do not say which responses are correct; name one in {keys}"
+    return f"{text}, or take {name.replace('accuracy', 'reward')}"
+
+
+def _schedules(config: Config) -> Iterator[Rule]:
+    value = [("value", config.value.optimizer)] if config.loop.has_value_model else []
+    for section, optimizer in [("policy", config.policy.optimizer), *value]:
+        warmup, decay = f"{section}.optimizer.warmup_steps=", optimizer.decay_steps
+        text = f"is above {section}.optimizer.lr={optimizer.lr:g}, from which the learning rate falls to it"
+        yield optimizer.min_lr > optimizer.lr, f"{section}.optimizer.min_lr=", text
+        if optimizer.warmup_ratio is not None and optimizer.warmup_steps:
+            text = f"and {section}.optimizer.warmup_ratio={optimizer.warmup_ratio:g} say the same; give one of them"
+            yield True, warmup, text
+        # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
+        too_long = not optimizer.is_constant and decay is not None and optimizer.warmup_steps >= decay
+        yield too_long, warmup, f"leaves no step for the decay, which ends at step {decay}"
+
+
+def ppo_rules(config: Config) -> Iterator[Rule]:
+    """Settings of PPO that exclude each other or lack another, and settings of the algorithm that does not run."""
+    for section in READ_BY[other_than(config.algorithm)]:
+        for key, value in changed(config, section):
+            yield True, f"{key}={value}", misplaced(key, config.algorithm)
+    if config.algorithm != "ppo":
+        return
+    ppo, penalty = config.ppo, config.loss_fn.reference_policy_kl_penalty
+    text = f"leaves none of the ppo.max_num_steps={ppo.max_num_steps} steps to the policy"
+    yield ppo.policy_training_start_step >= ppo.max_num_steps, "ppo.policy_training_start_step=", text
+    text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty:g} needs one; set it to 0"
+    skips = ppo.skip_reference_policy_logprobs_calculation
+    yield skips and penalty > 0, "ppo.skip_reference_policy_logprobs_calculation=", text
+    text = "this is a run on CPU: cluster.gpus_per_node is 0"
+    yield ppo.calculate_advantages_on_gpu and config.cluster.gpus == 0, "ppo.calculate_advantages_on_gpu=", text
+    estimator, prefix = ppo.adv_estimator, "ppo.adv_estimator"
+    is_raw, alpha = estimator.name == "raw_reward", estimator.length_adaptive_alpha
+    text = f"has no meaning with {prefix}.name=raw_reward, which takes rewards as they are"
+    for name in ("gae_lambda", "gae_lambda_policy", "gae_lambda_value"):
+        value, default = getattr(estimator, name), getattr(type(estimator)(), name)
+        yield is_raw and value != default, f"{prefix}.{name}={value}", text
+    yield is_raw and alpha, f"{prefix}.length_adaptive_alpha={alpha}", text
+    text = f"excludes {prefix}.gae_lambda_policy: both say what the policy's lambda is"
+    twice = alpha and estimator.gae_lambda_policy is not None
+    yield not is_raw and twice, f"{prefix}.length_adaptive_alpha=", text
+
+
+def debug_rules(config: Config) -> Iterator[Rule]:
+    """Settings that need the half of the run that is left out, or rollouts that are not written."""
+    debug, logger = config.debug, config.logger
+    text = "needs the rollouts to be written; set logger.rollouts to sample or all"
+    yield logger.log_completions and logger.rollouts == "off", "logger.log_completions=", text
+    text = f"leaves nothing to do beside debug.rollouts_from={debug.rollouts_from}; give one of them"
+    yield not config.generates and not debug.train, "debug.train=", text
+    if not config.generates and debug.train:
+        yield from _without_engines(config)
+    elif not debug.train and config.generates:
+        yield from _without_policy(config)
+
+
+def _without_engines(config: Config) -> Iterator[Rule]:
+    """Settings that need engines, in a run that reads recorded rollouts."""
+    because = "and debug.rollouts_from starts no engine"
+    loop, data = config.loop, config.data
+    yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {because}; use false"
+    when = {
+        f"LOOP.val_period={loop.val_period}": loop.val_period > 0,
+        "LOOP.val_at_start=True": loop.val_at_start,
+        "LOOP.val_at_end=True": loop.val_at_end,
+    }
+    if data.validation and any(when.values()):
+        asked = " and ".join(setting for setting, is_on in when.items() if is_on)
+        off = "data.val_path=null" if data.val_path is not None else "data.val_sets={}"
+        key = next(iter(data.validation))
+        yield True, f"{key}={data.validation[key].path}", f"is sampled by {asked}, {because}; use {off}"
+    text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
+    yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
+
+
+def _without_policy(config: Config) -> Iterator[Rule]:
+    """Settings that need ranks of the policy, in a run that only samples."""
+    because = "and debug.train=false starts no rank of the policy"
+    text = f"samples while steps train, {because}; use false"
+    yield config.loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
+    text = (
+        f"is read by ranks of the policy, {because[4:]}; export the checkpoint (python -m megatron_grpo.export), "
+        "and give its folder as policy.model.path"
+    )
+    yield config.checkpointing.resume not in ("auto", "none"), "checkpointing.resume=", text
+    text = f"serves weights that a refit sends, {because}; use engines of the run's own, generation.server.urls=[]"
+    yield config.generation.server.urls, "generation.server.urls=", text
+    text = f"rounds the weights on their way to the engines, {because}; use null"
+    yield config.policy.quantization is not None, "policy.quantization=", text

@@ -1,0 +1,277 @@
+"""Checks of this machine: GPUs, Ray, packages and libraries, the sandbox, and the folders of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.cluster.machines import (
+    ADDRESS_VARIABLE,
+    environment_address,
+    find_address,
+    find_gpus,
+    malformed,
+    origin,
+    unreachable,
+    visible_gpus,
+)
+from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.errors import ConfigError, Problem, shown
+from megatron_grpo.config.passthrough import owned_problems, passed_fields
+from megatron_grpo.config.paths import unreadable, unwritable
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.specs import spec_problems
+from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
+from megatron_grpo.models.source import known_shape
+from megatron_grpo.platform.hooks import untried_versions
+from megatron_grpo.preflight.config_checks import sampling_problems
+from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
+from megatron_grpo.preflight.engine_checks import engine_problems, sequence_rules
+from megatron_grpo.preflight.layout_checks import engine_layout_problems
+from megatron_grpo.preflight.model_checks import fp8_machine_problems, quantization_machine_problems
+from megatron_grpo.preflight.model_file_checks import model_problems, unused_tensors
+from megatron_grpo.preflight.rules import Rule, as_problems, broken
+from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start, in_use
+
+
+def folder_problems(config: Config) -> Iterator[Problem]:
+    """Problems of folders: run_dir, prepare.folder, refit.directory, the checkpoint to start from."""
+    if not config.run_dir.strip():
+        yield Problem("run_dir=", "is empty; give a folder")
+        return
+    unusable = list(unwritable("run_dir", config.run_dir))
+    yield from unusable
+    if config.prepare.name is not None:
+        yield from unwritable("prepare.folder", config.prepare.folder)
+    if config.refit.directory is not None:
+        yield from unwritable("refit.directory", config.refit.directory)
+    if not unusable:
+        yield from _earlier_run(config)
+    yield from _resume(config)
+
+
+def _earlier_run(config: Config) -> Iterator[Problem]:
+    """An existing run_dir that the run cannot continue in."""
+    folder = Path(os.path.abspath(config.run_dir))
+    reason = unreadable(folder, "folder") if folder.exists() else None
+    if reason is not None:
+        yield Problem(f"run_dir={config.run_dir}", reason)
+        return
+    lock = folder / LOCK_FILE
+    if lock.exists() and not os.access(lock, os.W_OK):
+        yield Problem(f"run_dir={config.run_dir}", f"{lock} is another user's; choose another run_dir")
+        return
+    if in_use(config.run_dir):
+        yield Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")
+        return
+    try:
+        changes_since_last_start(folder, config)
+    except ConfigError as error:
+        yield from error.problems
+    except OSError as error:
+        yield Problem(f"run_dir={config.run_dir}", f"{error.filename} cannot be read: {error.strerror}")
+
+
+@as_problems
+def _resume(config: Config) -> Iterator[Rule]:
+    resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
+    names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
+    steps, subject = [int(match[1]) for match in names if match], "checkpointing.resume="
+    text = (
+        f"would begin anew, and {folder} has checkpoints up to step {max(steps, default=0)}; choose another run_dir, "
+    )
+    yield resume == "none" and steps, subject, f"{text}or delete them"
+    if resume in ("auto", "none") or steps:
+        return
+    reason = unreadable(resume, "folder")
+    yield reason, subject, f"{reason}; give auto, none or the path of a checkpoint"
+    lacks_policy = not os.path.isdir(Path(resume) / POLICY_FOLDER)
+    text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
+    yield reason is None and lacks_policy, subject, text
+    lacks_value = config.value_model is not None and not os.path.isdir(Path(resume) / VALUE_FOLDER)
+    text = f"{resume} is not a checkpoint of PPO: it has no value model"
+    yield not lacks_policy and lacks_value, subject, text
+
+
+def _sandbox(config: Config) -> Iterator[Problem]:
+    """A sandbox that cannot run a test program; checked if an environment on this machine runs programs."""
+    if config.cluster.ray_address is not None or not any(map(_runs_programs, config.env.values())):
+        return
+    try:
+        open_sandbox(config.sandbox)
+    except SandboxUnavailableError as error:
+        subject = f"sandbox.required={config.sandbox.required}"
+        yield Problem(subject, str(error).removeprefix(subject).strip())
+
+
+def _runs_programs(environment: EnvironmentConfig) -> bool:
+    tools = environment.options.get("tools")
+    return environment.type == "code" or (environment.type == "tools" and isinstance(tools, list) and "python" in tools)
+
+
+def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """Check everything that a run needs of this machine; returns problems, and remarks on doubtful settings.
+
+    If GPUs are missing, nothing else is checked: the run and its files will be on another machine. Nothing is checked
+    either where a launcher has started several such processes.
+    """
+    launched = list(_launcher())
+    if launched:
+        return launched, []
+    missing_gpus = list(_gpus(config))
+    if missing_gpus:
+        return missing_gpus, []
+    files, remarks = check_prompt_files(config) if config.generates else check_recording(config)
+    problems = [
+        *_cluster(config),
+        *_packages(config),
+        *fp8_machine_problems(config),
+        *quantization_machine_problems(config),
+        *(_sandbox(config) if config.generates else ()),
+        *model_problems(config),
+        *_passed_fields(passed_fields(config)),
+        *files,
+        *folder_problems(config),
+    ]
+    if not problems:
+        remarks += unused_tensors(config)
+    address = environment_address()
+    if address is not None and config.cluster.ray_address == address:
+        text = f"is {ADDRESS_VARIABLE} of the environment: the run joins that cluster; unset it to start Ray here"
+        remarks.append(Problem(f"cluster.ray_address={address}", text))
+    for name, version, tried in untried_versions():
+        text = f"is not among the versions that megatron_grpo was tried with, {tried}"
+        remarks.append(Problem(f"{name} {version}", text))
+    return problems, remarks
+
+
+def _launcher() -> Iterator[Problem]:
+    """The problem of a process that torchrun or accelerate started as one of several."""
+    rank, count = os.environ.get("LOCAL_RANK"), os.environ.get("WORLD_SIZE", "1")
+    if rank is not None and "RANK" in os.environ and count != "1":
+        text = (
+            "torchrun and accelerate launch start a whole run in each process; start it once, with python, since the "
+        )
+        yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", f"{text}run starts its own processes")
+
+
+@as_problems
+def _gpus(config: Config) -> Iterator[Rule]:
+    cluster, there = config.cluster, visible_gpus()
+    have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
+    text = f"this machine has {have}; start the run on such nodes, or give cluster.ray_address of a cluster of them"
+    yield cluster.ray_address is None and there < cluster.gpus, "cluster.gpus_per_node=", text
+
+
+@as_problems
+def _cluster(config: Config) -> Iterator[Rule]:
+    address = config.cluster.ray_address
+    if address is None:
+        text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
+        yield config.cluster.num_nodes > 1, "cluster.num_nodes=", text
+        return
+    reason = malformed(address)
+    if reason is None and (silent := unreachable(address)) is not None:
+        reason = f"no Ray cluster answers there: {silent}"
+    yield reason, "cluster.ray_address=", f"{reason}{origin(address)}"
+    text = "this machine has no CUDA GPU, and those of the Ray cluster are not counted; give their number, or 0 for CPU"
+    text += origin(address)
+    yield reason is None and config.cluster.gpus_per_node is None, "cluster.gpus_per_node=", text
+
+
+@as_problems
+def _packages(config: Config) -> Iterator[Rule]:
+    """Missing packages on this machine, and missing devices for the driver and for Triton."""
+    policy, logger, here = config.policy, config.logger, config.cluster.ray_address is None
+    fused, precise = policy.gradient_accumulation_fusion, "optimizer.precision_aware"
+    wanted = {
+        "policy.gradient_accumulation_fusion=": ("fused_weight_gradient_mlp_cuda", fused),
+        f"policy.{precise}=": ("transformer_engine", policy.optimizer.precision_aware),
+        f"value.{precise}=": ("transformer_engine", config.value.optimizer.precision_aware),
+    }
+    for key, (package, asked) in wanted.items():
+        text = f"needs the package {package}, which is not installed here; leave it out"
+        yield asked and here and not _is_installed(package), key, text
+    for name, enabled in (("wandb", logger.wandb.enabled), ("mlflow", logger.mlflow.enabled)):
+        text = f"needs the {name} package: pip install {name}, or set it to false"
+        yield enabled and not _is_installed(name), f"logger.{name}.enabled=", text
+    text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
+    yield config.ppo.calculate_advantages_on_gpu and not visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
+    lacks_triton = here and not _is_installed("triton")
+    asked = policy.logprob_kernel == "fused"
+    text = "needs the triton package: pip install triton, or use chunked or auto"
+    yield asked and lacks_triton, "policy.logprob_kernel=", text
+    text = (
+        "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 "
+        "in the environment to have it interpreted, slowly, as tests do"
+    )
+    compiles = config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1"
+    yield asked and not lacks_triton and compiles, "policy.logprob_kernel=", text
+
+
+_LIBRARIES = {
+    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
+    "generation.": ("vLLM", "vllm", "megatron_grpo.generation.engine_arguments"),
+}
+"""By prefix of the section: the library that receives the fields, its package, and our module that checks them."""
+_CHECK = """
+import dataclasses, json, sys
+from {module} import passed_field_problems
+print()
+print(json.dumps([dataclasses.astuple(one) for one in passed_field_problems(json.load(sys.stdin))]))
+"""
+"""The program that imports a library. It prints the problems last, because the import may print lines of its own."""
+
+
+def _passed_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """Pass-through fields, by section, that the installed library does not have, or whose values are of another type.
+
+    Each library that gets fields is imported in a process of its own, because importing it takes seconds, loads torch,
+    and changes the environment of the process.
+    """
+    for beginning, (library, package, module) in _LIBRARIES.items():
+        passed = {section: dict(values) for section, values in sections.items() if section.startswith(beginning)}
+        if not any(passed.values()):
+            continue
+        reason = None if _is_installed(package) else f"{library} is not installed here"
+        if reason is None:
+            command, sent = [sys.executable, "-c", _CHECK.format(module=module)], json.dumps(passed, default=str)
+            done = subprocess.run(command, input=sent, capture_output=True, text=True)
+            if done.returncode == 0:
+                yield from (Problem(*one) for one in json.loads(done.stdout.splitlines()[-1]))
+                continue
+            reason = f"{library} cannot be imported here: {(done.stderr.splitlines() or ['no reason'])[-1]}"
+        for section, values in passed.items():
+            for name, value in values.items():
+                yield Problem(f"{section}.{name}={shown(value)}", f"cannot be checked: {reason}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+def evaluation_problems(config: Config) -> list[Problem]:
+    """Problems that exclude an evaluation: sampling with engines and scoring with environments."""
+    find_address(config.cluster)
+    find_gpus(config.cluster)
+    shape = known_shape(config)
+    arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}
+    problems = [
+        *engine_layout_problems(config, shape),
+        *broken(config, sequence_rules(config, shape)),
+        *sampling_problems(config),
+        *engine_problems(config, shape),
+        *owned_problems(arguments),
+        *spec_problems(config.data),
+    ]
+    return problems or [*(list(_gpus(config)) or _cluster(config)), *_sandbox(config), *_passed_fields(arguments)]

@@ -1,0 +1,219 @@
+"""Checks of adapters, FP8, quantisation-aware training, recomputation and optimizers against model and devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from collections.abc import Iterator
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight.rules import Rule, as_problems
+
+
+@as_problems
+def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Settings that cannot be combined with adapters; with shape None, checks that need the model are left out."""
+    lora = config.policy.lora
+    if not lora.rank:
+        return
+    targets = f"policy.lora.target_modules=[{','.join(lora.target_modules)}]"
+    yield not lora.target_modules, targets, "leaves nothing to train; name a layer, or set policy.lora.rank=0"
+    yield len(set(lora.target_modules)) < len(lora.target_modules), targets, "names a layer twice; name each once"
+    text = (
+        f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; use "
+        "false, or train all weights with policy.lora.rank=0"
+    )
+    yield config.loop.sync_ref_model, "LOOP.sync_ref_model=", text
+    text = "adapters leave the base model as it is; use 0"
+    yield config.policy.moe.bias_update_rate, "policy.moe.bias_update_rate=", text
+    if shape is None:
+        return
+    others = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
+    text = f"latent attention has no linear_qkv; use [{others}]"
+    yield shape.latent is not None and "linear_qkv" in lora.target_modules, targets, text
+    of_experts = shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}
+    text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
+    yield of_experts, targets, text
+
+
+_NVIDIA_SMI_TIMEOUT_S = 20.0
+
+
+@as_problems
+def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Settings that FP8 cannot be combined with; with shape None, checks that need the model are left out."""
+    fp8 = config.policy.fp8
+    if fp8.format == "off":
+        return
+    if fp8.recipe == "delayed":
+        text = "has scales of earlier steps, which are not simulated; use tensorwise, blockwise or mxfp8"
+        yield fp8.simulate, "policy.fp8.recipe=", text
+        text = "has no place in Megatron-Core's delayed recipe; use 0, or policy.fp8.recipe=tensorwise"
+        yield fp8.first_layers_bf16, "policy.fp8.first_layers_bf16=", text
+        yield fp8.last_layers_bf16, "policy.fp8.last_layers_bf16=", text
+    if fp8.on_device:
+        yield from _on_device(config)
+    if shape is None:
+        return
+    if fp8.on_device and not shape.fits_transformer_engine:
+        text = f"Transformer Engine's layers do not express {shape.family}; use off, with precision=fp8_engines if "
+        yield True, "policy.fp8.format=", f"{text}the engines are to compute in FP8"
+        return
+    yield from _sizes(config, shape)
+    whole, has = (
+        (shape.layers, "the model")
+        if fp8.simulate
+        else (shape.layers // config.policy.parallel.pipeline, "a pipeline rank")
+    )
+    text = f"is more than the {whole} layers that {has} has"
+    yield fp8.first_layers_bf16 > whole, "policy.fp8.first_layers_bf16=", text
+    yield fp8.last_layers_bf16 > whole, "policy.fp8.last_layers_bf16=", text
+
+
+@as_problems
+def fp8_machine_problems(config: Config) -> Iterator[Rule]:
+    """Missing requirements of FP8 on this machine: Transformer Engine, or a GPU of the needed compute capability."""
+    fp8 = config.policy.fp8
+    if not fp8.on_device or config.cluster.gpus == 0:
+        return
+    text = "needs Transformer Engine, which is not installed: pip install 'transformer-engine[pytorch]', or use off"
+    yield importlib.util.find_spec("transformer_engine") is None, "policy.fp8.format=", text
+    have = gpu_capability()
+    if have is not None and have < fp8.least_capability:
+        least, there = (".".join(map(str, capability)) for capability in (fp8.least_capability, have))
+        fix = "off" if have < (8, 9) else "recipe=tensorwise"
+        text = f"recipe={fp8.recipe} needs GPUs of compute capability {least}, and this machine has {there}; use {fix}"
+        yield True, "policy.fp8.format=", text
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Lowest compute capability of this machine's GPUs, from nvidia-smi; None: unknown."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        pairs = [line.strip().split(".") for line in found.stdout.splitlines() if line.strip()]
+        return min((int(major), int(minor)) for major, minor in pairs)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _on_device(config: Config) -> Iterator[Rule]:
+    policy, fp8 = config.policy, config.policy.fp8
+    text = "needs GPUs, and this is a run on CPU; use off, or policy.fp8.simulate=true for its numerics"
+    yield config.cluster.gpus == 0, "policy.fp8.format=", text
+    text = f"needs policy.precision=bfloat16, not {policy.precision}"
+    yield policy.precision != "bfloat16", "policy.fp8.format=", text
+    text = "needs Transformer Engine's layers, and layers with adapters are torch's; use off, or policy.lora.rank=0"
+    yield policy.lora.rank, "policy.fp8.format=", text
+    text = "needs policy.optimizer.distributed=true, which keeps the float32 weights beside them"
+    yield fp8.parameters and not policy.optimizer.distributed, "policy.fp8.parameters=", text
+    text = "is not supported with recipe=mxfp8, which needs two copies of each weight; use false"
+    yield fp8.parameters and fp8.recipe == "mxfp8", "policy.fp8.parameters=", text
+
+
+def _sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Sizes of a rank's matrices that are not multiples of the recipe's block."""
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    heads, key_value_heads = shape.attention_heads, shape.key_value_heads
+    sides = {
+        "hidden size": (shape.hidden, 1),
+        "width of all heads": (heads * shape.head_dim, parallel.tensor),
+        "width of queries, keys and values": ((heads + 2 * key_value_heads) * shape.head_dim, parallel.tensor),
+        "feed-forward width": (shape.ffn_hidden, parallel.tensor),
+    }
+    if shape.experts is not None:
+        sides["experts' width"] = (shape.experts.ffn_hidden, parallel.expert_tensor)
+    for what, (size, ranks) in sides.items():
+        if size % (ranks * fp8.block):
+            split = f" over {ranks} ranks" if ranks > 1 else ""
+            other = "; use fewer ranks or recipe=tensorwise" if fp8.block > 16 else "; use off"
+            text = f"{fp8.recipe} takes multiples of {fp8.block}, and the model's {what} is {size}{split}{other}"
+            yield True, "policy.fp8.recipe=", text
+            return
+
+
+@as_problems
+def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Settings that exclude quantisation-aware training; with shape None, checks that need the model are left out."""
+    policy = config.policy
+    if policy.quantization is None:
+        return
+    text = "rounds the same products as policy.fp8; use null, or policy.fp8.format=off"
+    yield policy.fp8.format != "off", "policy.quantization=", text
+    text = "rounds weights that are trained, and adapters leave them as they are; use null, or policy.lora.rank=0"
+    yield policy.lora.rank, "policy.quantization=", text
+    if shape is not None and (shape.experts is not None or shape.latent is not None):
+        what = "for a mixture of experts" if shape.experts is not None else "with latent attention"
+        yield True, "policy.quantization=", f"is not supported {what}; use null"
+
+
+@as_problems
+def quantization_machine_problems(config: Config) -> Iterator[Rule]:
+    """A missing package for quantisation-aware training on this machine."""
+    here = config.policy.quantization is not None and config.cluster.ray_address is None
+    text = "needs a package that is not installed here: pip install nvidia-modelopt, or use null"
+    yield here and importlib.util.find_spec("modelopt") is None, "policy.quantization=", text
+
+
+_OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
+"""Modules that Megatron-Core can recompute only with functions of Transformer Engine."""
+_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
+
+
+@as_problems
+def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    """Settings of speed and memory that exclude each other, or do not fit the devices or the model (None: unknown)."""
+    policy, on_cpu = config.policy, config.cluster.gpus == 0
+    optimizers = {"policy": policy.optimizer} | (
+        {"value": config.value.optimizer} if config.loop.has_value_model else {}
+    )
+    yield from _recomputation(config, shape)
+    reduces = not on_cpu if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
+    subject = "policy.overlap_param_gather="
+    yield policy.overlap_param_gather and not reduces, subject, "needs policy.overlap_grad_reduce=true"
+    for section, optimizer in optimizers.items():
+        scattered = policy.overlap_param_gather and not optimizer.distributed
+        yield scattered, subject, f"needs {section}.optimizer.distributed=true"
+    yield from _fused_gradients(config)
+    text = "excludes loss_fn.kl_score_function_gradient: torch has no deterministic running sums on GPUs"
+    sums = config.loss_fn.kl_score_function_gradient and not on_cpu
+    yield policy.deterministic and sums, "policy.deterministic=", text
+    for section, optimizer in optimizers.items():
+        without = {
+            "cpu_offload": "without GPUs all is in host memory already; leave it out, or give cluster.gpus_per_node",
+            "precision_aware": "needs GPUs; leave it out, or give cluster.gpus_per_node",
+        }
+        for name, text in without.items():
+            asked, key = getattr(optimizer, name), f"{section}.optimizer.{name}="
+            yield asked and on_cpu, key, text
+            shared = f"needs {section}.optimizer.distributed=true"
+            yield asked and not on_cpu and not optimizer.distributed, key, shared
+
+
+def _fused_gradients(config: Config) -> Iterator[Rule]:
+    policy, subject = config.policy, "policy.gradient_accumulation_fusion="
+    if not policy.gradient_accumulation_fusion:
+        return
+    text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
+    quantizes = policy.quantization is not None
+    yield quantizes, subject, f"with policy.quantization={policy.quantization}: {text}"
+    yield policy.fp8.simulated, subject, f"with policy.fp8.simulate=True: {text}"
+    yield config.cluster.gpus == 0, subject, "needs GPUs; use null, which is true where it can be"
+
+
+def _recomputation(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+    modules = config.policy.recompute_modules
+    key = f"policy.recompute_modules=[{','.join(modules)}]"
+    text = "policy.activation_checkpointing=true recomputes whole layers; choose one of them"
+    yield modules and config.policy.activation_checkpointing, key, text
+    yield len(set(modules)) < len(modules), key, "names a module twice"
+    engine = [module for module in modules if module in _OF_TRANSFORMER_ENGINE]
+    text = f"{', '.join(engine)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
+    yield engine and config.cluster.gpus == 0, key, text
+    if shape is None:
+        return
+    lacking = [module for module in modules if module in _OF_EXPERTS and shape.experts is None]
+    yield lacking, key, f"the model has no experts; leave out {', '.join(lacking)}"
+    text = "the model has no latent attention; leave out mla_up_proj"
+    yield "mla_up_proj" in modules and shape.latent is None, key, text

@@ -1,0 +1,135 @@
+"""Checks of the folders and hub names of models: whether they exist, are of a known family, and are complete."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.paths import unreadable
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.families import as_value_model, shape_of_folder, weight_entries
+from megatron_grpo.models.families.family import global_entries, wanted_experts
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import PREPARED_FOLDER, download_config, is_hub_name, local_folder, made_before_the_run
+from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, stored_tensors
+from megatron_grpo.preflight.tokenizer_checks import tokenizer_problems
+
+_NAMED = 3
+"""Most tensors that a message names."""
+
+
+def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
+    """Problems of the weights in a folder for a model of these sizes; only the first problem of each kind."""
+    try:
+        tensors = stored_tensors(folder)
+    except ValueError as error:
+        yield str(error)
+        return
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    wanted = {name: expected for name, expected, required in _tensors_of(shape) if required}
+    missing = [name for name in wanted if name not in shapes]
+    if missing:
+        more = f", and {len(missing) - 1} others that config.json implies" if len(missing) > 1 else ""
+        yield f"the folder has no tensor {missing[0]}{more}"
+    packed = next((name for name in wanted if name in tensors and tensors[name].dtype not in FLOATS), None)
+    if packed is not None:
+        text = "quantized weights cannot be trained; convert the model to bfloat16 first, as docs/layouts.md shows"
+        yield f"{packed} is stored as {tensors[packed].dtype}: {text}"
+        return
+    for name, expected in wanted.items():
+        if name in shapes and shapes[name] != expected:
+            yield f"{name} has shape {list(shapes[name])}, but config.json implies {list(expected)}"
+            return
+    unread = _unread(tensors, shape)
+    if unread:
+        yield (
+            f"the folder holds {len(unread)} tensor(s) that a model of its config.json does not have, which would be "
+            f"lost: {', '.join(unread[:_NAMED])}; correct architectures in config.json, or remove them from the files"
+        )
+
+
+def _tensors_of(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Name and shape of every tensor of a model, and whether a folder must have it."""
+    for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers))):
+        for expert in wanted_experts(entry, shape):
+            for tensor in entry.hf:
+                yield tensor.name.format(layer=layer, expert=expert), tensor.shape(shape), not entry.zero_if_absent
+
+
+def _is_extra_prediction(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor is of DeepSeek's layers behind the last, which predict further tokens for speculation."""
+    layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
+    return shape.family == "deepseek_v3" and layer is not None and int(layer[1]) >= shape.layers
+
+
+def _unread(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> list[str]:
+    """Names of tensors that the model of these sizes does not read, and that do not follow from others."""
+    derived = ["rotary_emb.inv_freq", "rotary.inv_freq"]
+    if shape.tied_embeddings or shape.value_head is not None:  # equal to the embedding, or replaced by the value head
+        derived.append(HEAD)
+    unknown = tensors.keys() - {name for name, _, _ in _tensors_of(shape)}
+    return sorted(
+        name for name in unknown if not name.endswith(tuple(derived)) and not _is_extra_prediction(name, shape)
+    )
+
+
+def unused_tensors(config: Config) -> Iterator[Problem]:
+    """The remark that the policy's folder, which has no problems, holds layers that are not trained."""
+    path = config.policy.model.path
+    if is_hub_name(path) or made_before_the_run(config, path):
+        return
+    shape = shape_of_folder(path)
+    extra = [name for name in stored_tensors(Path(path)) if _is_extra_prediction(name, shape)]
+    if extra:
+        text = f"holds {len(extra)} tensor(s) of layers that predict further tokens (num_nextn_predict_layers), which"
+        yield Problem(f"policy.model.path={path}", f"{text} are neither trained nor exported: {sorted(extra)[0]}, …")
+
+
+def model_problems(config: Config) -> Iterator[Problem]:
+    """Problems of policy.model.path and value.model.path."""
+    for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
+        if path is None:
+            continue
+        subject, of_value = f"{key}={path}", key.startswith("value.")
+        if made_before_the_run(config, path):
+            if Path(path) != Path(config.prepare.folder, PREPARED_FOLDER):
+                yield Problem(subject, f"prepare.name={config.prepare.name} makes one model: {PREPARED_FOLDER}")
+            continue
+        unusable = list(unusable_model(subject, path, of_value=of_value))
+        yield from unusable
+        if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
+            yield from _incomplete(subject, Path(path), of_value=of_value)
+            if not of_value:
+                yield from tokenizer_problems(subject, Path(path), config, shape_of_folder(path).vocab)
+
+
+def unusable_model(subject: str, path: str, *, of_value: bool = False) -> Iterator[Problem]:
+    """A folder or hub name without a trainable model: it is missing, or its config.json is not supported."""
+    if is_hub_name(path):
+        reason = None if local_folder(path) else download_config(path)
+        text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"
+    else:
+        reason = unreadable(path, "folder")
+        advice = "; give a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B"
+        text = f"{reason}{advice if reason == 'no such folder' else ''}"
+    if reason is not None:
+        yield Problem(subject, text)
+        return
+    folder = local_folder(path)
+    assert folder is not None
+    try:
+        shape_of_folder(folder, reward_models=of_value)
+    except ValueError as error:
+        yield Problem(subject, str(error))
+
+
+def _incomplete(subject: str, folder: Path, *, of_value: bool) -> Iterator[Problem]:
+    if not any(folder.glob("*.safetensors")):
+        text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
+        yield Problem(subject, text)
+        return
+    shape = shape_of_folder(folder, reward_models=of_value)
+    for text in weight_problems(folder, as_value_model(shape) if of_value else shape):
+        yield Problem(subject, text)

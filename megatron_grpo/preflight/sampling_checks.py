@@ -1,0 +1,148 @@
+"""Rules of sampling: filters, penalties, structured output, speculation, servers and the endpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.config.generation_schema import (
+    FILTERS,
+    PENALTIES,
+    EngineConfig,
+    GenerationConfig,
+    StructuredConfig,
+)
+from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token, url_problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.rules import Rule
+
+
+def request_rules(generation: GenerationConfig) -> Iterator[Rule]:
+    """Keys of sampling that exclude each other, or that vLLM would refuse, in training and in evaluation."""
+    yield from _structure(generation.structured)
+    subject = "generation.generation_batch_size="
+    size, engines = generation.generation_batch_size, generation.parallel.data
+    text = f"leaves some of the {engines} engines without a response; give {engines} or more"
+    yield size is not None and size < engines, subject, text
+    most = generation.engine.max_num_seqs
+    text = f"and generation.engine.max_num_seqs={most} say the same; give one of them"
+    yield size is not None and most != EngineConfig().max_num_seqs, subject, text
+    speculative, prefix = generation.engine.speculative, "generation.engine.speculative"
+    speculates = speculative.num_speculative_tokens > 0
+    text = f"must not be above {prefix}.prompt_lookup_max={speculative.prompt_lookup_max}"
+    beyond = speculative.prompt_lookup_min > speculative.prompt_lookup_max
+    yield speculates and beyond, f"{prefix}.prompt_lookup_min=", text
+    text = "vLLM has no min_p with speculative decoding; use 0 for one of them"
+    yield speculates and generation.min_p > 0, "generation.min_p=", text
+
+
+def filter_cautions(config: Config) -> Iterator[Rule]:
+    """Penalties together with a filter, or with an option that drops tokens for a difference of probabilities."""
+    drops, generation = _drops(config), config.generation
+    hidden = _hides_filter(generation)
+    text = (
+        f"is a filter that training does not repeat, because {hidden} changes the logits before it: training looks at "
+        "the whole distribution, and token_mult_prob_error is above 1"
+    )
+    for subject in _settings(generation, FILTERS).values():
+        yield hidden, subject, text
+    text = (
+        "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
+        f"{drops} leaves tokens out for that difference, too"
+    )
+    for subject in _settings(generation, PENALTIES).values():
+        yield drops, subject, text
+
+
+def filter_rules(config: Config) -> Iterator[Rule]:
+    """Structured output, or filters that training cannot repeat, with an option that compares engine and trainer."""
+    drops, generation = _drops(config), config.generation
+    text = (
+        "leaves out tokens that sampling and training give other probabilities, and the form gives many tokens "
+        "a probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
+    )
+    yield drops and generation.structured != StructuredConfig(), drops or "", text
+    corrects = config.loss_fn.use_importance_sampling_correction
+    compares = "loss_fn.use_importance_sampling_correction=True" if corrects else drops
+    hidden = _hides_filter(generation)
+    for name, subject in _settings(generation, FILTERS).items():
+        text = (
+            f"is a filter that training does not repeat beside {hidden}, which changes the logits before it, and "
+            f"{compares} would take that for a difference between the two frameworks; use "
+            f"{shown(getattr(GenerationConfig(), name))}, or leave that option out"
+        )
+        yield compares and hidden, subject, text
+
+
+def _hides_filter(generation: GenerationConfig) -> str:
+    """The key that keeps training from repeating a filter (`GenerationConfig.filters_in_training`), or nothing."""
+    penalties = generation.changed(PENALTIES)
+    if generation.temperature == 0 or not (penalties or generation.structured != StructuredConfig()):
+        return ""
+    return f"generation.{penalties[0]}" if penalties else "generation.structured"
+
+
+def _settings(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
+    """KEY=VALUE of each setting that differs from its default, by its name."""
+    return {name: f"generation.{name}={shown(getattr(generation, name))}" for name in generation.changed(names)}
+
+
+def _drops(config: Config) -> str | None:
+    """The option, as KEY=VALUE, that drops tokens on which engine and trainer disagree, or None."""
+    kind = config.loss_fn.truncated_importance_sampling_type
+    if kind in ("icepop", "seq-mask-tis"):
+        return f"loss_fn.truncated_importance_sampling_type={kind}"
+    threshold = config.loop.seq_logprob_error_threshold
+    return None if threshold is None else f"{config.algorithm}.seq_logprob_error_threshold={threshold:g}"
+
+
+def _structure(structured: StructuredConfig) -> Iterator[Rule]:
+    prefix = "generation.structured"
+    given = [f"{prefix}.{name}" for name, value in vars(structured).items() if value is not None]
+    yield len(given) > 1, next(iter(given), ""), f"excludes {' and '.join(given[1:])}: a response has one form"
+    if structured.json_schema is not None:
+        try:
+            schema = json.loads(structured.json_schema)
+        except ValueError as error:
+            yield True, f"{prefix}.json_schema=", f"is not a JSON text: {error}"
+        else:
+            text = 'must be a JSON object, such as {"type": "object"}'
+            yield not isinstance(schema, dict), f"{prefix}.json_schema=", text
+    if structured.regex is not None:
+        try:
+            re.compile(structured.regex)
+        except re.error as error:
+            yield True, f"{prefix}.regex=", f"is not a regular expression: {error}"
+
+
+def server_rules(config: Config) -> Iterator[Rule]:
+    """Settings that do not fit generation.server.urls or generation.endpoint.
+
+    Whether servers answer is checked when the run starts.
+    """
+    endpoint, nodes = config.generation.endpoint, config.cluster.num_nodes
+    is_local = is_loopback(endpoint.host)
+    text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
+    yield endpoint.enabled and is_local and nodes > 1, "generation.endpoint.host=", text
+    text = (
+        "lets every client that reaches it write what the run is trained on; put a token into the environment variable "
+        f"{TOKEN_VARIABLE}, or use 127.0.0.1"
+    )
+    yield endpoint.enabled and not is_local and token() is None, "generation.endpoint.host=", text
+    for name, environment in config.env.items():
+        text = "asks the model through the endpoint, which is off; give generation.endpoint.enabled=true"
+        unanswered = environment.agent_func is not None and not endpoint.enabled
+        yield unanswered, f"env.{name}.agent_func={environment.agent_func}", text
+    urls, engines = config.generation.server.urls, config.generation.parallel.data
+    for url in urls:
+        reason = url_problem(url)
+        yield reason, f"generation.server.urls={shown(url)}", reason or ""
+    yield len(set(urls)) < len(urls), "generation.server.urls=", "names a server twice"
+    text = f"is the number of engines, and there are {len(urls)} servers; give {len(urls)}"
+    yield urls and engines != len(urls), "generation.parallel.data=", text
+    text = "shares GPUs with the run's own engines, and servers (generation.server.urls) have theirs; use separate"
+    yield urls and config.generation.colocated, "generation.placement=", text
+    text = "a server returns no routed experts; use false"
+    yield urls and config.policy.moe.replay_routing, "policy.moe.replay_routing=", text

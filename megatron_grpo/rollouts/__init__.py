@@ -1,0 +1,1 @@
+"""The rollout workers' process and the driver's handle of it: prompts in, scored groups of trajectories out."""

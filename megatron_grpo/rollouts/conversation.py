@@ -1,0 +1,199 @@
+"""A rollout that an agent drives: its calls form one sequence, which keeps the tokens that were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, are_text_parts, content_text
+from megatron_grpo.rollouts.engine_client import EngineClient
+
+OVER = "the rollout is over"
+
+
+class BadCallError(ValueError):
+    """A call that cannot be answered in this rollout; the message is for the agent."""
+
+
+class Conversation:
+    """The calls of one rollout, each of which continues the previous one.
+
+    The model's text is never tokenized again: the prompt of a call is all tokens so far, followed by the tokens of the
+    text that the call adds.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        settings: SamplingSettings,
+        renderer: PromptRenderer,
+        seed: Callable[[int], int],
+        longest: int,
+    ) -> None:
+        """
+        Args:
+            engine: engine that samples the responses.
+            settings: how tokens are drawn.
+            renderer: makes the tokens of the task's conversations.
+            seed: function from a response's number to its seed.
+            longest: most tokens of prompts and responses together.
+        """
+        self.pieces: list[NDArray[np.int32]] = []
+        """Given and sampled tokens, alternating, [tokens] each, int32."""
+        self.outputs: list[GenerationOutput] = []
+        self.failure: Exception | None = None
+        """The engine's error in the last call; the agent learns only that its call failed."""
+        self.settings = settings
+        self._engine, self._renderer = engine, renderer
+        self._seed, self._longest = seed, longest
+        self._known: list[ChatMessage] | str | None = None
+        """The conversation so far in the form of the last call, messages or text; None: the call had token ids."""
+        self._one_at_a_time = asyncio.Lock()
+        self._asking: asyncio.Task[GenerationOutput] | None = None
+        self._over = False
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return sum(len(piece) for piece in self.pieces)
+
+    def end(self) -> None:
+        """End the rollout: cancel a call under way, and refuse further calls."""
+        self._over = True
+        if self._asking is not None:
+            self._asking.cancel()
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] | None,
+        max_tokens: int | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> GenerationOutput:
+        """Sample the model's next message.
+
+        Args:
+            messages: the whole conversation, with the model's own messages unchanged.
+            tools: tools for the chat template; None: those of the task.
+            max_tokens: most tokens of the answer; None: the run's limit.
+            variables: further variables of the chat template, which replace the task's.
+
+        Raises:
+            BadCallError: the call does not continue the previous one, or there is no room for a response.
+        """
+        async with self._one_at_a_time:
+            output = await self._sample(self._chat_piece(messages, tools, variables), max_tokens)
+            self._known = [*messages, {"role": "assistant", "content": output.text}]
+            return output
+
+    async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
+        """Sample the response to a text or to token ids; in later calls these begin with the conversation so far.
+
+        Raises:
+            BadCallError: the call does not continue the previous one, or there is no room for a response.
+        """
+        async with self._one_at_a_time:
+            output = await self._sample(self._completion_piece(prompt), max_tokens)
+            self._known = prompt + output.text if isinstance(prompt, str) else None
+            return output
+
+    def _chat_piece(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """Token ids that a call adds to the conversation."""
+        renderer, known = self._renderer, self._known
+        if not renderer.has_template:
+            raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
+        if self.outputs and not (isinstance(known, list) and _continues(messages, known)):
+            raise BadCallError(
+                "does not continue the rollout's conversation: each call has to repeat all messages so far, the "
+                "model's as they were answered, and add some; a rollout is trained on as one sequence"
+            )
+        try:
+            if not self.outputs:
+                return renderer.encode_rendered(renderer.render(messages, tools=tools, variables=variables))
+            assert isinstance(known, list), "checked above"
+            earlier, later = known[:-1], messages[len(known) :]
+            return renderer.encode_continuation(earlier, later, self._last_token, tools=tools, variables=variables)
+        except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
+            raise BadCallError(f"the chat template refuses these messages: {error}") from None
+
+    @property
+    def _last_token(self) -> int:
+        return int(self.outputs[-1].token_ids[-1])
+
+    def _completion_piece(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if not self.outputs:
+                return self._encode(self._renderer.encode_plain, prompt)
+            if not isinstance(self._known, str) or not prompt.startswith(self._known):
+                raise BadCallError("does not begin with the prompt and the response of the call before")
+            return self._encode(self._renderer.encode_after, prompt[len(self._known) :], self._last_token)
+        tokens = len(self._renderer.tokenizer)
+        if any(not 0 <= token < tokens for token in prompt):
+            raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
+        known = np.concatenate(self.pieces).tolist() if self.pieces else []
+        if list(prompt[: len(known)]) != known:
+            raise BadCallError("does not begin with the tokens of the prompt and the response of the call before")
+        return list(prompt[len(known) :])
+
+    async def _sample(self, piece: list[int], max_tokens: int | None) -> GenerationOutput:
+        if not piece and not self.outputs:
+            raise BadCallError("the prompt is empty")
+        given = np.array(piece, dtype=np.int32)
+        room = self._longest - self.length - len(given)
+        if room < 1:
+            raise BadCallError(
+                f"{self.length + len(given)} tokens leave no room within policy.max_total_sequence_length="
+                f"{self._longest}"
+            )
+        request = GenerationRequest(
+            prompt_ids=np.concatenate([*self.pieces, given]),
+            seed=self._seed(len(self.outputs)),
+            max_new_tokens=room if max_tokens is None else min(max_tokens, room),
+        )
+        if self._over:
+            raise BadCallError(OVER)
+        self._asking = asyncio.create_task(self._engine.generate(request, self.settings))
+        try:
+            output = await self._asking
+        except asyncio.CancelledError:
+            if self._over:
+                raise BadCallError(OVER) from None
+            raise
+        except Exception as error:  # the rollout fails with this error even if the agent continues
+            self.failure = error
+            raise
+        self.failure = None  # the agent, or its client, has repeated the call
+        self.pieces += [given, output.token_ids]
+        self.outputs.append(output)
+        return output
+
+    def _encode(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        try:
+            return encode(*arguments)
+        except (TypeError, ValueError) as error:  # half a surrogate pair, which JSON allows
+            raise BadCallError(f"the text cannot be tokenized: {error}") from None
+
+
+def _continues(messages: Sequence[ChatMessage], known: Sequence[ChatMessage]) -> bool:
+    """Whether messages begin with the known messages and add at least one."""
+    same = all(_said(one) == _said(other) for one, other in zip(messages, known, strict=False))
+    return len(messages) > len(known) and same
+
+
+def _said(message: ChatMessage) -> dict[str, Any]:
+    """Fields of a message without empty ones, because clients send back empty fields that they received.
+
+    Content in text parts equals the same text, which some clients make parts of.
+    """
+    fields = {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}
+    return fields | ({"content": content_text(fields["content"])} if are_text_parts(fields.get("content")) else {})

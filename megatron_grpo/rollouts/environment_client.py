@@ -1,0 +1,204 @@
+"""A rollout worker's client of an environment: a queue of calls to the environment processes of this worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from megatron_grpo.cluster.futures import explain, overdue, pickled
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
+from megatron_grpo.environments.environment_processes import EnvironmentHandle
+from megatron_grpo.rollouts.seeds import RolloutFailure
+
+STARTUP_S = 900.0
+"""Deadline in seconds for the start of an environment process, and of all rollout workers."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that is queued or waits for its answer."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    answer: asyncio.Future[Any]
+    alone: bool = False
+    """Whether the call is sent by itself, as the last attempt."""
+
+    def settle(self, outcome: Any) -> None:
+        """Set the result or exception of the call, unless it is answered or its caller is cancelled."""
+        if self.answer.done():
+            return
+        if isinstance(outcome, Exception):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)
+
+
+class EnvironmentClient:
+    """Client of an environment. Queued calls are sent as soon as a process is free, several at once.
+
+    When a process dies or misses the deadline, it is replaced, and its calls are repeated once, sample by sample, each
+    by itself, so that only the sample that caused the failure fails.
+    """
+
+    def __init__(self, handle: EnvironmentHandle) -> None:
+        self.multi_turn = self.agent = False
+        self.reads_token_ids = False
+        self.remarks: list[str] = []
+        """Replacements of processes and their reasons, for the log of the run."""
+        self.leave_out_suspects, self.prompts = handle.leave_out_suspects, handle.prompts
+        self._handle = handle
+        self._queue: deque[_Call] = deque()
+        self._work = asyncio.Event()
+        self._broken: SamplingError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Wait until every process is up; SamplingError if one does not start."""
+        for described in await asyncio.gather(*(self._describe(process) for process in self._handle.processes)):
+            self.multi_turn, self.agent = described["multi_turn"], described["agent"]
+            self.reads_token_ids = described["reads_token_ids"]
+            self._keep(self._serve(described))
+
+    async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
+        """Return the first state of a rollout; None in a single-turn environment."""
+        return await self._ask_or_fail("reset", prompt, extra_env_info) if self.multi_turn else None
+
+    async def step(self, state: Any, response: str, last_token: int) -> Turn:
+        """Return the turn after a response, given its last token too; a single-turn environment ends the rollout."""
+        return await self._ask_or_fail("step", state, response, last_token) if self.multi_turn else Turn()
+
+    async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
+        """Run the environment's agent, with a process to itself, and return the state of the rollout."""
+        return await self._ask_or_fail("act", prompt, extra_env_info, access, alone=True)
+
+    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+        """Return for each sample a score, or the reason why a second attempt failed too.
+
+        Raises:
+            SamplingError: a process died and could not be replaced.
+        """
+        try:
+            scored: list[Scored] = await self._ask("score", requests)
+        except RolloutFailure:
+            scored = await asyncio.gather(*map(self._score_alone, requests))
+        return scored
+
+    async def _score_alone(self, request: EnvironmentRequest) -> Scored:
+        try:
+            scored: list[Scored] = await self._ask("score", [request], alone=True)
+        except RolloutFailure as failure:
+            return str(failure)
+        return scored[0]
+
+    async def _ask_or_fail(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+        try:
+            value, failure = await self._ask(method, *arguments, alone=alone)
+        except RolloutFailure:
+            if alone:
+                raise
+            value, failure = await self._ask(method, *arguments, alone=True)
+        if failure is not None:
+            raise RolloutFailure(failure)
+        return value
+
+    async def _ask(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+        """Return the answer to a call; RolloutFailure: its process was lost, perhaps because of a call sent with it."""
+        if self._broken is not None:
+            raise self._broken
+        call = _Call(method, arguments, asyncio.get_running_loop().create_future(), alone)
+        self._queue.append(call)
+        self._work.set()
+        return await call.answer
+
+    def _take(self) -> list[_Call]:
+        """Take the next calls for one process: its share of the queue, or a single call that must be sent by itself."""
+        while self._queue and self._queue[0].answer.done():
+            self._queue.popleft()  # its caller is cancelled
+        taken: list[_Call] = []
+        share = -(-len(self._queue) // len(self._handle.processes))
+        while self._queue and len(taken) < share and not (taken and self._queue[0].alone):
+            taken.append(self._queue.popleft())
+            if taken[-1].alone:
+                break
+        if not self._queue:
+            self._work.clear()
+        return taken
+
+    async def _serve(self, process: dict[str, Any]) -> None:
+        """Send calls to one process, and replace it when it fails."""
+        calls: list[_Call] = []
+        try:
+            while True:
+                await self._work.wait()
+                calls = self._take()
+                reason = await self._run(process, calls) if calls else None
+                if reason is not None:
+                    self._kill(process)
+                    for call in calls:
+                        call.settle(RolloutFailure(reason))
+                    process = await self._describe(self._handle.spawn())
+        except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
+            text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
+            broken = error if isinstance(error, SamplingError) else SamplingError(text)
+            self._broken = broken
+            for call in [*calls, *self._queue]:
+                call.settle(broken)
+
+    async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
+        """Send calls to a process; None: it answered; else the reason why it did not."""
+        name, timeout_s = self._handle.name, self._handle.timeout_s
+        jobs = pickled([(call.method, call.arguments) for call in calls])
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = await process["actor"].run.remote(jobs)
+        except TimeoutError:
+            who = f"environment {name} worker {process['pid']}"
+            late = await asyncio.to_thread(overdue, "scoring", [who], timeout_s)
+            logger.warning("%s", late)
+            self.remarks.append(f"{late}; another process takes its place")
+            return f"environment {name}: no answer within env.{name}.timeout_s={timeout_s:g} s"
+        except RayActorError:
+            self.remarks.append(f"environment {name} worker {process['pid']} ended; another process takes its place")
+            return f"environment {name}: its process ended over this response"
+        except RayError as error:  # for example an answer that cannot be pickled, or a lack of memory
+            return f"environment {name}: its process {explain(error)}"
+        for call, answer in zip(calls, answers, strict=True):
+            call.settle(answer)
+        return None
+
+    async def _describe(self, actor: Any) -> dict[str, Any]:
+        """Wait until a process is up; returns its description, with its actor."""
+        name = self._handle.name
+        try:
+            async with asyncio.timeout(STARTUP_S):
+                described = await actor.ready.remote()
+        except TimeoutError:
+            text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
+            raise SamplingError(text) from None
+        except RayError as error:
+            raise SamplingError(f"environment {name}: a process {explain(error)} as it started") from error
+        return {**described, "actor": actor}
+
+    def _kill(self, process: dict[str, Any]) -> None:
+        ray.kill(process["actor"])
+        if process["node"] == ray.get_runtime_context().get_node_id():
+            with suppress(ProcessLookupError):
+                os.kill(process["pid"], signal.SIGKILL)  # a stopped process does not react to Ray
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks only weakly
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,340 @@
+"""The driver's handle of the rollout workers: prompts in, groups out, as outcomes and references to tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
+from megatron_grpo.batch.trajectory import SampledGroup
+from megatron_grpo.cluster.futures import overdue
+from megatron_grpo.cluster.overdue import report_hanging
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.generation_schema import RolloutsConfig
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.scores import TrainerState
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.rollouts.engine_client import ENGINE_NAME
+from megatron_grpo.rollouts.rollout import ATTEMPTS
+from megatron_grpo.rollouts.seeds import RolloutPlan, require_few_failures
+from megatron_grpo.rollouts.shards import groups_of
+from megatron_grpo.rollouts.worker_group import WORKER_NAME, WorkerGroup
+
+COUNTS_S = 20.0
+"""Deadline for fetching the counts of all engines, in seconds."""
+
+GRACE_S = 20.0
+"""Seconds by which the driver's deadlines exceed those of workers, whose messages are more specific."""
+
+
+Restore = Callable[[Mapping[int, str]], None]
+"""Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
+
+
+def not_replaced(lost: Mapping[int, str]) -> None:
+    """A `Restore` that replaces no engine: raises SamplingError with the reasons."""
+    raise SamplingError("; ".join(dict.fromkeys(lost.values())))
+
+
+class LostEngines:
+    """Replaces the engines that rollout workers report as lost."""
+
+    def __init__(self, engines: Sequence[Any], restore: Restore) -> None:
+        """
+        Args:
+            engines: actors in the order of their numbers; `restore` puts replacements into this sequence.
+            restore: replaces engines.
+        """
+        self._engines, self._restore = engines, restore
+        self._known = list(engines)
+        self._restarts = [0] * len(engines)
+        self._users: list[tuple[Any, Sequence[int]]] = []
+        self._reports: dict[Any, Any] = {}
+
+    def watch(self, worker: Any, numbers: Sequence[int]) -> None:
+        """Listen to the reports of a rollout worker, which uses the engines with these numbers."""
+        self._users.append((worker, numbers))
+        self._reports[worker.lost_engines.remote()] = worker
+
+    def hand_on(self) -> None:
+        """Tell workers about engines that were replaced since the last call, for example by a refit."""
+        for number, actor in enumerate(self._engines):
+            if actor is not self._known[number]:
+                self._known[number] = actor
+                self._restarts[number] += 1
+                self._tell(number, "replace_engine", actor)
+
+    def some(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], bool]:
+        """Wait until one of the calls is over, or a worker reports lost engines, which are then replaced if possible.
+
+        Args:
+            calls: calls of any workers.
+            timeout_s: most seconds to wait.
+
+        Returns:
+            The call that is over, if any, and whether a worker has reported lost engines.
+        """
+        self.hand_on()
+        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
+        if not ready or ready[0] not in self._reports:
+            return ready, False
+        worker, lost = self._reports.pop(ready[0]), {}
+        with suppress(RayError):  # if the worker died, its other calls raise the error
+            losses = ray.get(ready[0])
+            self._reports[worker.lost_engines.remote()] = worker
+            lost = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
+        if lost:
+            try:
+                self._restore(lost)
+            except SamplingError as error:
+                for number in lost:
+                    self._tell(number, "give_up_engine", str(error))
+            self.hand_on()
+        return [], True
+
+    def _tell(self, number: int, method: str, *args: Any) -> None:
+        for worker, numbers in self._users:
+            if number in numbers:
+                getattr(worker, method).remote(number, *args)
+
+
+class Complete(NamedTuple):
+    """A prompt whose group is complete and can be taken."""
+
+    batch: int
+    """Number of the batch in which the prompt was begun."""
+    number: int
+    """Number of the prompt, as given to `RolloutPool.begin`."""
+    worker: int
+    """Number of the rollout worker that has the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Prompts that `RolloutPool.begin` has begun."""
+
+    batch: int
+    """Unique number of the batch."""
+    sampled: dict[int, Any]
+    """By worker, a reference that is ready when all its responses are sampled."""
+    calls: dict[Any, int]
+    """Ray generators of references to numbers of complete prompts, with the worker of each; those of done workers are
+    removed."""
+
+    def is_done(self) -> bool:
+        """Whether all prompts are sampled and scored, or have failed."""
+        ends = [call.completed() for call in self.calls]
+        return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends) if ends else True
+
+
+class RolloutPool:
+    """The driver's handle of rollout workers in Ray actors. `start()` returns at once; then call `wait_ready()`."""
+
+    def __init__(
+        self,
+        config: RolloutsConfig,
+        workers: WorkerGroup,
+        *,
+        max_total_sequence_length: int,
+        max_turns: int = 1,
+        restore: Restore = not_replaced,
+    ) -> None:
+        """
+        Args:
+            config: deadline of a rollout, and the fraction that may fail.
+            workers: the rollout workers, not yet started.
+            max_total_sequence_length: most tokens of prompt and responses together.
+            max_turns: most responses of one rollout.
+            restore: replaces lost engines in `workers.engines` in place, or raises SamplingError.
+        """
+        self._config, self._workers = config, workers
+        self._engines = workers.engines
+        self._lost = LostEngines(workers.engines, restore)
+        self._max_total_sequence_length = max_total_sequence_length
+        self._max_turns = max_turns
+        self.remarks: list[str] = []
+        """Events for the log of the run; the loop writes them and clears the list."""
+        self.trainer_state = TrainerState()
+        """Progress of the run, for the reward functions of the next responses."""
+        self._batches = count()
+        self._timeout_s = workers.generation_timeout_s
+        self._scoring_s = ATTEMPTS * config.timeout_s + GRACE_S
+        self.tokens = workers
+        """The workers, for their calls on the tokens of complete groups."""
+
+    def start(self) -> None:
+        """Begin to start the environments and the workers."""
+        self._workers.start()
+        for actor, numbers in zip(self._workers.actors, self._workers.engines_of, strict=True):
+            self._lost.watch(actor, numbers)
+
+    def wait_ready(self) -> None:
+        """Wait until every worker and its environments are up; RunError, which names the worker, if one fails."""
+        self._workers.wait_ready()
+
+    def plan(self, samples_per_prompt: int, settings: SamplingSettings, run_seed: int, step: int) -> RolloutPlan:
+        """Make the plan of a generation batch, for `collect` and `begin`.
+
+        The seed of a response comes from `run_seed`, `step`, the prompt's row, and the numbers of the sample and turn.
+
+        Args:
+            samples_per_prompt: responses to each prompt.
+            settings: how tokens are drawn.
+            run_seed: seed of the run.
+            step: number of the generation batch.
+        """
+        return RolloutPlan(
+            samples_per_prompt=samples_per_prompt,
+            settings=settings,
+            run_seed=run_seed,
+            step=step,
+            max_total_sequence_length=self._max_total_sequence_length,
+            max_turns=self._max_turns,
+            timeout_s=self._config.timeout_s,
+            trainer_state=self.trainer_state,
+        )
+
+    def collect(self, prompts: Sequence[DatumSpec], plan: RolloutPlan, timer: StepTimer) -> list[SampledGroup]:
+        """Sample responses to each prompt and score them.
+
+        The time until the last response is sampled counts as "generation", the scoring after that as "environment".
+
+        Returns:
+            A group for each prompt, in the order of the prompts.
+
+        Raises:
+            SamplingError: an engine or an environment failed, or too many rollouts failed.
+        """
+        with timer.phase("generation"):
+            under_way = self.begin(dict(enumerate(prompts)), plan)
+        return self.finish(under_way, timer)
+
+    def begin(self, prompts: Mapping[int, DatumSpec], plan: RolloutPlan) -> UnderWay:
+        """Begin to sample and score, while other batches may be under way; then call `finish`, or `arrived` and `take`.
+
+        Args:
+            prompts: prompts by their number in the batch, in ascending order.
+            plan: plan of the batch, from `RolloutPool.plan`.
+        """
+        self._lost.hand_on()
+        batch = next(self._batches)
+        parts = {n: part for n, part in enumerate(self._workers.shared_out(list(prompts.items()))) if part}
+        workers = self._workers.actors
+        calls = {
+            workers[number].collect.options(num_returns="streaming").remote(batch, plan, part): number
+            for number, part in parts.items()
+        }
+        return UnderWay(batch, {number: workers[number].generated.remote(batch) for number in parts}, calls)
+
+    def finish(self, under_way: UnderWay, timer: StepTimer) -> list[SampledGroup]:
+        """Wait for all prompts of a batch; returns and raises the same as `collect`."""
+        with timer.phase("generation"), phase("generation"):
+            limit, since = self._timeout_s + GRACE_S, time.monotonic()
+            pending = {call: worker for worker, call in under_way.sampled.items()}
+            while pending:
+                over, replaced = self._wait(pending, since, limit, "generation")
+                since = time.monotonic() if replaced else since
+                for call in over:
+                    del pending[call]
+            self._workers.gather(under_way.sampled, limit, "generation")
+        with timer.phase("environment"):
+            complete = self.arrived([under_way])
+            since = time.monotonic()
+            while under_way.calls:
+                self._wait(under_way.calls, since, self._scoring_s, "scoring")
+                complete += self.arrived([under_way])
+            return self.take(sorted(complete))
+
+    def arrived(self, batches: Sequence[UnderWay]) -> list[Complete]:
+        """Return the prompts that have become complete since the last call, without waiting.
+
+        Raises:
+            SamplingError: an engine or an environment failed.
+        """
+        found: list[Complete] = []
+        waiting = {call: (one, worker) for one in batches for call, worker in one.calls.items()}
+        # One question for all workers, since this is called for every prompt or two that become complete.
+        while waiting and (ready := ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]):
+            for call in ready:
+                one, worker = waiting[call]
+                try:
+                    reference = next(call)
+                except StopIteration:
+                    del one.calls[call], waiting[call]
+                    continue
+                (numbers,) = self._workers.gather({worker: reference}, self._timeout_s, "generation")
+                found += [Complete(one.batch, number, worker) for number in numbers]
+        return found
+
+    def take(self, complete: Sequence[Complete]) -> list[SampledGroup]:
+        """Fetch the groups of complete prompts, in this order; workers then forget them.
+
+        Raises:
+            SamplingError: a worker failed, or too many of the rollouts failed.
+        """
+        by_worker: dict[int, list[Complete]] = {}
+        for one in complete:
+            by_worker.setdefault(one.worker, []).append(one)
+        calls = {
+            worker: self._workers.actors[worker].hand_over.remote([(one.batch, one.number) for one in mine])
+            for worker, mine in by_worker.items()
+        }
+        answers = self._workers.gather(calls, self._timeout_s, "handing over of rollouts")
+        found: dict[Complete, SampledGroup] = {}
+        for mine, collected in zip(by_worker.values(), answers, strict=True):
+            self.remarks += collected.remarks
+            found |= zip(mine, groups_of(collected), strict=True)
+        groups = [found[one] for one in complete]
+        outcomes = [one for group in groups for one in group.outcomes]
+        try:
+            require_few_failures(outcomes, self._config.max_failed_fraction)
+        except SamplingError as error:  # a hanging engine misses rollout deadlines before the generation deadline
+            engines = [ENGINE_NAME(number) for number in range(len(self._engines))]
+            raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
+        return groups
+
+    def wait_for_groups(self, batches: Sequence[UnderWay], since: float) -> None:
+        """Wait until `arrived` may return a prompt; engines that are lost meanwhile are replaced.
+
+        Args:
+            batches: all batches under way.
+            since: time.monotonic() when the caller began to wait for groups, from which the deadlines of generation and
+                scoring count.
+
+        Raises:
+            SamplingError: no group arrived within the deadline.
+        """
+        calls = {call: worker for one in batches for call, worker in one.calls.items()}
+        self._wait(calls, since, self._timeout_s + GRACE_S + self._scoring_s, "generation")
+
+    def _wait(self, calls: Mapping[Any, int], since: float, deadline_s: float, what: str) -> tuple[list[Any], bool]:
+        """Wait as `LostEngines.some` for calls, given with their workers; SamplingError names the overdue workers."""
+        over, replaced = self._lost.some(list(calls), since + deadline_s - time.monotonic())
+        if not over and not replaced:
+            workers = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]
+            raise SamplingError(str(overdue(what, workers, deadline_s)))
+        return over, replaced
+
+    def take_engine_counts(self) -> list[EngineCounts]:
+        """Take each engine's counts since the last call; zeros for a failed engine, which its next request reports."""
+        calls = [engine.take_counts.remote() for engine in self._engines]
+        over = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])
+        counts = []
+        for call in calls:
+            try:
+                counts.append(ray.get(call) if call in over else EngineCounts())
+            except RayError:
+                counts.append(EngineCounts())
+        return counts
+
+    def shutdown(self) -> None:
+        """End the workers; idempotent."""
+        self._workers.shutdown()

@@ -1,0 +1,258 @@
+"""Files of one checkpoint: the driver's files beside the models' folders, and the manifest that verifies all of them.
+
+The manifest is ours because torch's and Megatron-Core's distributed checkpoints record no digests of their files:
+damage would be found after minutes of start-up, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeVar
+
+from xxhash import xxh3_128
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.observability.run_files import sync, write_text, written_whole
+from megatron_grpo.run.directory import POLICY_FOLDER
+
+MANIFEST_FILE = "manifest.json"
+_FORMAT = 1
+CHECKSUM_KEY = "xxh3_128"
+"""Key of a checksum. The hash is fast and detects accidents; it does not protect against forgery."""
+_CHECKSUM_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
+_READ_BYTES = 8 * 2**20
+_THREADS = 8
+"""Files read in parallel. One thread hashes faster than a local disk reads, but network file systems need many
+readers."""
+
+STATE_FILE = "state.json"
+LOADER_FILE = "dataloader.pt"
+_MODEL_FILES = (".metadata", "common.pt", "metadata.json")
+"""Files that Megatron-Core writes beside the tensors, in every layout."""
+
+T = TypeVar("T")
+Cancelled = Callable[[], bool]
+"""A function that says whether to stop reading, because the result is no longer needed."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is incomplete or damaged; the message names the file and what is wrong with it."""
+
+
+class LaterFormatError(RunError):
+    """A later version of this package wrote the checkpoint, which is intact."""
+
+
+def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
+    """Atomically write a JSON object, one entry a line; the first line is the digest of the rest."""
+    entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    body = f"{entries}\n}}\n".encode()
+    line = f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'
+    written_whole(path, lambda temporary: temporary.write_bytes(line.encode() + body))
+
+
+def read_with_checksum(path: Path) -> dict[str, Any]:
+    """Read the content of a file that `write_with_checksum` wrote.
+
+    Raises:
+        CheckpointError: the file is missing, or one of its bytes is not as it was written.
+        OSError: the file is there and cannot be read.
+    """
+    with missing_is_an_error(path):
+        written = path.read_bytes()
+    line = _CHECKSUM_LINE.match(written)
+    if line is None or xxh3_128(written[line.end() :]).hexdigest().encode() != line[1]:
+        raise CheckpointError(_changed(path))
+    content: dict[str, Any] = json.loads(written)
+    del content[CHECKSUM_KEY]
+    return content
+
+
+@contextmanager
+def missing_is_an_error(path: Path) -> Iterator[None]:
+    """Turn the absence of a checkpoint's file, found while the body reads it, into a CheckpointError that names it."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is missing") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is missing: a folder is in its place") from None
+
+
+def _changed(path: Path) -> str:
+    return f"{path} is damaged: its content is not what was written (the digest differs)"
+
+
+def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
+    """Size and digest of a file, read in pieces."""
+    digest, size = xxh3_128(), 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with missing_is_an_error(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            if cancelled():
+                raise CancelledError
+            digest.update(buffer[:count])
+            size += count
+    return {"bytes": size, CHECKSUM_KEY: digest.hexdigest()}
+
+
+def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
+    """Call function(path, cancelled) for every path in threads; an error or Ctrl-C cancels all of them."""
+    failed = Event()
+    pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")
+    try:
+        return list(pool.map(lambda path: function(path, lambda: failed.is_set() or stop.is_set()), paths))
+    except BaseException:
+        failed.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
+    """Complete a folder that holds the models: add the driver's files, last the manifest, and sync all to disk.
+
+    The manifest has the size and digest of every file except the state, which has its own digest, so that the state
+    can be replaced later without a new manifest.
+
+    Args:
+        folder: folder of the checkpoint, perhaps under a temporary name.
+        step: training steps before the checkpoint.
+        state: progress ("save_state"), metrics and what else the driver needs to continue (JSON).
+        loader_state: state of the training data loader.
+    """
+    import torch  # imported here: a command that only verifies a checkpoint starts at once
+
+    torch.save(dict(loader_state), folder / LOADER_FILE)
+    write_with_checksum(folder / STATE_FILE, state)
+    entries = sorted(folder.rglob("*"))
+    files = [path for path in entries if path.is_file() and path != folder / STATE_FILE]
+
+    def synced_record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
+        sync(path)
+        return _record(path, cancelled)
+
+    records = _in_threads(synced_record, files, Event())
+    for inner in (path for path in entries if path.is_dir()):
+        sync(inner)
+    by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
+    write_with_checksum(folder / MANIFEST_FILE, {"format": _FORMAT, "step": step, "files": by_name})
+
+
+def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Atomically replace the driver's state in a checkpoint.
+
+    In a checkpoint without a manifest the state gets no digest, which would mean that the manifest is missing.
+    """
+    if (folder / MANIFEST_FILE).exists():
+        write_with_checksum(folder / STATE_FILE, state)
+    else:
+        write_text(folder / STATE_FILE, json.dumps(dict(state)))
+
+
+def verify(folder: Path, stop: Event | None = None) -> str | None:
+    """Read all of a checkpoint and compare it with what was written.
+
+    Args:
+        folder: folder of the checkpoint, `step_N`.
+        stop: event that another thread sets to end the reading early, with CancelledError.
+
+    Returns:
+        A remark for the user about an intact checkpoint, or None.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; the message names it.
+        LaterFormatError: a later version wrote the checkpoint.
+        OSError: a file is there and cannot be read.
+    """
+    if not (folder / MANIFEST_FILE).exists():
+        return _verify_without_manifest(folder)
+    manifest = read_with_checksum(folder / MANIFEST_FILE)
+    if manifest["format"] != _FORMAT:
+        text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
+        raise LaterFormatError(f"{folder} {text}")
+    expected: dict[Path, dict[str, Any]] = {folder / name: record for name, record in manifest["files"].items()}
+    for path, record in expected.items():  # sizes first: reading them costs nothing
+        with missing_is_an_error(path):
+            size = path.stat().st_size
+        if path.is_dir():
+            raise CheckpointError(f"{path} is missing: a folder is in its place")
+        if size != record["bytes"]:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record['bytes']} were written")
+    written = read_state(folder)["save_state"]["total_steps"]
+    if written != manifest["step"]:
+        text = f"of step {written}, not {manifest['step']}"
+        raise CheckpointError(f"{folder / STATE_FILE} is that of another checkpoint: {text}")
+
+    def compare(path: Path, cancelled: Cancelled) -> None:
+        if _record(path, cancelled) != expected[path]:
+            raise CheckpointError(_changed(path))
+
+    _in_threads(compare, list(expected), stop or Event())
+    return None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read the driver's state from a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+        OSError: the file is there and cannot be read.
+    """
+    path = folder / STATE_FILE
+    if (folder / MANIFEST_FILE).exists():
+        return read_with_checksum(path)
+    with missing_is_an_error(path):
+        content = path.read_bytes()
+    try:
+        state = json.loads(content)
+        if CHECKSUM_KEY in state:
+            raise CheckpointError(f"{folder / MANIFEST_FILE} is missing")
+        if not (isinstance(state["save_state"]["total_steps"], int) and isinstance(state["metrics"], dict)):
+            raise TypeError("steps or metrics are of another type")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it does not hold the state of a run ({error})") from None
+    return dict(state)
+
+
+def read_loader_state(folder: Path) -> dict[str, Any]:
+    """Read the state of the training data loader from a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+        OSError: the file is there and cannot be read.
+    """
+    import torch
+
+    path = folder / LOADER_FILE
+    try:
+        with missing_is_an_error(path):
+            state = torch.load(path, weights_only=True)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001  # torch.load raises errors of many classes for a damaged file
+        text = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path} is damaged: it cannot be loaded ({type(error).__name__}: {text})") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: it does not hold the state of a data loader")
+    return state
+
+
+def _verify_without_manifest(folder: Path) -> str:
+    """Check a checkpoint from before manifests: no file is missing or empty. Returns a remark for the user."""
+    with missing_is_an_error(folder):
+        if not any(folder.iterdir()):
+            raise CheckpointError(f"{folder} is empty")
+    read_state(folder)
+    for name in (LOADER_FILE, *(f"{POLICY_FOLDER}/{name}" for name in _MODEL_FILES)):
+        with missing_is_an_error(folder / name):
+            if (folder / name).stat().st_size == 0:
+                raise CheckpointError(f"{folder / name} is empty")
+    read_loader_state(folder)
+    return f"{folder} was written by an earlier version, without digests: damage to its weights would not be noticed"

@@ -1,0 +1,255 @@
+"""The folder of a run: names of its files, the lock that one driver holds, and the configuration of its last start."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.cluster.process_log import LOGS_FOLDER
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.keys import leaves
+from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.data.identity import identify, read_identity, training_difference, validation_differences
+from megatron_grpo.data.specs import task_templates
+from megatron_grpo.models.model_identity import model_digest
+from megatron_grpo.models.source import local_folder, made_before_the_run
+from megatron_grpo.observability.run_files import write_json, write_text
+
+CONFIG_FILE = "config.yaml"
+DATA_FILE = "data.json"
+"""File with the digests of the run's data (`DataIdentity`)."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""File with the chat template of the run's prompts, if it is another than the model folder's; exports have it."""
+ENGINES_FILE = "engines.json"
+"""File with the settings with which each engine computes, as it reported them when it started."""
+LOCK_FILE = ".lock"
+STOP_FILE = "stop"
+"""A file that the user may put into a run's folder: training then ends after the step that it is in, and is saved."""
+POLICY_FOLDER = "megatron"
+"""Folder of the policy's distributed checkpoint inside a checkpoint."""
+VALUE_FOLDER = "megatron_value"
+"""Folder of the value model's distributed checkpoint inside a checkpoint of PPO."""
+MODEL_FILE = "model.json"
+"""File with the path and the digest of the model that the run began with."""
+IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
+"""Keys that identify a run, beside the content of its model and its training data; all others may change between start
+and resume."""
+
+
+@contextmanager
+def claimed_run_directory(path: str) -> Iterator[Path]:
+    """Create or reopen a run's folder and lock it until the run ends; a new folder is removed if it stays empty.
+
+    Only the user who starts the run may look into a new folder: it holds prompts, responses and weights.
+
+    Raises:
+        RunError: another driver holds the lock, or the folder cannot be written.
+    """
+    folder = Path(os.path.abspath(path))
+    try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (folder / LOCK_FILE).open("a")
+    except OSError as error:
+        raise RunError(f"run_dir={folder} cannot be written: {error.filename}: {error.strerror}") from None
+    with lock:  # the kernel releases it when the driver dies, however it dies
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken_away = os.fstat(lock.fileno()).st_nlink == 0  # removed by a start that just failed
+        except OSError:
+            taken_away = True
+        if taken_away:
+            raise RunError(f"run_dir={folder} is in use by another run that is still alive")
+        (folder / STOP_FILE).unlink(missing_ok=True)  # it was for an earlier start
+        unused = {LOCK_FILE}
+        try:
+            yield folder
+        except ConfigError:
+            unused.add(LOGS_FOLDER)  # the message says what they say
+            raise
+        finally:
+            _remove_if_unused(folder, made, unused)
+
+
+def in_use(path: str) -> bool:
+    """Whether a live run holds the lock of the folder."""
+    try:
+        with Path(path, LOCK_FILE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _remove_if_unused(folder: Path, made: Sequence[Path], unused: Set[str]) -> None:
+    """Remove the folders that a start made, if it failed before it wrote anything but the files named in `unused`."""
+    if folder not in made or not folder.is_dir() or not unused >= set(os.listdir(folder)):
+        return
+    shutil.rmtree(folder / LOGS_FOLDER, ignore_errors=True)
+    (folder / LOCK_FILE).unlink(missing_ok=True)
+    for path in made:
+        try:
+            path.rmdir()
+        except OSError:  # others use it by now
+            return
+
+
+def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
+    """Write configuration, chat template and digests of the data into a run's folder, and point `latest` at it.
+
+    Args:
+        folder: folder of the run.
+        config: configuration of the run.
+        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
+
+    Raises:
+        ConfigError: the training data is not that of the run in the folder, because it changed during the start-up.
+    """
+    identity = identify(config)
+    data_remarks(folder, config)
+    if identity.is_comparable:
+        write_json(folder / DATA_FILE, identity.as_json())
+    if not (folder / MODEL_FILE).exists() and (digest := _digest_of_model(config)) is not None:
+        write_json(folder / MODEL_FILE, {"path": config.policy.model.path, "digest": digest})
+    templates = {*task_templates(config, tokenizer).values()}
+    template = templates.pop() if len(templates) == 1 else None
+    (folder / TEMPLATE_FILE).unlink(missing_ok=True)
+    if template is not None:
+        write_text(folder / TEMPLATE_FILE, template)
+    write_text(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    link = folder.parent / "latest"
+    if folder.name == link.name or (link.exists() and not link.is_symlink()):
+        return
+    temporary = folder.parent / f".latest.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.name)
+    temporary.rename(link)
+
+
+def record_engines(folder: Path, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Write the settings with which each engine computes, as it reported them, into a run's folder."""
+    write_json(folder / ENGINES_FILE, list(settings))
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """The configuration that `record_start` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file cannot be read or is not a configuration; the text names it.
+    """
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is damaged: it is not UTF-8 text") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        raise ValueError(f"{file} is empty")
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
+    return values
+
+
+def changes_since_last_start(folder: Path, config: Config) -> list[str]:
+    """Differences from the configuration with which the folder's run was last started, one line per key.
+
+    Raises:
+        ConfigError: the folder belongs to another run, or its configuration cannot be read.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        before = dict(leaves(read_config_file(file)))
+        if "algorithm" not in before:
+            raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        advice = (
+            "it tells whose folder this is. Put it back, choose another run_dir, or delete it if this is the same run"
+        )
+        raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
+    now = dict(leaves(dataclasses.asdict(config)))
+    texts = (
+        f"its {key} is {before.get(key)}, this one's is {now[key]}" for key in IDENTITY if before.get(key) != now[key]
+    )
+    reason = next(texts, None) or _model_difference(folder, str(before.get("policy.model.path")), config)
+    if reason is not None:
+        raise ConfigError([Problem(f"run_dir={folder}", f"holds another run: {reason}; choose another run_dir")])
+    remarks = data_remarks(folder, config)
+    different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in different), *remarks]
+
+
+def _model_difference(folder: Path, path: str, config: Config) -> str | None:
+    """The reason why the model differs from the run's, whose path was `path`; None: it is the same.
+
+    Models are compared by their content, and by their paths where one of the contents is not known.
+    """
+    now, subject = config.policy.model.path, f"policy.model.path={config.policy.model.path}"
+    try:
+        digest = json.loads((folder / MODEL_FILE).read_bytes())["digest"]
+    except (OSError, ValueError, LookupError, TypeError):
+        digest = None
+    current = _digest_of_model(config)
+    if None not in (digest, current):
+        reason = f"{subject} is another model than the run began with, or its files have changed since"
+        return None if digest == current else reason
+    return None if path == now else f"its policy.model.path is {path}, this one's is {now}"
+
+
+def _digest_of_model(config: Config) -> str | None:
+    """Digest of the policy's model; None: it is not on this machine yet, or the recipe makes it anew."""
+    path = config.policy.model.path
+    is_elsewhere = path == MISSING or made_before_the_run(config, path)
+    model = None if is_elsewhere else local_folder(path)
+    return None if model is None else model_digest(model)
+
+
+def data_remarks(folder: Path, config: Config) -> list[str]:
+    """Remarks on data that changed since the last start of the folder's run, or that cannot be compared.
+
+    Raises:
+        ConfigError: the training data is another: the position in it that the run continues from would mean other rows.
+    """
+    subject, advice = f"run_dir={folder}", "choose another run_dir"
+    try:
+        before, now = read_identity(folder / DATA_FILE), identify(config)
+    except ValueError as error:
+        text = f"{error}; put it back, {advice}, or delete it if you are sure that the data is the same"
+        raise ConfigError([Problem(subject, text)]) from None
+    if before is not None:
+        reason = training_difference(before, now)
+        if reason is not None:
+            raise ConfigError([Problem(subject, f"holds another run: {reason}; put it back as it was, or {advice}")])
+        return validation_differences(before, now)
+    remarks = _unknown_data(folder, config)
+    return remarks if now.is_comparable else []
+
+
+def _unknown_data(folder: Path, config: Config) -> list[str]:
+    """The remark on a run whose folder has no digests, as those of earlier versions; the paths of data are compared."""
+    try:
+        path = dict(leaves(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
+    except FileNotFoundError:
+        return []
+    now = config.data.train_path
+    if path != now and not (os.path.exists(now) and os.path.realpath(str(path)) == os.path.realpath(now)):
+        text = f"holds another run: its data.train_path is {path}, this one's is {now}; choose another run_dir"
+        raise ConfigError([Problem(f"run_dir={folder}", text)])
+    return [f"{folder / DATA_FILE} is missing: whether the data is that of the earlier start is not known"]

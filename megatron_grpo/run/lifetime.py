@@ -1,0 +1,191 @@
+"""Start-up and end of a run: its folder, its logs and Ray, and the summary and report that are written however it ends.
+
+This file imports neither torch nor Megatron-Core: a thread imports them while the calls here start Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeVar
+
+import psutil
+
+from megatron_grpo.cluster.guardian import Remove, guarded, sigterm_interrupts
+from megatron_grpo.cluster.machines import find_address
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.schema import Config
+from megatron_grpo.observability.run_files import SUMMARY_FILE
+from megatron_grpo.observability.summary import RunEnd, killed_run_command, write_summary
+from megatron_grpo.preflight.environment_checks import check_scoring
+from megatron_grpo.run.checkpoints import Checkpointer, checkpoint_to_start_from
+from megatron_grpo.run.directory import CONFIG_FILE, changes_since_last_start, claimed_run_directory
+from megatron_grpo.run.user_objects import UserObjects
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AT_ONCE_S = 10.0
+"""Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read about 10 GB and to
+find most mistakes."""
+
+
+_DOING = {
+    "imports": "importing torch",
+    "ray": "starting Ray",
+    "prepare": "making the model and the data",
+    "prompts": "reading the prompts",
+    "waiting": "waiting for models and engines",
+    "refit": "sending the weights to the engines",
+}
+"""Lines that announce the parts of a start-up, by name of the part."""
+
+
+@contextmanager
+def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> Iterator[Future[T]]:
+    """Run `work` in a thread and yield its future. An error within the first seconds is raised before the body begins.
+
+    `work` is called with an event that is set when the body ends, and should check it now and then.
+    """
+    stop = Event()
+    with ThreadPoolExecutor(1, "background") as pool:
+        try:
+            future = pool.submit(work, stop)
+            if wait([future], at_once_s).done:
+                future.result()
+            yield future
+        finally:
+            stop.set()
+
+
+@dataclass(slots=True)
+class Startup:
+    """A run that has its folder and its Ray cluster, while its processes start."""
+
+    run_dir: Path
+    checkpointer: Checkpointer
+    start_from: Future[Path | None]
+    """The checkpoint to start from, when it has been found and verified; None: the run begins anew."""
+    changes: list[str]
+    """Differences from the configuration of the previous start in this folder, a line each."""
+    cluster: RayCluster
+    user_objects: UserObjects
+    write_summary: Callable[..., Any]
+    """Writes summary.json if the run fails. The run's logger replaces it, since it also knows the timings."""
+    began: float
+    """Time in seconds since the epoch at which the start-up began."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the start-up, by name. Parts overlap, so their sum exceeds the whole."""
+    engine_settings: list[dict[str, Any]] = field(default_factory=list)
+    """Settings with which each engine computes, in JSON types."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Print a line, then time the body, and add it to the seconds of this name."""
+        if name not in self.parts:
+            print(_DOING[name], flush=True)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - began
+
+
+@contextmanager
+def started(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
+    """Lock the run's folder and start Ray; leaving the context ends all of Ray's processes, also after an error.
+
+    Args:
+        config: the run's configuration, checked.
+        user_objects: objects of a script that a configuration cannot name; None: none.
+        began: time in seconds since the epoch at which a script called for the run; None: the run is the command of
+            this process, whose imports count too.
+
+    Raises:
+        ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
+        RunError: Ray did not start, or the folder is in use; the message says which.
+    """
+    user_objects = user_objects or UserObjects()
+    find_address(config.cluster)
+    began = psutil.Process().create_time() if began is None else began
+    parts = {"command_line": time.time() - began}
+    with ExitStack() as stack:
+        stack.enter_context(tolerant_output(of_run=True))
+        stack.enter_context(sigterm_interrupts())
+        if config.generates:
+            check_scoring(config, rewards=user_objects.rewards)  # before processes are started
+        run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
+        checkpointer = Checkpointer(run_dir, config.keeping)
+        checkpointer.keeps = config.logger.needed_by_a_replay
+        changes = changes_since_last_start(run_dir, config)
+        one_machine = config.cluster.ray_address is None
+        stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=one_machine))
+        search = stack.enter_context(in_background(lambda stop: checkpoint_to_start_from(checkpointer, config, stop)))
+        cluster = RayCluster(config.cluster)
+        samples, report = config.samples_per_step, config.logger.report
+        summary = partial(write_summary, run_dir, samples_per_step=samples)
+        startup = Startup(run_dir, checkpointer, search, changes, cluster, user_objects, summary, began, parts)
+        stack.enter_context(end_recorded(startup, report=report))
+        remove_if_killed: Remove | None = None
+        if one_machine:
+            remove_if_killed = stack.enter_context(
+                guarded(if_killed=killed_run_command(run_dir, samples, report=report))
+            )
+        stack.callback(cluster.shutdown)
+        with startup.part("ray"):
+            cluster.start(remove_if_killed)
+        yield startup
+
+
+@contextmanager
+def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
+    """Write summary.json if the body fails, and report.html however the body ends.
+
+    Errors of this writing are logged and raise nothing, so that they do not hide why the run ended. The summary of an
+    earlier start in the folder is removed first.
+
+    Args:
+        startup: the start-up, with the run's folder and the function that writes the summary.
+        report: whether to write report.html.
+    """
+    (startup.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:  # Ray raises SystemExit when SIGTERM comes while it starts
+        reason = str(error) or "Ctrl-C"
+        _write_failure(startup, RunEnd("interrupted", reason if isinstance(error, KeyboardInterrupt) else "SIGTERM"))
+        if isinstance(error, SystemExit):
+            raise KeyboardInterrupt("SIGTERM") from error
+        raise
+    except Exception as error:
+        explained = isinstance(error, RunError | ConfigError)
+        _write_failure(startup, RunEnd("failed", str(error) if explained else f"{type(error).__name__}: {error}"))
+        logger.error("the run failed", exc_info=error)
+        raise
+    finally:
+        if report and (startup.run_dir / CONFIG_FILE).exists():  # without it the run did not begin
+            from megatron_grpo.observability.page.write import try_to_write_report  # here: only the end needs it
+
+            page = try_to_write_report(startup.run_dir)
+            text = f"report in {page}" if page else "report.html could not be written; the log says why"
+            logger.info("%s", text)
+            with tolerant_output(of_run=True):  # an error here would hide why the run ended
+                print(text, flush=True)
+
+
+def _write_failure(startup: Startup, end: RunEnd) -> None:
+    logger.info("%s: %s", end.outcome, end.reason)
+    try:
+        startup.write_summary(end=end)
+    except (OSError, ValueError) as error:  # a full disk, or a damaged line in metrics.jsonl
+        logger.error("summary.json could not be written: %s", error)

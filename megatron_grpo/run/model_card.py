@@ -1,0 +1,82 @@
+"""The model card of an exported folder, and the upload of the folder to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.models.source import hub_errors
+from megatron_grpo.run.checkpoint_files import read_state
+from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
+
+CARD = "README.md"
+
+
+def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: bool) -> None:
+    """Write the card of a model: what it was trained from and how, and the metrics of its checkpoint.
+
+    Args:
+        output: folder of the exported model.
+        base: path or hub name of the model that training started from.
+        checkpoint: the checkpoint, in its run's folder.
+        adapters: whether the folder holds adapters for the base model instead of a model.
+    """
+    from huggingface_hub import ModelCard, ModelCardData  # here: its import takes longer than all others together
+
+    config, state = read_config_file(checkpoint.resolve().parent.parent / CONFIG_FILE), read_state(checkpoint)
+    algorithm = str(config["algorithm"])
+    data = ModelCardData(
+        base_model=base if is_hub_name(base) else None,
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag="text-generation",
+        tags=["megatron_grpo", algorithm, "reinforcement-learning"],
+    )
+    kept = {name: value for name, value in sorted(state["metrics"].items()) if isinstance(value, int | float)}
+    shown = {name: value for name, value in kept.items() if name == "reward" or name.startswith("val_")}
+    text = f"""---
+{data.to_yaml()}
+---
+
+# {output.name}
+
+{"Adapters for" if adapters else "Trained from"} `{base}` with {algorithm.upper()} by megatron_grpo,
+{state["save_state"]["total_steps"]} steps on `{_rows(config)}`.
+
+| Metric | Value |
+|---|---|
+"""
+    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in shown.items())
+    ModelCard(text + rows).save(output / CARD)
+    (output / CARD).chmod(output.stat().st_mode & 0o666)  # as the other files of an export
+
+
+def _rows(config: dict[str, Any]) -> str:
+    data = config["data"]
+    return ", ".join(one["path"] for one in data["train_sets"].values()) or str(data["train_path"])
+
+
+def push(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool) -> str:
+    """Send a folder, with its card, to a repository on the hub; returns the repository's address.
+
+    Args:
+        folder: folder of the exported model.
+        name: ORGANISATION/NAME of the repository, which is made (private) if it does not exist.
+        base: path or hub name of the model that training started from.
+        checkpoint: the checkpoint, in its run's folder.
+        adapters: whether the folder holds adapters for the base model instead of a model.
+
+    Raises:
+        RunError: the hub refuses the upload or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    write_model_card(folder, base, checkpoint, adapters=adapters)
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload the model")
+    except hub_errors() as error:
+        raise RunError(f"push_to_hub={name}: {str(error).splitlines()[0]}; {folder} has the model") from error
+    return f"https://huggingface.co/{name}"

@@ -1,0 +1,75 @@
+"""The configuration of an earlier run, with some of its keys changed on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.config.errors import ConfigError, Problem, shown
+from megatron_grpo.config.loop_schema import named_for
+from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, config_groups
+from megatron_grpo.config.schema import Config
+from megatron_grpo.config.suggestions import unknown_key
+from megatron_grpo.config.typed import typed
+from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
+
+
+def composes(name: str) -> bool:
+    """Whether an argument of this name chooses an option of a group, or adds a folder of options."""
+    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
+
+
+def config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """The configuration with which a run was last started, with some keys changed.
+
+    Args:
+        run_dir: folder of the run.
+        overrides: changes, each section.key=VALUE in YAML.
+
+    Raises:
+        ConfigError: a change is not understood, or makes the configuration wrong.
+        ValueError: the folder has no configuration, or one that cannot be read.
+    """
+    file = run_dir / CONFIG_FILE
+    try:
+        values = read_config_file(file)
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
+    return config_of_values(values, overrides, str(file))
+
+
+def config_of_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+    """The configuration with these values, by key, and some keys changed; `source`: where they are from, for messages.
+
+    Raises:
+        ConfigError: a change is not understood, or makes the configuration wrong.
+    """
+    algorithm = str(values.get("algorithm", "grpo"))
+    for override in overrides:
+        if override.startswith("+") or composes(override.partition("=")[0]):
+            text = "cannot be composed with the recorded configuration of a run; change single keys, section.key=VALUE"
+            raise ConfigError([Problem(override, text)])
+        _set(values, override, algorithm)
+    config, problems = typed(values, algorithm)
+    if problems or config is None:
+        raise ConfigError(problems or [Problem(source, "is not the configuration of a run")])
+    return config
+
+
+def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
+    """Apply section.key=VALUE (in YAML) to a run's configuration; shared loop keys are stored under its algorithm."""
+    name, _, text = override.partition("=")
+    *sections, last = named_for(algorithm, name).split(".")
+    node: Any = values
+    for section in sections:
+        node = node.setdefault(section, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise ConfigError([unknown_key(name, algorithm)])
+    try:
+        node[last] = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an impossible date
+        advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
+        raise ConfigError([Problem(f"{name}={shown(text)}", advice)]) from None

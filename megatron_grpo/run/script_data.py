@@ -1,0 +1,169 @@
+"""Datasets that a script passes to a run: written aside, and moved into the run's folder when the run may start."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
+from pathlib import Path
+from typing import Self
+
+from megatron_grpo.cluster.process_log import LOGS_FOLDER
+from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.sources import SourceError, open_source
+from megatron_grpo.run.directory import CONFIG_FILE, LOCK_FILE, claimed_run_directory, in_use
+
+DATA_FOLDER = "data"
+"""Subfolder of the run's folder for the datasets of a script."""
+
+
+class ScriptData:
+    """Rows of a script, kept apart from the run's folder until its lock is free and the configuration is accepted.
+
+    A start that is refused leaves the folder, and the rows of a live run in it, as they are.
+    """
+
+    def __init__(self) -> None:
+        self._run_dir = Path()
+        self._aside: Path | None = None
+        """Folder beside or in run_dir, on the same file system; None: nothing was written."""
+        self._moves: dict[Path, Path] = {}
+        """Files in it, and their paths in the run's folder."""
+        self._arguments: dict[Path, str] = {}
+        """The script's argument of each file, for messages."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove the folder aside with all that was not moved out of it."""
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside = None
+
+    def path(self, run_dir: str, name: str) -> Path:
+        """Path, without a suffix, to which a dataset is to be written.
+
+        Raises:
+            ConfigError: run_dir is in use by a live run, or nothing can be written there.
+        """
+        if self._aside is None:
+            if in_use(run_dir):
+                raise ConfigError([Problem(f"run_dir={run_dir}", "is in use by another run that is still alive")])
+            self._run_dir = Path(os.path.abspath(run_dir))
+            existing = next(folder for folder in (self._run_dir, *self._run_dir.parents) if folder.is_dir())
+            try:
+                self._aside = Path(tempfile.mkdtemp(prefix=".megatron_grpo_", dir=existing))
+            except OSError as error:
+                raise ConfigError([Problem(f"run_dir={run_dir}", f"cannot be made: {error.strerror}")]) from None
+        return self._aside / name
+
+    def keep(self, file: Path, argument: str) -> Path:
+        """The file to read a dataset from: the one in the run's folder if its rows are the same, else `file`.
+
+        Args:
+            file: a file written under `path`; other files are the user's own, and are returned as they are.
+            argument: the script's argument, for messages.
+
+        Raises:
+            ConfigError: run_dir has a run that began with other rows.
+        """
+        if file.parent != self._aside:
+            return file
+        folder = self._run_dir / DATA_FOLDER
+        earlier = [folder / f"{file.stem}{suffix}" for suffix in (file.suffix, ".jsonl", ".parquet")]
+        same = next((path for path in earlier if path.is_file() and _are_same_rows(path, file)), None)
+        if same is not None:
+            file.unlink()
+            return same
+        if argument == "train_dataset":
+            self._refuse_other_rows(earlier)
+        self._moves[file], self._arguments[file] = folder / file.name, argument
+        return file
+
+    def _refuse_other_rows(self, earlier: list[Path]) -> None:
+        if (self._run_dir / CONFIG_FILE).exists() and any(path.exists() for path in earlier):
+            text = "holds another run: train_dataset has other rows than when it began; choose another run_dir"
+            raise ConfigError([Problem(f"run_dir={self._run_dir}", text)])
+
+    def in_words(self, problem: Problem) -> Problem:
+        """A problem whose files of this class are named as arguments of the script: train_dataset[3]."""
+        subject, text = problem.subject, problem.text
+        for file, argument in self._arguments.items():
+            pattern = rf"(?:[\w.]+=)?{re.escape(str(file))}(?::(\d+)|, row (\d+))?"
+
+            def name(match: re.Match[str], argument: str = argument) -> str:
+                row = int(match[1]) - 1 if match[1] else match[2]  # lines count from 1
+                return argument if row is None else f"{argument}[{row}]"
+
+            subject, text = re.sub(pattern, name, subject), re.sub(pattern, name, text)
+        return Problem(subject, text)
+
+    def settle(self, config: Config) -> None:
+        """Name the files of this class in a configuration by their paths in the run's folder."""
+        final = {str(file): str(path) for file, path in self._moves.items()}
+        data = config.data
+        data.train_path = final.get(data.train_path, data.train_path)
+        data.val_path = final.get(data.val_path, data.val_path) if data.val_path is not None else None
+        for one in data.val_sets.values():
+            one.path = final.get(one.path, one.path)
+
+    @contextmanager
+    def moved_in(self) -> Iterator[None]:
+        """Move the files into the run's folder under its lock; a start that is refused in the body takes them away.
+
+        Raises:
+            ConfigError: run_dir has a run that began with other rows.
+            RunError: the folder is in use by a live run, or cannot be written.
+        """
+        if not self._moves:
+            self._clear()
+            yield
+            return
+        folder = self._run_dir
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        with claimed_run_directory(str(folder)):
+            for file, path in self._moves.items():
+                if self._arguments[file] == "train_dataset":
+                    self._refuse_other_rows([path])
+                path.parent.mkdir(exist_ok=True)
+                file.replace(path)
+        self._clear()
+        try:
+            yield
+        except ConfigError:
+            _remove_refused(folder, made)
+            raise
+
+
+def _remove_refused(folder: Path, made: list[Path]) -> None:
+    """Remove the folders that a refused start made, if nobody has used them since."""
+    if folder not in made:
+        return
+    with suppress(RunError, OSError), claimed_run_directory(str(folder)):
+        if set(os.listdir(folder)) <= {LOCK_FILE, LOGS_FOLDER, DATA_FOLDER}:
+            shutil.rmtree(folder)
+            for path in made[1:]:
+                path.rmdir()
+
+
+def _are_same_rows(one: Path, other: Path) -> bool:
+    """Whether two files have the same rows; two versions of pyarrow write the same rows differently."""
+    if one.suffix == other.suffix and filecmp.cmp(one, other, shallow=False):
+        return True
+    try:
+        sources = [open_source(DatasetConfig(path=str(path))) for path in (one, other)]
+        same_length = len(sources[0]) == len(sources[1])
+        return same_length and all(a == b for a, b in zip_longest(*(source.each() for source in sources)))
+    except SourceError:
+        return False

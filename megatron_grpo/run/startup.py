@@ -1,0 +1,212 @@
+"""Starting the actors of a run in parallel: policy, value model, engines, rollout workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.generation_schema import RefitConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
+from megatron_grpo.environments.interface import environment_settings
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.models.families import as_value_model, shape_of_folder
+from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.models.source import model_folder
+from megatron_grpo.rollouts.endpoint import endpoint_settings
+from megatron_grpo.rollouts.pool import Restore, RolloutPool, not_replaced
+from megatron_grpo.rollouts.worker_group import WorkerGroup
+from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
+from megatron_grpo.trainer.messages import RankSettings, training_filter
+from megatron_grpo.weight_sync.broadcast import BroadcastTransport
+from megatron_grpo.weight_sync.canary import Canary
+from megatron_grpo.weight_sync.files import FilesTransport
+from megatron_grpo.weight_sync.reshard import ReshardTransport
+from megatron_grpo.weight_sync.transport import WeightTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Models and engines of a run that trains."""
+
+    policy: MegatronPolicy
+    value: MegatronValue | None
+    """The value model of PPO; None for other algorithms."""
+    generation: VllmGeneration | None
+    """None: the rollouts are read from a recording."""
+
+
+def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
+    """Begin to start the policy, the value model of PPO and the engines on Ray. The stack ends them.
+
+    On shared devices engines measure the free memory, so they start first, and sleep before the models start.
+    """
+    colocated = config.generation.colocated and config.generates
+    engines, value_model = config.generation.parallel, config.value_model
+    generation: VllmGeneration | None = None
+    if colocated:
+        value_ranks = value_model.parallel.world_size if value_model else 0
+        cluster.reserve_shared(config.policy.parallel.world_size, engines.data + value_ranks)
+    else:
+        own_engines = config.generates and not config.generation.server.urls
+        value_parallel = value_model.parallel if value_model else None
+        cluster.reserve(config.policy.parallel, engines if own_engines else None, value_parallel)
+        if config.generates:
+            generation = _start_generation(config, folder, cluster, stack)
+    policy = MegatronPolicy(policy_settings(config, folder), cluster.policy_options, config.cluster.startup_timeout_s)
+    stack.callback(policy.shutdown)
+    if colocated:
+        cluster.share(policy.devices(), engines.ranks_per_engine)
+    value = _value(config, cluster) if value_model else None
+    if value is not None:
+        stack.callback(value.shutdown)
+    if colocated:
+        generation = _start_generation(config, folder, cluster, stack)
+        generation.wait_ready()
+        generation.sleep()
+    policy.start()
+    if value is not None:
+        value.start()
+    return Models(policy, value, generation)
+
+
+def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
+    """Begin to start the engines alone on Ray, with the weights of the model folder. The stack ends them."""
+    alone = replace(config.generation, placement="separate")  # there is no policy to share devices with
+    cluster.reserve(None, alone.parallel)
+    return _start_generation(replace(config, generation=alone), folder, cluster, stack)
+
+
+def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
+    settings = VllmSettings(
+        model_path=str(folder),
+        config=config.generation,
+        precision=config.policy.precision,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        routed=RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None,
+        in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
+    )
+    options, timeout_s = cluster.engine_options, config.cluster.startup_timeout_s
+    generation = VllmGeneration(settings, actor_options=options, startup_timeout_s=timeout_s)
+    stack.callback(generation.shutdown)
+    generation.start()
+    return generation
+
+
+def policy_settings(config: Config, folder: Path) -> RankSettings:
+    """Settings of the policy's ranks; `folder`: the policy's model in Hugging Face format."""
+    return RankSettings(
+        config=config.policy,
+        shape=shape_of_folder(folder),
+        folder=str(folder),
+        reference=config.reference if config.uses_reference else None,
+        temperature=config.generation.temperature,
+        token_filter=training_filter(config.generation),
+        decay_steps=config.decay_steps,
+        seed=config.loop.seed,
+        shares_cores=_shares_cores(config),
+    )
+
+
+def _value(config: Config, cluster: RayCluster) -> MegatronValue:
+    assert config.value_model is not None
+    folder = model_folder(config.value_model.model.path, "value.model.path")
+    settings = RankSettings(
+        config=config.value_model,
+        shape=as_value_model(shape_of_folder(folder, reward_models=True)),
+        folder=str(folder),
+        decay_steps=config.value_decay_steps,
+        seed=config.loop.seed,
+        shares_cores=_shares_cores(config),
+    )
+    return MegatronValue(settings, cluster.value_options, config.cluster.startup_timeout_s)
+
+
+def _shares_cores(config: Config) -> bool:
+    """Whether the run's engines sample while its models train."""
+    return config.loop.async_grpo.samples_ahead and not config.generation.server.urls
+
+
+def start_rollouts(
+    config: Config,
+    folder: Path,
+    generation: VllmGeneration | None,
+    stack: ExitStack,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    tokenizer: Any = None,
+    restore: Restore = not_replaced,
+) -> RolloutPool:
+    """Begin to start rollout workers over engines, and the environments. The stack ends them.
+
+    Args:
+        config: the configuration of a run, or of an evaluation.
+        folder: the model's folder in Hugging Face format.
+        generation: the engines, which are being started; None: workers only read a recording.
+        stack: ends what is started here.
+        rewards: a script's reward functions, by their entry in reward_funcs.
+        tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
+        restore: replaces engines that are lost.
+    """
+    environments: dict[str, EnvironmentPool] = {}
+    tokenizer = str(folder) if tokenizer is None else tokenizer
+    if generation is not None:
+        settings = partial(environment_settings, config, tokenizer=tokenizer)
+        environments = build_environments(config.env, settings, rewards)
+    for environment in environments.values():
+        stack.callback(environment.shutdown)
+    workers = WorkerGroup(
+        config.rollouts.num_workers,
+        generation.engines if generation else [],
+        environments,
+        generation_timeout_s=config.generation.timeout_s,
+        routed=generation.routed if generation else None,
+        endpoint=endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
+    )
+    rollouts = RolloutPool(
+        config.rollouts,
+        workers,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        max_turns=config.loop.max_rollout_turns,
+        restore=restore,
+    )
+    stack.callback(rollouts.shutdown)
+    rollouts.start()
+    return rollouts
+
+
+def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> None:
+    """Replace lost engines by new ones with the weights of the model folder (a function of type `Restore`)."""
+    try:
+        generation.replace(lost)
+    except RunError as error:
+        raise SamplingError(str(error)) from error
+
+
+def make_transport(
+    policy: MegatronPolicy,
+    generation: VllmGeneration,
+    config: RefitConfig,
+    run_dir: Path,
+    canary: Canary | None = None,
+) -> WeightTransport:
+    """The transport of the policy's weights to the engines, not yet connected.
+
+    Args:
+        policy: the model whose weights are sent.
+        generation: the engines that receive them.
+        config: the transport and its settings.
+        run_dir: the run's folder, which distinguishes its files from those of other runs.
+        canary: the checks before engines serve; None: there are none.
+    """
+    if config.mode == "files":
+        return FilesTransport(policy, generation, config, run_dir, canary)
+    transports = {"broadcast": BroadcastTransport, "reshard": ReshardTransport}
+    return transports[config.mode](policy, generation, config, canary)

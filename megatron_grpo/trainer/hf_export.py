@@ -1,0 +1,222 @@
+"""Runs in the process of the export command: writes a checkpoint as a whole or quantised model, or as peft adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed import HashStore
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
+from megatron_grpo.models.adapter_check import check_adapters
+from megatron_grpo.models.families import is_untied_by_weights
+from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_folder
+from megatron_grpo.models.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
+from megatron_grpo.models.shape import ModelShape, read_config_json
+
+
+def export_checkpoint(
+    weights: Path,
+    source: Path,
+    shape: ModelShape,
+    output: Path,
+    *,
+    precision: Literal["float32", "bfloat16"],
+    lora: LoraConfig,
+    adapters_of: str | None,
+    quantization: QuantizationFormat | None,
+    chat_template: str | None = None,
+) -> None:
+    """Load the whole model in this process and write it; a failure leaves nothing at the output.
+
+    Args:
+        weights: folder of Megatron's distributed checkpoint.
+        source: folder of the model that the run started from.
+        shape: sizes of the model.
+        output: folder to make.
+        precision: dtype of the run's weights.
+        lora: settings of the run's adapters, which are merged into the weights of a whole model.
+        adapters_of: write the adapters alone, for the base model of this name; None: write the whole model.
+        quantization: 8-bit format of the layers' matrices; None: they stay in `precision`.
+        chat_template: template of the run's prompts, for a whole model; None: that of `source`.
+
+    Raises:
+        RunError: the checkpoint cannot be loaded into the model, the output cannot be written, or a merged weight is
+            not what its layer computes with.
+        ValueError: the model's folder cannot be read, or the output was created meanwhile.
+    """
+    from megatron.core import dist_checkpointing
+
+    from megatron_grpo.trainer.checkpoint import errors_in_one_line, set_weights, sharded_weights
+    from megatron_grpo.trainer.model.build import build_model
+    from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+    from megatron_grpo.trainer.plain_pickles import open_checkpoint
+
+    config = PolicyConfig(precision=precision, lora=lora)
+    initialize_parallel(config.parallel, rank=0, store=HashStore(), seed=0, timeout_s=600)
+    try:
+        chunks = build_model(config, shape)
+        if lora.rank and adapters_of is None:
+            load_hf_weights(chunks, shape, source)
+        with errors_in_one_line(f"{weights} cannot be loaded as {source}"):
+            metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(weights))
+            state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(weights))
+            set_weights(chunks, state["model"])
+        if lora.rank and adapters_of is None and (faults := check_adapters(chunks, shape).faults):
+            raise RunError(f"{weights} is not exported: {'; '.join(faults)}")
+        try:
+            if adapters_of is not None:
+                write_peft_folder(chunks, shape, lora, adapters_of, output)
+                return
+            settings = changed_settings(source, shape)
+            found = iter_hf_tensors(chunks, shape)
+            tensors: Iterable[tuple[str, Tensor]] = ((name, tensor) for name, tensor in found if tensor is not None)
+            if quantization is not None:
+                settings["quantization_config"] = quantization_entry(quantization)
+                tensors = quantized_tensors(tensors, quantization)
+            write_hf_folder(tensors, source, output, settings=settings, chat_template=chat_template)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"output={output} cannot be written: {error}") from None
+    finally:
+        destroy_parallel()
+
+
+def changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
+    """Entries of config.json that the exported weights contradict, with the values that fit them.
+
+    Args:
+        source: folder of the model that the run started from.
+        shape: sizes of the model.
+    """
+    settings: dict[str, Any] = {}
+    if is_untied_by_weights(source):
+        settings["tie_word_embeddings"] = False
+    # The layers that predict further tokens are not trained, and not exported.
+    raw = read_config_json(source / "config.json")
+    if shape.family == "deepseek_v3":
+        settings |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if raw.get(key)}
+    return settings
+
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+"""Prefix that peft puts before the parameter names of the model that it wraps."""
+
+
+@torch.no_grad()
+def write_peft_folder(
+    chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
+) -> None:
+    """Write the adapters of a model as a folder that peft loads, under a temporary name until it is complete.
+
+    Hugging Face matrices of one Megatron parameter share its A: each is written with a copy of A and its own rows of B.
+
+    Args:
+        chunks: the whole model, on one rank.
+        shape: sizes of the model.
+        lora: settings of the model's adapters.
+        base_model: path or hub name of the model that the adapters belong to.
+        output: folder to make; must not exist, or be empty.
+
+    Raises:
+        ValueError: `output` already holds something.
+    """
+    tensors = {}
+    for bound in bound_entries(chunks, shape):
+        if bound.adapted is None:
+            continue
+        slices = bound.entry.slices(shape, bound.layer, 0, 1)
+        rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
+        for matrix, lora_b in zip(slices, rows_of_b, strict=True):
+            name = _PREFIX + matrix.name.removesuffix(".weight")
+            # Copies: matrices with one A share its memory, which safetensors refuses to write.
+            tensors[f"{name}.lora_A.weight"] = bound.adapted.lora_a.detach().to("cpu", copy=True).contiguous()
+            tensors[f"{name}.lora_B.weight"] = lora_b.to("cpu", copy=True).contiguous()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "bias": "none",
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    with new_folder(output) as folder:
+        save_tensors(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+"""Quantised value of a row's largest absolute value, by format."""
+_ALMOST_ZERO = 2.0**-24
+"""Rows without a larger absolute value are written as zeros, as in modelopt."""
+_IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
+"""compressed-tensors' names of the file format and of the number type."""
+
+
+def quantized_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
+    """Round a matrix to 8 bits with one scale a row, max |x| of the row / 127 (int8) or 448 (fp8); ties go to even.
+
+    Args:
+        weight: [rows, columns], any float type.
+        quantization: the 8-bit format.
+
+    Returns:
+        The quantised matrix, [rows, columns], int8 or float8_e4m3fn; and the scales that restore it by multiplication,
+        [rows, 1], float32.
+    """
+    values, bound = weight.float(), LARGEST[quantization]
+    largest = values.abs().amax(dim=1, keepdim=True)
+    largest = torch.where(largest > _ALMOST_ZERO, largest, torch.ones_like(largest))
+    scaled = (values * (bound / largest)).clamp(-bound, bound)  # rounding may push the product past the bound
+    numbers = scaled.round().to(torch.int8) if quantization == "int8" else scaled.to(torch.float8_e4m3fn)
+    return numbers, largest / bound
+
+
+def quantized_tensors(
+    tensors: Iterable[tuple[str, Tensor]], quantization: QuantizationFormat
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a Hugging Face model without experts, with the matrices of its layers in 8 bits.
+
+    Args:
+        tensors: (name, tensor of any shape [...] and float type).
+        quantization: the 8-bit format.
+
+    Yields:
+        (name, tensor): embedding, head, norms and biases unchanged; each matrix of a layer quantised, then its scales
+        under the same name + `_scale`.
+    """
+    for name, tensor in tensors:
+        if ".layers." in name and tensor.dim() == 2:
+            numbers, scales = quantized_rows(tensor, quantization)
+            yield name, numbers
+            yield f"{name}_scale", scales
+        else:
+            yield name, tensor
+
+
+def quantization_entry(quantization: QuantizationFormat) -> dict[str, Any]:
+    """`quantization_config` of config.json: 8-bit weights scaled by row, 8-bit inputs scaled dynamically by token."""
+    layout, kind = _IN_CONFIG[quantization]
+    number = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }

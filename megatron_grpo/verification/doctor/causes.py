@@ -1,0 +1,283 @@
+"""Why a side's record differs from the oracle: damage, then causes in groups, then the side's own code again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.verification.doctor.damage import find_damage, find_edits
+from megatron_grpo.verification.doctor.diagnosis import (
+    Distance,
+    Finding,
+    first_apart,
+    is_rounding,
+    rollouts_apart,
+    rounding_of,
+    where_apart,
+)
+from megatron_grpo.verification.doctor.engine_settings import read_engine_settings
+from megatron_grpo.verification.doctor.engine_side import engine_again
+from megatron_grpo.verification.doctor.evidence import Evidence, Weights
+from megatron_grpo.verification.doctor.explanation import Search
+from megatron_grpo.verification.doctor.law import Law
+from megatron_grpo.verification.doctor.layer_outputs import trainer_again
+from megatron_grpo.verification.doctor.packs import packing_suspects, read_packs
+from megatron_grpo.verification.doctor.prompt_findings import Prompts
+from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
+from megatron_grpo.verification.doctor.suspects.permuted import permuted_suspects
+from megatron_grpo.verification.doctor.suspects.sampling import prompt_suspects, sampling_suspects
+from megatron_grpo.verification.doctor.suspects.settings import (
+    PRECISION,
+    engine_setting_suspects,
+    rope_suspects,
+    rounded_weight_suspects,
+    router_suspects,
+    setting_suspects,
+)
+from megatron_grpo.verification.doctor.suspects.side import Cause, Group, Side
+from megatron_grpo.verification.doctor.suspects.versions import (
+    REFIT,
+    adapter_suspects,
+    cache_suspects,
+    version_suspects,
+)
+from megatron_grpo.verification.doctor.suspects.weights import (
+    missing_suspects,
+    parts_of,
+    scaled_suspects,
+    stale_sets,
+    stale_suspects,
+)
+from megatron_grpo.verification.oracle import Oracle
+
+NEAREST = 4
+"""Most other versions, the nearest ones, whose weights are tried as a whole."""
+UNKNOWN = {
+    "engine": "refit.weight_check_period=1 refit.canary_share=1 compare weights and canary at every refit of a run; "
+    "engine=true compares the layers of an engine here",
+    "trainer": "python -m megatron_grpo.replay RUN_DIR step=N policy.parallel.tensor=1 (or another layout, or "
+    "policy.packing=false) names the first layer that differs",
+}
+"""The commands that find what no suspect explains, by side."""
+OTHER_WEIGHTS = "refit.weight_check_period=1 refit.canary_share=1 name the tensor at the refit that leaves it wrong"
+LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Relative difference of hidden states that rounding explains, by precision."""
+NAMED = 3
+"""Most rollouts that are named where others agree."""
+ONE_EDIT = 2
+"""Most changed numbers of a record that are named before other causes are tried."""
+
+
+class Causes:
+    """The search for the cause of a side's difference; models are loaded when they are needed.
+
+    Args:
+        run_dir: the run's folder.
+        config: the run's configuration.
+        weights: weights of the run's versions.
+        evidence: the recorded rollouts of the step.
+        prompts: their prompts, made again.
+        remarks: gets what could not be tried.
+        again: start an engine if nothing explains the engine's record.
+        timeout_s: seconds after which no further cause is tried on a side.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        weights: Weights,
+        evidence: Evidence,
+        prompts: Prompts,
+        remarks: list[str],
+        *,
+        again: bool,
+        timeout_s: float,
+    ) -> None:
+        self._run_dir, self._config, self._weights, self._prompts = run_dir, config, weights, prompts
+        self._step, self._version, self._remarks, self._again = evidence.step, evidence.version, remarks, again
+        self._timeout_s = timeout_s
+        self._oracles: dict[tuple[int, torch.dtype], Oracle] = {}
+
+    def oracle(self, version: int, dtype: torch.dtype = torch.float32) -> Oracle:
+        """The model of a version in transformers; that of the examined version and the latest other one are kept."""
+        key, kept = (version, dtype), (self._version, torch.float32)
+        if key not in self._oracles:
+            self._oracles = {other: oracle for other, oracle in self._oracles.items() if other == kept}
+            self._oracles[key] = Oracle(self._weights.folder(version), dtype)
+        return self._oracles[key]
+
+    def explain(self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]) -> Finding:
+        """The finding for a record that differs from the oracle by more than rounding.
+
+        Args:
+            side: the record.
+            base: [tokens], float32: the oracle's log-probabilities.
+            version: the version of the side's weights.
+            rounding: distance that rounding explains.
+            stops: tokens that end a response.
+        """
+        apart = rollouts_apart(side, base, rounding)  # one of several engines may be wrong
+        part, base = side.of_rollouts(apart), torch.cat([base.split(side.lengths)[number] for number in apart])
+        finding = find_damage(part, base, rounding) or self._explained(part, base, version, rounding, stops)
+        if len(apart) == len(side.rollouts):
+            return finding
+        names = "; ".join(rollout.name for rollout in part.rollouts) if len(apart) <= NAMED else ""
+        where = f"in {len(apart)} of {len(side.rollouts)} rollouts{': ' * bool(names)}{names}"
+        return replace(finding, text=f"{finding.text} ({where})")
+
+    def _explained(self, side: Side, base: Tensor, version: int, rounding: Distance, stops: frozenset[int]) -> Finding:
+        edits = find_edits(side, base, rounding)
+        if edits is not None and edits[1] <= ONE_EDIT:
+            return edits[0]
+        search = Search(side, base, rounding, time.monotonic() + self._timeout_s)
+        for groups in self._tiers(side, version, stops):
+            if search.try_groups(groups):
+                break
+        if search.untried:
+            text = f"not every cause was tried on the {side.name} within timeout_s={self._timeout_s:g}"
+            self._remarks.append(text)
+        finding = search.conclude()
+        if finding is not None and side.name == "trainer" and REFIT in finding.key:
+            finding = replace(finding, key=self._command(side))
+        if finding is None and edits is not None:
+            finding = edits[0]
+        return finding or self._unexplained(side, base, version, search.mentioned())
+
+    def _tiers(self, side: Side, version: int, stops: frozenset[int]) -> Iterator[list[Group]]:
+        """Groups of suspects; a tier is tried only if none before it reproduces the record."""
+        others = self._near(version)[:NEAREST]
+        has_adapters = self._config.policy.lora.rank > 0
+        first: list[Group] = [partial(sampling_suspects, stops)]
+        if side.name == "engine":
+            settings = read_engine_settings(self._run_dir, self._config, side.oracle.model.config)
+            first += [
+                partial(engine_setting_suspects, settings),
+                partial(prompt_suspects, self._prompts.other_sequences),
+            ]
+            first += [partial(cache_suspects, version, others, self.oracle)]
+        else:
+            packs = read_packs(self._run_dir, self._step, self._config, self._weights.shape)
+            first += [partial(packing_suspects, packs)]
+        first += [partial(version_suspects, version, others, self.oracle, has_adapters)]
+        if has_adapters and version != 0:
+            first += [partial(adapter_suspects, self.oracle)]
+        yield first
+        yield [rope_suspects, setting_suspects, router_suspects, rounded_weight_suspects]
+        policy, generation = self._config.policy.parallel, self._config.generation.parallel
+        pipelines = [policy.pipeline, generation.pipeline]
+        parts = parts_of(side.oracle, pipelines, [policy.tensor, generation.tensor, policy.expert, generation.expert])
+        near = self._near(version)
+        earlier = list(dict.fromkeys([*near[:1], *near[-1:]]))
+        texts = {number: self._name_of(number, has_adapters) for number in earlier}
+        stale = [partial(stale_suspects, parts, partial(self.oracle, number), texts[number]) for number in earlier]
+        yield [*stale, partial(missing_suspects, parts), permuted_suspects]
+        yield [partial(scaled_suspects, parts, Side.predict)]
+        yield [partial(stale_sets, parts, partial(self.oracle, number), texts[number]) for number in earlier]
+
+    def _near(self, version: int) -> list[int]:
+        """Other available versions, the nearest first, earlier ones before later ones."""
+        others = [number for number in self._weights.versions if number != version]
+        return sorted(others, key=lambda number: (abs(version - number), number > version))
+
+    @staticmethod
+    def _name_of(version: int, has_adapters: bool) -> str:
+        return "the base model, without its adapter" if has_adapters and version == 0 else f"version {version}"
+
+    def _unexplained(self, side: Side, base: Tensor, version: int, others: list[str]) -> Finding:
+        """The finding for a record that no suspect explains."""
+        before = Distance.between(side.recorded, base)
+        for find in (self._structured, self._eight_bits, self._rounding, self._by_layers):
+            finding = find(side, base, version)
+            if finding is not None:
+                return replace(finding, before=before, others=others)
+        where = where_apart(side.lengths, side.recorded, base, rounding_of(base, None))
+        text = f"no suspect explains the {side.name}: {where}"
+        return Finding("unexplained", "unexplained", text, self._command(side), before, others=others)
+
+    def _command(self, side: Side) -> str:
+        """The command that finds what no suspect explains."""
+        return UNKNOWN[side.name].replace("RUN_DIR step=N", f"{self._run_dir} step={self._step}")
+
+    def _structured(self, side: Side, base: Tensor, _version: int) -> Finding | None:
+        """A finding if the engine draws from fewer tokens than the model has, as configured."""
+        generation = self._config.generation
+        forms = ("regex", "json_schema", "choice")
+        form = [f"structured.{name}" for name in forms if getattr(generation.structured, name) is not None]
+        masks = [*form, *(["bad_words"] if generation.bad_words else [])]
+        if side.name == "trainer" or not masks or not bool((side.recorded >= base - 1e-3).all()):
+            return None
+        keys = ", ".join(f"generation.{name}" for name in masks)
+        return Finding("structured", "sampling", f"the engine draws only from tokens that {keys} allow", keys)
+
+    def _eight_bits(self, side: Side, _base: Tensor, _version: int) -> Finding | None:
+        """A finding if a side keeps or multiplies numbers in 8 bits, whose rounding the oracle does not show."""
+        policy, arguments = self._config.policy, self._config.generation.engine_args
+        if side.name == "engine":
+            names = ("quantization", "kv_cache_dtype")
+            keys = [f"generation.engine_args.{name}" for name in names if _is_eight_bits(arguments.get(name))]
+        else:
+            keys = ["policy.fp8.format"] if policy.fp8.format != "off" else []
+            keys += ["policy.quantization"] if policy.quantization else []
+        if not keys:
+            return None
+        listed = ", ".join(keys)
+        return Finding("eight_bits", "precision", f"the {side.name} rounds to 8 bits: {listed}", listed)
+
+    def _rounding(self, side: Side, base: Tensor, version: int) -> Finding | None:
+        """A finding if a record in float32 has the signature of a computation in bfloat16."""
+        coarse = side.predict(oracle=self.oracle(version, torch.bfloat16))
+        if not is_rounding(side, base, coarse):
+            return None
+        text = (
+            f"the {side.name} differs from float32 as a computation in bfloat16 does: in every rollout, to both sides, "
+            "and in the same direction at the same tokens"
+        )
+        return Finding("precision", "precision", text, PRECISION, after=Distance.between(side.recorded, coarse))
+
+    def _by_layers(self, side: Side, base: Tensor, version: int) -> Finding | None:
+        """A finding from the side's own code, run again with the same weights; None: it was not asked for."""
+        if side.name == "engine" and not self._again:
+            return None
+        folder, tokens, law = self._weights.folder(version), side.tokens, side.law
+        try:
+            if side.name == "engine":  # vLLM computes the log-probabilities of a prompt's tokens from its raw logits
+                law = Law()
+                logprobs, states = engine_again(self._config, folder, tokens)
+            else:
+                logprobs, states = trainer_again(self._config, folder, tokens, hidden=True)
+        except RunError as error:
+            self._remarks.append(f"the layers of the {side.name} were not compared: {error}")
+            return None
+        before, again = Distance.between(side.recorded, base), Distance.between(logprobs, side.predict(law=law))
+        name = side.name
+        if again.mean < before.mean / 10:
+            text = f"the {name} agrees with transformers when it computes again from the weights of version {version}"
+            if name == "engine":
+                rest = "so it had other weights or another layout in the run"
+                return Finding("other_weights", "weights", f"{text}, {rest}", OTHER_WEIGHTS, after=again)
+            replay = replay_in_layout(self._run_dir, self._step, self._config, self._timeout_s)
+            rest = f"so its layout, packing or program in the run made the difference; {replay.text}"
+            return Finding("other_layout", "layout", f"{text} on one rank, {rest}", replay.command, after=again)
+        if self._weights.shape.post_norms:  # norms after the halves of a layer belong to different modules
+            states = {point: state for point, state in states.items() if point.count(".") == 1}
+        apart = first_apart(states, side.oracle.hidden_states(tokens), LAYER_TOLERANCE[self._config.policy.precision])
+        if apart is None:
+            return None
+        point, difference = apart
+        text = f"the {name} computes {point} otherwise, by {difference:.1e} of its norm: the first hidden state apart"
+        cause: Cause = "routing" if point.endswith("router") else "layer"
+        return Finding("first_layer", cause, text, self._command(side), after=again)
+
+
+def _is_eight_bits(value: Any) -> bool:
+    return value is not None and any(text in str(value) for text in ("8", "mx"))

@@ -1,0 +1,255 @@
+"""Findings of the doctor, and those that the tokens of a record show by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.verification.doctor.evidence import Evidence, joined_spans
+from megatron_grpo.verification.doctor.law import residual
+from megatron_grpo.verification.doctor.suspects.side import Cause, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far log-probabilities are from others."""
+
+    mean: float
+    """Mean absolute difference."""
+    worst: float
+    """Largest absolute difference."""
+
+    @staticmethod
+    def between(one: Tensor, other: Tensor) -> Distance:
+        """The distance of two [tokens] of log-probabilities; 0 without tokens."""
+        if not len(one):
+            return Distance(0.0, 0.0)
+        apart = residual(one, other)
+        return Distance(float(apart.mean()), float(apart.max()))
+
+    def within(self, rounding: Distance) -> bool:
+        """Whether this distance can be rounding."""
+        return self.mean <= rounding.mean and self.worst <= rounding.worst
+
+
+FLOAT32 = Distance(3e-5, 1e-3)
+"""Rounding of a forward pass in float32. Layouts differ by at most 2e-5 at a token (`verification.ranks.TOLERANCES`);
+engines have other kernels, so they are allowed more at single tokens."""
+MARGIN = 3.0
+"""A program in bfloat16 may be this many times as far from float32 as transformers in bfloat16 is."""
+
+
+def rounding_of(exact: Tensor, rounded: Tensor | None) -> Distance:
+    """The distance that rounding explains.
+
+    Args:
+        exact: [tokens]: log-probabilities in float32.
+        rounded: [tokens]: those of the same program in the side's type; None: the side's type is float32.
+    """
+    if rounded is None:
+        return FLOAT32
+    seen = Distance.between(exact, rounded)
+    return Distance(max(MARGIN * seen.mean, FLOAT32.mean), max(MARGIN * seen.worst, FLOAT32.worst))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason why log-probabilities differ."""
+
+    name: str
+    cause: Cause
+    text: str
+    key: str
+    """The configuration key to change, or another remedy."""
+    before: Distance | None = None
+    """Distance of the side's record from the oracle; None: the record itself shows the mistake."""
+    after: Distance | None = None
+    """That distance under this explanation."""
+    others: list[str] = field(default_factory=list)
+    """Texts of other explanations, each with the share of the difference that it explains."""
+
+    @property
+    def explained(self) -> float:
+        """Share of the mean difference that this explains, 0 to 1; 1 for what the record itself shows."""
+        if self.before is None or self.after is None:
+            return 1.0
+        return max(0.0, 1.0 - self.after.mean / self.before.mean) if self.before.mean else 0.0
+
+
+STOP_KEY = "generation.stop_token_ids and the model's eos_token_id; an environment's own tokens are not sampled ones"
+
+
+def record_findings(
+    evidence: Evidence, stops: frozenset[int], *, stop_strings: bool, samples: int | None
+) -> Iterator[Finding]:
+    """Mistakes that the tokens of the record show by themselves.
+
+    Args:
+        evidence: the record.
+        stops: tokens that end a response.
+        stop_strings: whether texts end responses too.
+        samples: recorded rollouts of each prompt; None: the run kept some of them.
+    """
+    if samples is not None:
+        yield from _missing_rollouts(evidence, samples)
+    # In an environment of several turns, a limit or the environment may end a rollout behind a response's own end.
+    of_turns = {row["task_name"] for row in evidence.rows if len(joined_spans(row)) > 1}
+    single = [row for row in evidence.rows if row["task_name"] not in of_turns]
+
+    def stopped(row: dict[str, Any]) -> bool:
+        return int(row["token_ids"][row["spans"][-1][1] - 1]) in stops
+
+    def beyond(row: dict[str, Any]) -> bool:
+        return any(stops & set(row["token_ids"][start : end - 1].tolist()) for start, end, _ in row["spans"])
+
+    def surplus(row: dict[str, Any]) -> int:
+        return sum(end - start for start, end, _ in row["spans"]) - len(row["logprobs"])
+
+    checks = (
+        ("stop_token", [one for one in evidence.rows if beyond(one)], "has tokens in the loss behind a stop token"),
+        (
+            "stop_token",
+            [one for one in single if one["stop_reason"] == "length" and stopped(one)],
+            "ends in a stop token, and was ended by a limit of its length",
+        ),
+        (
+            "stop_token",
+            [one for one in evidence.rows if surplus(one) == 1 and stopped(one)],
+            "counts a stop token as sampled that has no log-probability",
+        ),
+        (
+            "lost_tokens",
+            [one for one in evidence.rows if surplus(one) and not (surplus(one) == 1 and stopped(one))],
+            "has more or fewer sampled tokens than log-probabilities",
+        ),
+        (
+            "truncated",
+            [one for one in single if one["stop_reason"] == "stop" and stops and not (stop_strings or stopped(one))],
+            "has stopped without a stop token",
+        ),
+    )
+    for name, wrong, text in checks:
+        if wrong:
+            first = f"prompt {wrong[0]['prompt_idx']}, sample {wrong[0]['sample']}"
+            found = f"{len(wrong)} of {len(evidence.rows)} rollouts: each {text} (first: {first})"
+            yield Finding(name, "tokens", found, STOP_KEY if name == "stop_token" else LOST)
+
+
+def _missing_rollouts(evidence: Evidence, samples: int) -> Iterator[Finding]:
+    """A finding if groups lack rollouts, or have one twice."""
+    groups: dict[int, list[int]] = {}
+    for group, sample in evidence.members:
+        groups.setdefault(group, []).append(sample)
+    wrong = {group: numbers for group, numbers in groups.items() if sorted(numbers) != list(range(samples))}
+    if wrong:
+        group, numbers = next(iter(wrong.items()))
+        count = sum(map(len, groups.values()))
+        there = ", ".join(map(str, sorted(numbers)))
+        text = f"the file has {count} of the {samples * len(groups)} rollouts of its {len(groups)} groups"
+        yield Finding("damaged_record", "record", f"{text}; group {group} has samples {there}", LOST)
+
+
+LOST = "rollouts were changed after they were sampled; record them again, and look at what an environment or agent adds"
+
+
+def stop_token_finding(
+    evidence: Evidence, recorded: Tensor, base: Tensor, stops: frozenset[int], rounding: Distance
+) -> Finding | None:
+    """A finding if the record differs from the oracle nowhere but at stop tokens that end a rollout.
+
+    Args:
+        evidence: the record.
+        recorded: [tokens], float32: recorded log-probabilities.
+        base: [tokens], float32: the oracle's.
+        stops: tokens that end a response.
+        rounding: distance that rounding explains.
+    """
+    sampled = torch.cat([one.ids[one.places] for one in evidence.tokens])
+    ending = evidence.last & torch.isin(sampled, torch.tensor(sorted(stops)))
+    apart = ending & (residual(recorded, base) > rounding.worst)
+    if not apart.any() or not Distance.between(recorded[~apart], base[~apart]).within(rounding):
+        return None
+    text = (
+        f"{int(apart.sum())} of {int(ending.sum())} stop tokens that end a rollout are in the loss with a "
+        "log-probability that the model does not give them, and all other tokens agree: these tokens were not sampled"
+    )
+    before, after = Distance.between(recorded, base), Distance.between(recorded[~apart], base[~apart])
+    return Finding("stop_token", "tokens", text, STOP_KEY, before, after)
+
+
+def first_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float) -> tuple[str, float] | None:
+    """The first point, in the order of computation, at which hidden states differ; None: they do not.
+
+    Args:
+        ours: [tokens, width] by point (`verification.doctor.layer_outputs`).
+        theirs: hidden states of another program, by point, in order; only points of both are compared.
+        tolerance: largest relative difference (of norms) that rounding explains.
+
+    Returns:
+        The point and its relative difference.
+    """
+    for point in theirs:
+        if point in ours:
+            apart = float((ours[point].float() - theirs[point].float()).norm() / theirs[point].float().norm())
+            if not apart <= tolerance:
+                return point, apart
+    return None
+
+
+def rollouts_apart(side: Side, base: Tensor, rounding: Distance) -> list[int]:
+    """Numbers of the rollouts whose record differs from the oracle by more than rounding explains.
+
+    Args:
+        side: the record.
+        base: [tokens], float32: the oracle's log-probabilities.
+        rounding: distance that rounding explains.
+    """
+    pairs = zip(side.recorded.split(side.lengths), base.split(side.lengths), strict=True)
+    return [number for number, (own, other) in enumerate(pairs) if not Distance.between(own, other).within(rounding)]
+
+
+def where_apart(lengths: Sequence[int], recorded: Tensor, base: Tensor, rounding: Distance) -> str:
+    """Where a record that nothing explains differs from the oracle, as text; `lengths`: tokens of each rollout."""
+    apart = residual(recorded, base) > rounding.worst
+    pieces: Sequence[Tensor] = apart.split(list(lengths))
+    first = [int(piece.nonzero()[0]) for piece in pieces if piece.any()]
+    rollouts = f"{len(first)} of {len(lengths)} rollouts"
+    text = f"{float(apart.float().mean()):.1%} of the tokens, in {rollouts}, differ by more than {rounding.worst:.1g}"
+    if not first:
+        return f"every token differs a little, none by more than {rounding.worst:.1g}"
+    return f"{text}; the first in a rollout is token {min(first)} of its response"
+
+
+CORRELATION = 0.3
+"""Least correlation of a record's differences with those of transformers in bfloat16, for the verdict of rounding."""
+BOTH_SIGNS = 0.15
+"""Least share of the differences that are above, and that are below zero."""
+
+
+def is_rounding(side: Side, base: Tensor, coarse: Tensor) -> bool:
+    """Whether a record differs from float32 as the same computation in bfloat16 does.
+
+    Rounding of the same weights and states moves a token in the same direction in every program, so the differences
+    correlate; a wrong tensor of the same size does not.
+
+    Args:
+        side: the record.
+        base: [tokens], float32: the oracle in float32.
+        coarse: [tokens], float32: the oracle in bfloat16.
+    """
+    gap, rounding = side.recorded - base, coarse - base
+    if len(gap) < 2 or not gap.isfinite().all():
+        return False
+    sizes = [float(gap.abs().mean()), float(rounding.abs().mean())]
+    worst = [float(gap.abs().max()), float(rounding.abs().max())]
+    if not all(1 / 3 < first / max(second, 1e-9) < 3 for first, second in (sizes, worst)):
+        return False
+    above = float((gap > 0).float().mean())
+    everywhere = all(float(piece.abs().mean()) > sizes[1] / 10 for piece in gap.split(side.lengths) if len(piece) > 1)
+    correlation = float(torch.corrcoef(torch.stack([gap, rounding]))[0, 1])
+    enough = max(CORRELATION, 4 / len(gap) ** 0.5)
+    return everywhere and BOTH_SIGNS < above < 1 - BOTH_SIGNS and correlation > enough

@@ -1,0 +1,124 @@
+"""A vLLM engine that loads a folder and computes recorded tokens again: its log-probabilities and hidden states.
+
+The engine runs in a process of its own, `python -m megatron_grpo.verification.doctor.engine_side REQUEST RESULT`,
+because vLLM reads environment variables at its start and keeps its memory until its process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.verification.doctor.law import Tokens
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is computed in this process, where its layers can be hooked
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "TQDM_DISABLE": "1",
+}
+_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+LINES = 5
+"""Last lines of the engine's output that a message quotes."""
+
+
+def engine_again(config: Config, folder: Path, sequences: Sequence[Tokens]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute sequences in a new engine of one rank, with the run's engine settings but without CUDA graphs.
+
+    Args:
+        config: the run's configuration.
+        folder: the weights in Hugging Face format, which vLLM's own loaders read.
+        sequences: the tokens.
+
+    Returns:
+        Log-probabilities of the chosen tokens at temperature 1 without penalties and filters, [chosen tokens of all
+        sequences], float32; and hidden states by point (`verification.doctor.layer_outputs`), [tokens of all
+        sequences, width].
+
+    Raises:
+        RunError: the engine failed or was not done within generation.timeout_s.
+    """
+    arguments = {
+        "model": str(folder),
+        "dtype": config.engine_dtype,
+        "max_model_len": max(len(one.ids) for one in sequences) + 1,
+        "max_num_batched_tokens": max(2048, max(len(one.ids) for one in sequences) + 1),
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "gpu_memory_utilization": config.generation.engine.gpu_memory_utilization,
+        **config.generation.engine_args,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        request, result = Path(scratch, "request"), Path(scratch, "result")
+        torch.save({"arguments": arguments, "ids": [one.ids for one in sequences]}, request)
+        command = [sys.executable, "-m", __name__, str(request), str(result)]
+        environment = {**os.environ, **_ENVIRONMENT, **({} if torch.cuda.is_available() else _CPU)}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=config.generation.timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            raise RunError(
+                f"the engine was not done within generation.timeout_s={config.generation.timeout_s}"
+            ) from None
+        if done.returncode or not result.exists():
+            raise RunError("the engine failed: " + " | ".join(done.stderr.strip().splitlines()[-LINES:]))
+        found = torch.load(result, weights_only=True)
+    logprobs = [whole[one.places] for whole, one in zip(found["logprobs"], sequences, strict=True)]
+    return torch.cat(logprobs), {point: torch.cat(pieces) for point, pieces in found["states"].items()}
+
+
+def _serve(request: Path, result: Path) -> None:
+    """The body of the engine's process."""
+    from vllm import LLM, SamplingParams
+
+    given = torch.load(request, weights_only=True)
+    llm = LLM(**given["arguments"])
+    states: dict[str, list[Tensor]] = {}
+    (_,) = llm.apply_model(lambda model: _hook(model, states))
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    logprobs = []
+    for ids in given["ids"]:  # one by one, so that a forward pass has the tokens of one sequence
+        prompt: Any = {"prompt_token_ids": ids.tolist()}
+        (output,) = llm.generate(prompt, parameters, use_tqdm=False)
+        listed: Sequence[Any] = output.prompt_logprobs or ()
+        own = [one[int(token)].logprob for one, token in zip(listed[1:], ids[1:], strict=True)]
+        logprobs.append(torch.tensor([0.0, *own]))
+    torch.save({"logprobs": logprobs, "states": states}, result)
+
+
+def _hook(model: Any, states: dict[str, list[Tensor]]) -> None:
+    """Keep the hidden states of every forward pass. A layer of vLLM returns its output and the residual unadded."""
+
+    def keep(point: str) -> Any:
+        def hook(_module: Any, _given: Any, output: Any) -> None:
+            parts = output if isinstance(output, tuple) else (output,)
+            is_layer = point.count(".") == 1
+            value = parts[0] + parts[1] if is_layer and len(parts) > 1 and parts[1] is not None else parts[0]
+            states.setdefault(point, []).append(value.detach().float().cpu().clone())
+
+        return hook
+
+    inner = model.model
+    inner.embed_tokens.register_forward_hook(keep("embedding"))
+    for number, layer in enumerate(inner.layers):
+        layer.self_attn.register_forward_hook(keep(f"layers.{number}.self_attn"))
+        layer.mlp.register_forward_hook(keep(f"layers.{number}.mlp"))
+        layer.register_forward_hook(keep(f"layers.{number}"))
+    inner.norm.register_forward_hook(keep("norm"))
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), Path(sys.argv[2]))

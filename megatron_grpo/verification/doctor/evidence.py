@@ -1,0 +1,276 @@
+"""The evidence that a run leaves of one step: recorded rollouts, and the weights of each available version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_grpo.batch.rollout_files import recorded_steps, rows_of_file
+from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.run.directory import POLICY_FOLDER
+from megatron_grpo.trainer.hf_export import export_checkpoint
+from megatron_grpo.verification.doctor.law import Tokens, residual
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A recorded rollout, and those of its sampled tokens that depend on a single weight version."""
+
+    row: dict[str, Any]
+    """The row of the file (`read_rollouts`)."""
+    tokens: Tokens
+    kept: Tensor
+    """[chosen tokens], int64: index of each chosen token among all sampled tokens of the rollout."""
+
+    @property
+    def name(self) -> str:
+        """The rollout for messages: row of the data, and number of the sample."""
+        return f"prompt {self.row['prompt_idx']}, sample {self.row['sample']}"
+
+    def up_to(self, position: int) -> Rollout:
+        """The rollout with its chosen tokens up to a position, this one included."""
+        return self.without(self.tokens.places > position)
+
+    def without(self, left_out: Tensor) -> Rollout:
+        """The rollout without some of its chosen tokens: [chosen tokens], bool."""
+        kept, whole = ~left_out, self.tokens
+        return Rollout(self.row, Tokens(whole.ids, whole.places[kept], whole.begins[kept]), self.kept[kept])
+
+    def behind(self, prompt: Sequence[int]) -> Tokens:
+        """The sequence with another prompt, token ids, before its first response."""
+        whole, first = self.tokens, int(self.row["spans"][0][0])
+        shift = len(prompt) - first
+        ids = torch.cat([torch.tensor(prompt, dtype=torch.int64), whole.ids[first:]])
+        return Tokens(ids, whole.places + shift, whole.begins + shift)
+
+    def column(self, name: str) -> Tensor:
+        """A column of sampled tokens at the chosen ones: [chosen tokens], float32."""
+        return torch.from_numpy(np.array(self.row[name], dtype=np.float32))[self.kept]
+
+
+def joined_spans(row: dict[str, Any]) -> list[tuple[int, int]]:
+    """Begin and end of each response of a rollout: a response has several spans if its version changed."""
+    joined: list[tuple[int, int]] = []
+    before = None
+    for start, end, version in row["spans"]:
+        if joined and joined[-1][1] == start and version != before:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+        before = version
+    return joined
+
+
+def rollout_of(row: dict[str, Any], version: int, *, recomputed: bool) -> Rollout | None:
+    """The rollout of a row, with the sampled tokens that depend on `version` alone; None: there are none.
+
+    Args:
+        row: row of the file of rollouts.
+        version: a weight version.
+        recomputed: whether the engines computed their cache anew after a refit. If not, tokens after a change of
+            version depend on several versions, and are left out.
+    """
+    spans = [Span(*one) for one in row["spans"]]
+    places = [np.arange(span.start, span.end) for span in spans]
+    of_version = np.repeat([span.version == version for span in spans], [len(one) for one in places])
+    if not recomputed:
+        of_version = np.logical_and.accumulate(of_version)
+    begins = np.concatenate([np.full(end - start, start) for start, end in joined_spans(row)] or [np.zeros(0, int)])
+    kept = np.flatnonzero(of_version[: len(row["logprobs"])])
+    if not len(kept):
+        return None
+    at = np.concatenate(places)[kept]
+    ids = torch.from_numpy(np.array(row["token_ids"], dtype=np.int64))
+    tokens = Tokens(ids, torch.from_numpy(at).long(), torch.from_numpy(begins[kept]).long())
+    return Rollout(row, tokens, torch.from_numpy(kept))
+
+
+class Weights:
+    """Folders in Hugging Face format with the weights of a run's versions; checkpoints are exported when asked for.
+
+    Version N is the policy after N steps; version 0 is the model that the run started from.
+
+    Args:
+        run_dir: the run's folder.
+        config: the run's configuration.
+        model: folder of the model that the run started from.
+        shape: sizes of the model.
+        scratch: folder for exported checkpoints.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, model: Path, shape: ModelShape, scratch: Path) -> None:
+        self._config, self._model, self.shape, self._scratch = config, model, shape, scratch
+        resumed = config.checkpointing.resume
+        folders = [*run_dir.glob("checkpoints/step_*"), *([Path(resumed)] if resumed else [])]
+        numbered = ((one.name.removeprefix("step_"), one / POLICY_FOLDER) for one in folders)
+        self._checkpoints = {int(number): one for number, one in numbered if number.isdigit() and one.is_dir()}
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions whose weights are available, in ascending order."""
+        return sorted({0, *self._checkpoints})
+
+    def folder(self, version: int) -> Path:
+        """The folder with the weights of a version, in the precision of the run.
+
+        Raises:
+            RunError: the checkpoint cannot be loaded.
+        """
+        if version not in self._checkpoints:
+            assert version == 0, f"{version} is not among {self.versions}"
+            return self._model
+        folder = self._scratch / f"version_{version}"
+        if not folder.exists():
+            policy = self._config.policy
+            export_checkpoint(
+                self._checkpoints[version],
+                self._model,
+                self.shape,
+                folder,
+                precision=policy.precision,
+                lora=policy.lora,
+                adapters_of=None,
+                quantization=None,
+            )
+        return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The recorded rollouts of one step."""
+
+    step: int
+    version: int
+    """Weight version that sampled most tokens of the step; only its tokens are scored."""
+    rows: list[dict[str, Any]]
+    """All rollouts of the step that did not fail."""
+    rollouts: list[Rollout]
+    """Rollouts that are scored."""
+    members: list[tuple[int, int]]
+    """Group and sample of every recorded rollout of the step, those that failed included."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rollout of the step is scored."""
+        return len(self.rollouts) == len(self.rows)
+
+    @property
+    def recorded_error(self) -> float | None:
+        """Mean of exp(abs(trainer - engine)) of all recorded tokens; None: the step did not record the trainer's."""
+        pairs = [(row["prev_logprobs"], row["logprobs"]) for row in self.rows]
+        if any(prev is None or len(prev) != len(logprobs) for prev, logprobs in pairs):
+            return None
+        trainer, engine = (torch.from_numpy(np.concatenate(column)).double() for column in zip(*pairs, strict=True))
+        kept = ~trainer.isneginf()  # a filter of sampling removes the others in training
+        return float(residual(engine[kept], trainer[kept]).exp().mean())
+
+    @property
+    def tokens(self) -> list[Tokens]:
+        """The scored sequences."""
+        return [one.tokens for one in self.rollouts]
+
+    def column(self, name: str) -> Tensor | None:
+        """A column at the scored tokens, [tokens], float32; None: the step did not record it."""
+        if any(one.row[name] is None for one in self.rollouts):
+            return None
+        return torch.cat([one.column(name) for one in self.rollouts])
+
+    @property
+    def last(self) -> Tensor:
+        """[tokens], bool: whether the token is the last sampled one of its rollout."""
+        return torch.cat([one.kept == len(one.row["logprobs"]) - 1 for one in self.rollouts])
+
+
+def read_evidence(
+    run_dir: Path, step: int | None, suspicious: Sequence[int], weights: Weights, config: Config, most_tokens: int
+) -> Evidence:
+    """The rollouts of a step; without `step`, of a suspicious one, or the newest one whose weights are available.
+
+    Args:
+        run_dir: the run's folder.
+        step: a recorded step.
+        suspicious: steps whose recorded figures are beyond rounding, the worst first.
+        weights: the weights of the run's versions.
+        config: the run's configuration.
+        most_tokens: sampled tokens to score, of whole rollouts: those whose recorded log-probabilities differ most, and
+            others of all prompts.
+
+    Raises:
+        ValueError: nothing is recorded, or the weights of no recorded step are available; the text says what to do.
+    """
+    files = recorded_steps(run_dir)
+    if not files:
+        raise ValueError(f"{run_dir} has no rollouts; record a run with logger.rollouts=all (docs/debugging.md)")
+    if step is not None and step not in files:
+        raise ValueError(f"step={step} is not recorded in {run_dir}; there are steps {min(files)} to {max(files)}")
+    newest = sorted(files, key=lambda number: (number - 1 in weights.versions, number))[::-1]
+    candidates = [step] if step is not None else [*(number for number in suspicious if number in files), *newest]
+    for number in candidates:
+        recorded = list(rows_of_file(number, files[number]))
+        rows = [row for row in recorded if row["failure"] is None and row["spans"]]
+        version = _most_frequent_version(rows)
+        if version is not None and version in weights.versions:
+            scored = _scored(rows, version, config, most_tokens)
+            if scored:
+                return Evidence(number, version, rows, scored, [(row["group"], row["sample"]) for row in recorded])
+        if step is not None:
+            have = ", ".join(map(str, weights.versions))
+            text = f"step={step} was sampled mostly by version {version}, and there are weights of version(s) {have}"
+            raise ValueError(f"{text}; take a step N + 1 after a checkpoint step_N (checkpointing.save_period)")
+    raise ValueError(f"{run_dir} has no recorded step whose weights are available; keep checkpoints, or record step 1")
+
+
+def _most_frequent_version(rows: Sequence[dict[str, Any]]) -> int | None:
+    spans = [Span(*one) for one in chain.from_iterable(row["spans"] for row in rows)]
+    counts: dict[int, int] = {}
+    for span in spans:
+        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    return max(counts, key=lambda version: (counts[version], version), default=None)
+
+
+def _scored(rows: Sequence[dict[str, Any]], version: int, config: Config, most_tokens: int) -> list[Rollout]:
+    recomputed = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+    chosen: list[Rollout] = []
+    total = 0
+    for row in _in_order(rows):
+        rollout = rollout_of(row, version, recomputed=recomputed)
+        if rollout is None:
+            continue
+        total += len(rollout.kept)
+        if chosen and total > most_tokens:
+            break
+        chosen.append(rollout)
+    return sorted(chosen, key=lambda rollout: (rollout.row["group"], rollout.row["sample"]))
+
+
+def _in_order(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rollouts in the order of scoring: in turn those that differ most, and others of all prompts.
+
+    Samples of a prompt may come from different engines, so each prompt begins with another sample.
+    """
+    samples = max((row["sample"] for row in rows), default=0) + 1
+    spread = sorted(rows, key=lambda row: ((row["sample"] - row["group"]) % samples, row["group"]))
+    differing = sorted((row for row in rows if _difference(row) > 0), key=_difference, reverse=True)
+    seen: set[int] = set()
+    for pair in zip_longest(differing, spread):
+        for row in pair:
+            if row is not None and id(row) not in seen:
+                seen.add(id(row))
+                yield row
+
+
+def _difference(row: dict[str, Any]) -> float:
+    """Mean absolute difference of the log-probabilities that the record has of both sides; 0: it has but one."""
+    if row["prev_logprobs"] is None or len(row["prev_logprobs"]) != len(row["logprobs"]):
+        return 0.0
+    pairs = torch.tensor(np.array(row["prev_logprobs"])), torch.tensor(np.array(row["logprobs"]))
+    return float(residual(*pairs).mean())

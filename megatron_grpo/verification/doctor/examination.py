@@ -1,0 +1,368 @@
+"""Attributes the difference between the log-probabilities of generation and of training in one recorded step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.batch.special_tokens import StopConditions, stop_conditions
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.tokenizer_files import declared_end_tokens
+from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
+from megatron_grpo.verification.doctor.diagnosis import (
+    Distance,
+    Finding,
+    record_findings,
+    rounding_of,
+    stop_token_finding,
+)
+from megatron_grpo.verification.doctor.engine_settings import differing_modes
+from megatron_grpo.verification.doctor.evidence import Evidence, Rollout, Weights, read_evidence
+from megatron_grpo.verification.doctor.law import OPTIONS, Law, engine_law, residual, training_law
+from megatron_grpo.verification.doctor.layer_outputs import trainer_again
+from megatron_grpo.verification.doctor.prompt_findings import Prompts
+from megatron_grpo.verification.doctor.recorded_figures import (
+    ERROR,
+    STALE_EXCESS,
+    RecordedFigures,
+    is_beyond,
+    read_refused_refit,
+    read_run_figures,
+    replay_in_layout,
+    suspicious_steps,
+)
+from megatron_grpo.verification.doctor.suspects.settings import PRECISION
+from megatron_grpo.verification.doctor.suspects.side import Side, SideName
+from megatron_grpo.verification.doctor.suspects.versions import REFIT
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """The result of an examination."""
+
+    step: int
+    version: int
+    """Weight version that sampled the tokens."""
+    rollouts: int
+    tokens: int
+    """Rollouts and sampled tokens that were scored."""
+    recorded_error: float | None = None
+    """`token_mult_prob_error` of the step, as the run recorded it; NaN: it was not finite; None: it is not recorded."""
+    recorded_worst: float | None = None
+    """`token_mult_prob_error_max` of the step, as the run recorded it."""
+    gap: Distance = field(default_factory=lambda: Distance(0.0, 0.0))
+    """Distance of the engine's log-probabilities from the trainer's, at the scored tokens."""
+    error: float = 1.0
+    """Mean of exp(abs(trainer - engine)) of the scored tokens, computed by this examination."""
+    sides: dict[str, tuple[Distance, Distance]] = field(default_factory=dict)
+    """Distance of each side from the oracle, and the distance that rounding explains."""
+    findings: list[Finding] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """Facts that are not mistakes, and checks that could not be made, with the reason."""
+
+
+MORE_TOKENS = 16
+"""If the record says more than the scored tokens show, this many times as many tokens are scored."""
+
+
+def diagnose(
+    run_dir: Path,
+    config: Config,
+    model: Path,
+    scratch: Path,
+    *,
+    step: int | None = None,
+    tokens: int = 2048,
+    engine: bool = False,
+    timeout_s: float = 900.0,
+) -> Diagnosis:
+    """Examine a recorded step.
+
+    Args:
+        run_dir: the run's folder.
+        config: the run's configuration.
+        model: folder of the model that the run started from.
+        scratch: folder for exported checkpoints.
+        step: number of the step; None: the one whose recorded figures are worst if they are beyond rounding, else the
+            newest; of those whose weights are available.
+        tokens: most sampled tokens to score.
+        engine: start an engine with the same weights if nothing else explains the engine's log-probabilities.
+        timeout_s: seconds after which no further cause is tried on a side, and deadline of a replay.
+
+    Raises:
+        ValueError: the step cannot be examined; the text says what to do.
+        RunError: a model or checkpoint cannot be loaded.
+    """
+    weights = Weights(run_dir, config, model, shape_of_folder(model), scratch)
+    figures = read_run_figures(run_dir)
+    suspicious = suspicious_steps(figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled)
+    examination = None
+    for most in (tokens, MORE_TOKENS * tokens):
+        evidence = read_evidence(run_dir, step, suspicious, weights, config, most)
+        examination = Examination(run_dir, config, model, weights, evidence, figures, again=engine, timeout_s=timeout_s)
+        diagnosis = examination.run()
+        if not examination.shows_less_than_recorded or evidence.is_whole:
+            break
+    assert examination is not None
+    examination.compare_with_record(suspicious)
+    return diagnosis
+
+
+class Examination:
+    """One examination; models are loaded when they are needed."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        model: Path,
+        weights: Weights,
+        evidence: Evidence,
+        figures: Mapping[int, RecordedFigures],
+        *,
+        again: bool,
+        timeout_s: float,
+    ) -> None:
+        self._run_dir, self._config, self._model, self._weights = run_dir, config, model, weights
+        self._evidence, self._figures, self._timeout_s = evidence, figures, timeout_s
+        self._diagnosis = Diagnosis(evidence.step, evidence.version, rollouts=0, tokens=0)
+        self._prompts = Prompts(config, model, evidence.rows, self._diagnosis.remarks)
+        self._causes = Causes(
+            run_dir, config, weights, evidence, self._prompts, self._diagnosis.remarks, again=again, timeout_s=timeout_s
+        )
+        if weights.shape.experts is not None:
+            self._leave_out_ties()
+        self._trainer_version = evidence.version
+        recorded = figures.get(evidence.step, RecordedFigures())
+        self._recorded = recorded
+        self._diagnosis.recorded_error, self._diagnosis.recorded_worst = recorded.error, recorded.worst
+
+    def _leave_out_ties(self) -> None:
+        """Leave out tokens for which rounding in float32 may have chosen other experts."""
+        before = self._evidence.rollouts
+        ties = self._causes.oracle(self._evidence.version).first_ties(self._evidence.tokens)
+        after = [rollout.up_to(tie) for rollout, tie in zip(before, ties, strict=True)]
+        self._keep(after, "two experts of an earlier token have equal scores")
+
+    def _keep(self, after: list[Rollout], reason: str) -> None:
+        """Score fewer tokens of the rollouts, and say why, unless none would be left."""
+        before = self._evidence.rollouts
+        lost = sum(len(rollout.kept) for rollout in before) - sum(len(rollout.kept) for rollout in after)
+        if lost and any(len(rollout.kept) for rollout in after):
+            self._evidence = replace(self._evidence, rollouts=[rollout for rollout in after if len(rollout.kept)])
+            self._diagnosis.remarks.append(f"{lost} tokens were left out: {reason}")
+
+    def _trainer_logprobs(self) -> tuple[int, Tensor]:
+        """Version of the trainer's weights, and its log-probabilities, recorded or computed again, [tokens], float32.
+
+        Tokens that a filter removes in training are left out of the evidence.
+        """
+        evidence, version = self._evidence, self._evidence.step - 1
+        recorded = evidence.column("prev_logprobs")
+        if version not in self._weights.versions:
+            version, recorded = evidence.version, None
+        if recorded is None:
+            folder = self._weights.folder(version)
+            recorded, _ = trainer_again(self._config, folder, evidence.tokens, hidden=False)
+            self._diagnosis.remarks.append("the trainer's log-probabilities were computed again, on one rank")
+        removed = recorded.isneginf()
+        if not removed.any() or removed.all() or not self._config.generation.filters_in_training:
+            return version, recorded
+        pieces = removed.split([len(rollout.kept) for rollout in evidence.rollouts])
+        after = [rollout.without(piece) for rollout, piece in zip(evidence.rollouts, pieces, strict=True)]
+        self._keep(after, "the filter of sampling removes them in training, whose loss leaves them out, too")
+        return version, recorded[~removed]
+
+    def run(self) -> Diagnosis:
+        """Examine the rollouts, the prompts, the engine and the trainer."""
+        version, recorded = self._trainer_logprobs()
+        self._trainer_version = version
+        diagnosis, evidence = self._diagnosis, self._evidence
+        scored = evidence.rollouts
+        diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.kept) for rollout in scored)
+        stop_strings = bool(self._ends.strings)
+        samples = self._config.loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
+        diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings, samples=samples)
+        diagnosis.findings += self._prompts.findings()
+        engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))
+        diagnosis.findings += self._judged(engine, self._config.engine_dtype, evidence.version)
+        trainer = self._side("trainer", version, recorded, training_law(self._config))
+        diagnosis.findings += self._judged(trainer, self._config.policy.precision, version)
+        diagnosis.gap = Distance.between(engine.recorded, trainer.recorded)
+        diagnosis.error = float(residual(engine.recorded, trainer.recorded).exp().mean())
+        if not diagnosis.findings:
+            diagnosis.findings += self._configured_gaps(engine, trainer)
+        if version != evidence.version:
+            text = f"the trainer had version {version}: this part of the gap is the policy's own change"
+            diagnosis.remarks.append(f"tokens were sampled by version {evidence.version}, and {text}")
+        diagnosis.findings = _without_repetitions(diagnosis.findings)
+        return diagnosis
+
+    @cached_property
+    def _ends(self) -> StopConditions:
+        """What ends a response of the run."""
+        generation = self._config.generation
+        try:
+            return stop_conditions(generation, load_tokenizer(self._model), self._model)
+        except RunError as error:
+            self._diagnosis.remarks.append(f"stop tokens are those of the model's configuration: {error}")
+            ids = (*generation.stop_token_ids, *declared_end_tokens(self._model))
+            return StopConditions(ids, tuple(generation.stop_strings))
+
+    @property
+    def _stops(self) -> frozenset[int]:
+        """Tokens that end a response."""
+        return frozenset(self._ends.token_ids)
+
+    def _side(self, name: SideName, version: int, recorded: Tensor | None, law: Law) -> Side:
+        assert recorded is not None, "generation always records its log-probabilities"
+        rollouts, tokens = self._evidence.rollouts, self._evidence.tokens
+        return Side(name, self._causes.oracle(version), rollouts, tokens, law, recorded)
+
+    def _judged(self, side: Side, dtype: str, version: int) -> Iterator[Finding]:
+        """What is wrong with a side, if its record differs from the oracle by more than rounding."""
+        base = side.predict()
+        rounded = None if dtype == "float32" else side.predict(oracle=self._causes.oracle(version, torch.bfloat16))
+        rounding = rounding_of(base, rounded)
+        distance = Distance.between(side.recorded, base)
+        self._diagnosis.sides[side.name] = distance, rounding
+        if distance.within(rounding):
+            return
+        if side.name == "engine":
+            stop = stop_token_finding(self._evidence, side.recorded, base, self._stops, rounding)
+            if stop is not None:
+                yield stop
+                return
+        yield self._causes.explain(side, base, version, rounding, self._stops)
+
+    def _configured_gaps(self, engine: Side, trainer: Side) -> Iterator[Finding]:
+        """Reasons in the configuration for a gap between two sides that are each correct."""
+        law, law_of_training = engine.law, trainer.law
+        if law != law_of_training:
+            before, after = (
+                Distance.between(engine.recorded, predicted)
+                for predicted in (engine.predict(law=law_of_training), engine.predict())
+            )
+            named = [f"generation.{name}" for name in OPTIONS if getattr(law, name) != getattr(law_of_training, name)]
+            text = "sampling removes or penalises tokens, and training sees the whole distribution of the model"
+            if not before.within(self._diagnosis.sides["engine"][1]):
+                yield Finding("sampling_options", "sampling", text, ", ".join(named), before, after)
+        types = self._config.engine_dtype, self._config.policy.precision
+        if types[0] != types[1]:
+            text = f"the engine computes in {types[0]} and the trainer in {types[1]}"
+            yield Finding("precision", "precision", text, PRECISION, self._diagnosis.gap)
+
+    @property
+    def _rounding(self) -> float:
+        """Mean difference of log-probabilities that rounding of both sides explains, in nats."""
+        return sum(rounding.mean for _, rounding in self._diagnosis.sides.values())
+
+    @property
+    def _is_comparable(self) -> bool:
+        """Whether the scored tokens are like those of which the run computed its error.
+
+        They are not if the trainer's weights are gone, or if other tokens of the step are of another version.
+        """
+        versions = {version for row in self._evidence.rows for _, _, version in row["spans"]}
+        return self._trainer_version == self._evidence.step - 1 and len(versions) == 1
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether the run noticed the step, or its error is more than older weights explain."""
+        return bool(self._recorded.is_off) or not self._recorded.excess <= STALE_EXCESS
+
+    @property
+    def shows_less_than_recorded(self) -> bool:
+        """Whether the run recorded a larger error of the step than the scored tokens have."""
+        if self._recorded.error is None:
+            return False
+        of_record = self._evidence.recorded_error
+        if of_record is not None:
+            return is_beyond(self._recorded.excess, of_record - 1, self._rounding)
+        if not self._is_comparable:
+            return False
+        worst = self._recorded.worst
+        if worst is not None and worst > 1 and math.isfinite(worst):
+            most = sum(rounding.worst for _, rounding in self._diagnosis.sides.values())
+            if is_beyond(math.log(worst), self._diagnosis.gap.worst, most):
+                return True
+        return is_beyond(self._recorded.excess, self._diagnosis.error - 1, self._rounding)
+
+    def compare_with_record(self, suspicious: list[int]) -> None:
+        """Add a finding if the run measured more than was found, in this step or in another.
+
+        `suspicious`: steps whose recorded figures are far from those of the others.
+        """
+        diagnosis, step, config = self._diagnosis, self._evidence.step, self._config
+        if self._recorded.error is None:
+            diagnosis.remarks.append(f"the run recorded no {ERROR} of step {step}")
+        elif self.shows_less_than_recorded:
+            diagnosis.findings.append(self._against_record())
+        elif not self._is_comparable and self._is_off and not diagnosis.findings:
+            text = (
+                f"the run recorded {ERROR} {self._recorded.error:.6g} at step {step}, more than weights of some steps "
+            )
+            text += "before explain, and both sides agree with transformers at the scored tokens"
+            key = "checkpointing.save_period=1 keeps the weights of every step, which the other tokens need"
+            diagnosis.findings.append(Finding("recorded_error", "layout", text, key))
+        version = self._evidence.version
+        of_refit = self._figures.get(version, RecordedFigures())
+        if of_refit.canary_failed:
+            text = f"the canary of the refit to version {version} differed by {of_refit.canary:.3g}, more than "
+            text += f"{of_refit.canary_limit:.3g}"
+            diagnosis.findings.append(Finding("canary", "weights", text, OTHER_WEIGHTS))
+        reason = read_refused_refit(self._run_dir)
+        if reason is not None:
+            text = f"the run ended because a check of weights refused a refit: {reason}"
+            diagnosis.findings.append(Finding("refused_refit", "weights", text, REFIT))
+        diagnosis.remarks += differing_modes(self._run_dir, config)
+        others = [number for number in suspicious if number != step]
+        if others:
+            listed = ", ".join(f"{number} ({self._figures[number].error:.6g})" for number in others[:5])
+            text = f"the run recorded a larger {ERROR} than usual at step(s) {listed}"
+            examined = f"step=N examines one of them, if its rollouts and weights are kept; this was step {step}"
+            if diagnosis.findings or step in suspicious:
+                diagnosis.remarks.append(f"{text}; {examined}")
+            else:
+                key = "step=N; logger.rollouts=all and checkpointing.save_period=1 keep what an examination needs"
+                diagnosis.findings.append(Finding("recorded_error", "layout", f"{text}; {examined}", key))
+
+    def _against_record(self) -> Finding:
+        """The finding for an error that the run recorded and one rank does not compute."""
+        diagnosis, config, step = self._diagnosis, self._config, self._evidence.step
+        measured = (
+            f"the run recorded {ERROR} {self._recorded.error:.6g} (largest {self._recorded.worst or math.nan:.6g})"
+        )
+        of_record = self._evidence.recorded_error
+        if of_record is not None:
+            text = (
+                f"{measured} at step {step}, and the log-probabilities that it recorded have {of_record:.6g}: "
+                "its metrics and its rollouts are not of the same step, or one of them was changed"
+            )
+            return Finding("damaged_record", "record", text, "record the step again")
+        text = (
+            f"{measured} at step {step}, and one rank computes {diagnosis.error:.6g} from the same weights and tokens: "
+            "the difference needs the run's layout, packing or versions"
+        )
+        replay = replay_in_layout(self._run_dir, step, config, self._timeout_s)
+        name = "layout_differs" if replay.differs else "recorded_error"
+        return Finding(name, "layout", f"{text}; {replay.text}", replay.command)
+
+
+def _without_repetitions(findings: list[Finding]) -> list[Finding]:
+    """Findings without repetitions; of two with one name for one side, the one that explains a distance."""
+    kept: dict[tuple[str, bool], Finding] = {}
+    for finding in findings:
+        name = finding.name, finding.text.startswith("the trainer ")
+        if name not in kept or (kept[name].before is None and finding.before is not None):
+            kept[name] = finding
+    return list(kept.values())

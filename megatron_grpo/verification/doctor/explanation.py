@@ -1,0 +1,134 @@
+"""The search for the explanation of a record: which suspect reproduces it, and which others come near."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megatron_grpo.verification.doctor.diagnosis import Distance, Finding
+from megatron_grpo.verification.doctor.law import residual
+from megatron_grpo.verification.doctor.suspects.side import Candidate, Group, Side, Suspect
+
+SCREENED = 256
+"""Sampled tokens, of the rollouts that differ most, on which all suspects of a group are tried."""
+FINALISTS = 8
+"""Suspects of a group that are tried on all tokens: those that come closest on the screened ones."""
+EXPLAINED = 0.8
+"""Least share of the mean difference that a named cause removes, unless the rest is rounding."""
+REPRODUCED = 0.5
+"""Least share that a cause removes whose rest is rounding: near rounding, much else comes within it, too."""
+EQUAL = 2.0
+"""Explanations that leave at most this many times the least difference cannot be told apart."""
+EXACT = 5e-6
+"""Mean difference, in nats, that two programs in float32 leave when they compute the same."""
+MENTIONED = 0.2
+"""Least share that another explanation removes to be mentioned."""
+MOST_OTHERS = 4
+"""Most other explanations that are mentioned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A suspect, and the distance of the record from what it predicts."""
+
+    suspect: Suspect
+    after: Distance
+
+
+@dataclass(slots=True)
+class Search:
+    """The explanations of a side's record, closest first."""
+
+    side: Side
+    base: Tensor
+    """[tokens], float32: the oracle's log-probabilities without a suspect."""
+    rounding: Distance
+    until: float
+    """Time (monotonic) after which no further suspect is tried."""
+    explanations: list[Explanation] = field(default_factory=list)
+    untried: bool = False
+    """Whether suspects were left out because the time was over."""
+
+    @property
+    def before(self) -> Distance:
+        """The distance of the record from the oracle."""
+        return Distance.between(self.side.recorded, self.base)
+
+    def try_groups(self, groups: Sequence[Group]) -> bool:
+        """Try groups of suspects together; returns whether one of all suspects so far reproduces the record.
+
+        All suspects are tried on the rollouts that differ most, and the closest of a group on all rollouts.
+        """
+        part = self._part()
+        for group in groups:
+            tried: list[tuple[Distance, Suspect, Candidate]] = []
+            for candidate in group(part):
+                suspect, predict = candidate
+                tried.append((Distance.between(part.recorded, predict(part)), suspect, candidate))
+                if time.monotonic() > self.until:
+                    self.untried = True
+                    break
+                if len(tried) > 2 * FINALISTS:  # the others' tensors need not stay in memory
+                    tried = _closest(tried)
+            for distance, suspect, (_, predict) in _closest(tried):
+                whole = distance if part is self.side else Distance.between(self.side.recorded, predict(self.side))
+                self.explanations.append(Explanation(suspect, whole))
+        self.explanations.sort(key=lambda explanation: explanation.after.mean)
+        return bool(self.explanations) and self._reproduces(self.explanations[0])
+
+    def _part(self) -> Side:
+        """The rollouts that differ most, with `SCREENED` tokens together; all if they have no more."""
+        lengths = self.side.lengths
+        if sum(lengths) <= SCREENED:
+            return self.side
+        apart = [float(piece.mean()) for piece in residual(self.side.recorded, self.base).split(lengths)]
+        chosen: list[int] = []
+        for number in sorted(range(len(lengths)), key=lambda number: -apart[number]):
+            chosen.append(number)
+            if sum(lengths[each] for each in chosen) >= SCREENED:
+                break
+        return self.side.of_rollouts(sorted(chosen))
+
+    def _share(self, explanation: Explanation) -> float:
+        before = self.before.mean
+        return max(0.0, 1.0 - explanation.after.mean / before) if before else 0.0
+
+    def _reproduces(self, explanation: Explanation) -> bool:
+        return explanation.after.within(self.rounding) and self._share(explanation) >= REPRODUCED
+
+    def conclude(self) -> Finding | None:
+        """The finding of the explanation that assumes least of those that come closest; None: none explains enough.
+
+        Explanations that come equally close are mentioned, and so are the next ones.
+        """
+        if not self.explanations:
+            return None
+        closest = self.explanations[0]
+        if not self._reproduces(closest) and self._share(closest) < EXPLAINED:
+            return None
+        limit = max(EQUAL * closest.after.mean, EXACT)
+        equals = [explanation for explanation in self.explanations if explanation.after.mean <= limit]
+        chosen = min(equals, key=lambda explanation: explanation.suspect.assumes)
+        suspect, name = chosen.suspect, self.side.name
+        text = f"the {name} {suspect.text}"
+        if not self._reproduces(chosen):
+            text += "; this explains most of the difference, and something else differs, too"
+        others = self.mentioned(chosen)
+        return Finding(suspect.name, suspect.cause, text, suspect.key, self.before, chosen.after, others)
+
+    def mentioned(self, chosen: Explanation | None = None) -> list[str]:
+        """Texts of the explanations that come nearest beside the chosen one, with the share that each explains."""
+        texts: dict[str, float] = {}
+        for explanation in self.explanations:
+            share, text = self._share(explanation), explanation.suspect.text
+            if share >= MENTIONED and (chosen is None or text != chosen.suspect.text):
+                texts.setdefault(text, share)
+        return [f"{text}: {share:.1%}" for text, share in list(texts.items())[:MOST_OTHERS]]
+
+
+def _closest(tried: list[tuple[Distance, Suspect, Candidate]]) -> list[tuple[Distance, Suspect, Candidate]]:
+    """The finalists among suspects, closest first."""
+    return sorted(tried, key=lambda entry: entry[0].mean)[:FINALISTS]

@@ -1,0 +1,85 @@
+"""Log-probabilities with hidden states: of a rank of a layout, and of recorded sequences on one rank here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import HashStore
+
+from megatron_grpo.batch.packing import OF_TOKENS, planner
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
+from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.trainer.hidden_states import Piece, assembled, capture_states
+from megatron_grpo.trainer.messages import RankSettings, training_filter
+from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+from megatron_grpo.trainer.rank import Microbatches, PolicyRank
+
+if TYPE_CHECKING:
+    from megatron_grpo.verification.doctor.law import Tokens
+
+
+def logprobs_and_states(
+    rank: PolicyRank, batch: TokenBatch, microbatches: Microbatches, places: NDArray[np.int64]
+) -> tuple[Tensor | None, list[Piece]]:
+    """Compute log-probabilities in one forward pass, and keep the hidden states of the pass on the host.
+
+    Collective over the ranks of a layout. Each rank returns its pieces (`capture_states`, whose arguments these are);
+    `assembled` makes whole tensors of the pieces of all ranks.
+
+    Returns:
+        The log-probabilities as `PolicyRank.logprobs` returns them, and the pieces.
+    """
+    pieces: list[Piece] = []
+    with capture_states(
+        rank, batch, microbatches, places, lambda piece: pieces.append(replace(piece, values=piece.values.cpu()))
+    ):
+        return rank.logprobs(batch, microbatches), pieces
+
+
+def trainer_again(
+    config: Config, folder: Path, sequences: Sequence[Tokens], *, hidden: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute recorded sequences again by the trainer's code, on one rank in this process, in the run's precision.
+
+    Args:
+        config: the run's configuration; its layout is replaced by one rank.
+        folder: the weights in Hugging Face format, adapters merged.
+        sequences: the tokens.
+        hidden: keep hidden states.
+
+    Returns:
+        Log-probabilities of the chosen tokens, [chosen tokens of all sequences], float32; and hidden states by point,
+        [tokens of all sequences, width], empty without `hidden`.
+    """
+    policy = replace(config.policy, parallel=ParallelConfig(), lora=LoraConfig())
+    policy = replace(policy, optimizer=replace(policy.optimizer, distributed=False))
+    lengths = [len(one.ids) for one in sequences]
+    batch = TokenBatch(lengths, TokenFields(token_ids=torch.cat([one.ids for one in sequences]).int()))
+    initialize_parallel(policy.parallel, rank=0, store=HashStore(), seed=0, timeout_s=policy.timeout_s)
+    try:
+        settings = RankSettings(
+            config=policy,
+            shape=shape_of_folder(folder),
+            folder=str(folder),
+            decay_steps=1,
+            temperature=config.generation.temperature,
+            token_filter=training_filter(config.generation),
+        )
+        (microbatches,) = planner(policy, OF_TOKENS).microbatches([np.array(lengths)])
+        rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))
+        if hidden:
+            found, pieces = logprobs_and_states(rank, batch, microbatches, everywhere)
+        else:
+            found, pieces = rank.logprobs(batch, microbatches), []
+    finally:
+        destroy_parallel()
+    logprobs = [part[one.places] for part, one in zip(given(found).split(lengths), sequences, strict=True)]
+    return torch.cat(logprobs), assembled(pieces, len(everywhere))

@@ -1,0 +1,102 @@
+"""The packs in which a run's trainer computed the log-probabilities of a step, and what a leak between them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_grpo.batch.rollout_files import read_recorded, rollouts_file
+from megatron_grpo.batch.step_batch import StepBatch, assign
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.trainer.group import cost_of, planned
+from megatron_grpo.verification.doctor.evidence import Rollout
+from megatron_grpo.verification.doctor.law import Tokens, residual
+from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
+
+Packs = Mapping[tuple[int, int], tuple[list[Tensor], Tensor]]
+"""By group and sample of a rollout: the sequences before it in its pack, and its own; token ids, [tokens], int64."""
+
+
+def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> Packs:
+    """The sequences before each rollout of a step in its pack; empty without packing.
+
+    Raises:
+        ValueError: the record cannot be read.
+    """
+    if not config.policy.packing:
+        return {}
+    _, groups = read_recorded(rollouts_file(run_dir, step))
+    trajectories = [trajectory for group in groups for trajectory in group]
+    batch, cost = StepBatch.of_outcomes(config, [trajectory.outcome for trajectory in trajectories]), cost_of(shape)
+    batch.shards = assign(config, batch, cost)
+    tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
+    packs: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
+    for plan in planned(config.policy, cost, batch, np.arange(len(batch)), tokens):
+        for pack in plan:
+            ids = [torch.from_numpy(np.array(trajectories[number].token_ids, dtype=np.int64)) for number in pack]
+            for index, number in enumerate(pack):
+                trajectory = trajectories[number]
+                packs[trajectory.group, trajectory.sample] = ids[:index], ids[index]
+    return packs
+
+
+MOST_BEFORE = 7
+"""Most sequences before a rollout that it is tried to see, in the order of the record."""
+
+
+def packing_suspects(packs: Packs, side: Side) -> Iterator[Candidate]:
+    """Sequences of a pack that see the sequences before them.
+
+    The packs are those that the planner makes of the step, or runs of rollouts in the order of the record.
+    """
+    if not packs:
+        return
+    key = "policy.packing=false; python -m megatron_grpo.replay with this key compares the layers of a packed step"
+    for restarts, words in ((True, "with positions that begin anew"), (False, "with positions that go on")):
+        text = f"lets packed sequences see those before them in the pack, {words}"
+        yield Suspect("packed_leak", "layout", text, key), partial(_leaked, packs, restarts)
+        in_order = f"{text} (packs in the order of the record)"
+        yield Suspect("packed_leak", "layout", in_order, key, assumes=2), partial(_leaked_in_order, packs, restarts)
+
+
+def _leaked(packs: Packs, restarts: bool, side: Side) -> Tensor:
+    pairs = zip(side.rollouts, side.tokens, strict=True)
+    return side.predict(tokens=[_behind(packs, rollout, tokens, restarts) for rollout, tokens in pairs])
+
+
+def _leaked_in_order(packs: Packs, restarts: bool, side: Side) -> Tensor:
+    """Each rollout behind as many of those before it in the record as predict it best."""
+    order = sorted(packs)
+    whole = {name: ids for name, (_, ids) in packs.items()}
+    pieces = []
+    for number, (rollout, recorded) in enumerate(zip(side.rollouts, side.recorded.split(side.lengths), strict=True)):
+        at = order.index((rollout.row["group"], rollout.row["sample"]))
+        tried = []
+        for count in range(min(MOST_BEFORE, at) + 1):
+            before = [whole[name] for name in order[at - count : at]]
+            tokens = _after(before, side.tokens[number], restarts)
+            (predicted,) = side.oracle.logprobs([tokens], [side.law])
+            tried.append(predicted)
+        errors = [float(residual(recorded, predicted).mean()) for predicted in tried]
+        pieces.append(tried[errors.index(min(errors))])
+    return torch.cat(pieces)
+
+
+def _behind(packs: Packs, rollout: Rollout, tokens: Tokens, restarts: bool) -> Tokens:
+    row: Mapping[str, Any] = rollout.row
+    before, _ = packs[row["group"], row["sample"]]
+    return _after(before, tokens, restarts)
+
+
+def _after(before: Sequence[Tensor], tokens: Tokens, restarts: bool) -> Tokens:
+    """The sequence behind others."""
+    shift = sum(len(ids) for ids in before)
+    positions = torch.cat([torch.arange(len(ids)) for ids in (*before, tokens.ids)]) if restarts else None
+    return Tokens(torch.cat([*before, tokens.ids]), tokens.places + shift, tokens.begins + shift, positions)

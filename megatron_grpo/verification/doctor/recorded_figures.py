@@ -1,0 +1,207 @@
+"""What a run itself measured of its steps, the first evidence, and where a replay of a step looks for the reason."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_grpo.batch.replay_files import library_versions
+from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.schema import Config, ParallelConfig
+from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
+from megatron_grpo.observability.summary import reason_of_end
+from megatron_grpo.verification.replay.compare import Comparison, compare, tolerances
+from megatron_grpo.verification.replay.record import RecordedStep, open_step
+from megatron_grpo.verification.replay.replayed_step import replay_step
+
+ERROR = "token_mult_prob_error"
+FIGURES = (ERROR, f"{ERROR}_max", "canary_logprob_error", "canary_limit", f"{ERROR}_off")
+"""Metrics of a step (docs/metrics.md), in the order of the fields of `RecordedFigures`."""
+TIMES = 5.0
+"""A recorded excess over 1 agrees with a computed one up to this factor: they are means over different tokens."""
+OF_OTHER_STEPS = 10.0
+"""A step is suspicious whose excess is this many times that of the run's better steps."""
+STALE_EXCESS = 1.0
+"""Largest excess that tokens of earlier versions explain where it cannot be computed again."""
+NOTICEABLE = {"float32": 1e-3, "bfloat16": 0.05}
+"""Excess of a step's error over 1 that is never called suspicious below, by the precision of the run."""
+RANKS = 8
+"""Most ranks of a layout that are started on a machine without GPUs, unless it has more processors."""
+HIDDEN_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFigures:
+    """The figures of a step, as the run recorded them; NaN where a figure was not finite, None where there is none."""
+
+    error: float | None = None
+    worst: float | None = None
+    canary: float | None = None
+    """Difference that the canary after the refit of this step had."""
+    canary_limit: float | None = None
+    is_off: float | None = None
+    """1: the run itself noticed that the step leaves its noise."""
+
+    @property
+    def canary_failed(self) -> bool:
+        """Whether the canary differed by more than its limit."""
+        return self.canary is not None and self.canary_limit is not None and not self.canary <= self.canary_limit
+
+    @property
+    def excess(self) -> float:
+        """How far the error is above 1, infinite where it is not finite; 0 without an error."""
+        if self.error is None:
+            return 0.0
+        return self.error - 1.0 if math.isfinite(self.error) else math.inf
+
+
+def read_run_figures(run_dir: Path) -> dict[int, RecordedFigures]:
+    """The figures of a run's steps, by step; empty without a file of metrics.
+
+    Raises:
+        ValueError: the file of metrics is damaged; the message names file and line.
+    """
+    rows = read_lines(run_dir / METRICS_FILE)
+    return {int(row["step"]): RecordedFigures(*(_figure(row, name) for name in FIGURES)) for row in rows}
+
+
+def _figure(row: Mapping[str, Any], name: str) -> float | None:
+    values = {**row.get("throughput", {}), **row}  # figures of the checks of weights stand there
+    if name not in values:
+        return None
+    return math.nan if values[name] is None else float(values[name])
+
+
+NOT_SERVED = ("is not served:", "must not serve:")
+"""What the reason of a run says that ended because a check of weights refused a refit."""
+
+
+def read_refused_refit(run_dir: Path) -> str | None:
+    """The reason with which a run ended, if a check of weights had refused a refit; else None.
+
+    Raises:
+        ValueError: the summary of the run is damaged; the message names the file.
+    """
+    reason = reason_of_end(run_dir) or ""
+    return reason if any(text in reason for text in NOT_SERVED) else None
+
+
+def suspicious_steps(figures: Mapping[int, RecordedFigures], precision: str, *, has_older_tokens: bool) -> list[int]:
+    """Steps whose recorded error is far from the others', or that the run noticed, the worst first.
+
+    Args:
+        figures: recorded figures by step.
+        precision: precision of the policy.
+        has_older_tokens: whether steps train on tokens of earlier versions, whose error varies a hundredfold.
+    """
+    limit = STALE_EXCESS
+    if not has_older_tokens:
+        excesses = sorted(step.excess for step in figures.values())
+        usual = excesses[len(excesses) // 4] if excesses else 0.0  # most steps of a run may be wrong
+        limit = max(OF_OTHER_STEPS * usual, NOTICEABLE.get(precision, NOTICEABLE["bfloat16"]))
+        limit = min(limit, STALE_EXCESS)
+    beyond = {number: step.excess for number, step in figures.items() if step.excess > limit or step.is_off}
+    return sorted(beyond, key=lambda number: -beyond[number])
+
+
+def is_beyond(recorded: float, computed: float, rounding: float) -> bool:
+    """Whether a recorded excess over 1 is more than a computed one and rounding explain.
+
+    Args:
+        recorded: the run's error less 1; infinite or NaN if it was not finite.
+        computed: the error less 1 of the tokens that were computed again.
+        rounding: mean difference of log-probabilities that rounding explains, in nats.
+    """
+    return not recorded <= TIMES * (max(computed, 0.0) + rounding)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReplay:
+    """A replay of the step in the run's layout and on one rank."""
+
+    command: str
+    """The command that does it."""
+    text: str
+    """What came of it, or why it was not done here."""
+    differs: bool
+    """Whether the layouts differ."""
+
+
+def replay_in_layout(run_dir: Path, step: int, config: Config, timeout_s: float) -> LayoutReplay:
+    """Do a step again in the run's layout and on one rank without packing, and say where they first differ.
+
+    Args:
+        run_dir: the run's folder.
+        step: the step.
+        config: the run's configuration.
+        timeout_s: deadline of each replay.
+    """
+    overrides = _one_rank(config)
+    command = " ".join(["python -m megatron_grpo.replay", str(run_dir), f"step={step}", *overrides])
+    ranks, gpus = config.policy.parallel.world_size, torch.cuda.device_count()
+    room = gpus or max(RANKS, os.cpu_count() or 1)
+    if ranks > room:
+        return LayoutReplay(
+            command, f"its {ranks} ranks are more than this machine has room for ({room})", differs=False
+        )
+    try:
+        record, changed = open_step(run_dir, step), open_step(run_dir, step, overrides)
+        sides = [
+            replay_step(each, hidden_tokens=HIDDEN_TOKENS, timeout_s=timeout_s, gpus=gpus)
+            for each in ((record, changed) if overrides else (record,))
+        ]
+    except ConfigError as error:
+        reason = "; ".join(f"{problem.subject} {problem.text}" for problem in error.problems)
+        return LayoutReplay(command, f"its replay could not be done here: {reason}", differs=False)
+    except (RunError, ValueError, OSError) as error:
+        return LayoutReplay(command, f"its replay could not be done here: {error}", differs=False)
+    if not overrides:
+        return LayoutReplay(command, f"the run had one rank without packing; {_versions(record)}", differs=False)
+    limits = tolerances(record.config.policy, changed.config.policy)
+    compared = compare(("replayed", "on one rank"), record, (sides[0], sides[1]), limits)
+    if compared.agrees:
+        text = f"the run's layout and one rank agree here in every quantity; {_versions(record)}"
+        return LayoutReplay(command, text, differs=False)
+    return LayoutReplay(command, f"the run's layout and one rank differ: {_first(compared)}", differs=True)
+
+
+def _one_rank(config: Config) -> list[str]:
+    """Overrides of the configuration that make the layout one rank without packing."""
+    parallel, plain = config.policy.parallel, ParallelConfig()
+    names = [name for name in vars(plain) if getattr(parallel, name) != getattr(plain, name)]
+    values = {name: getattr(plain, name) for name in names}
+    texts = [f"policy.parallel.{name}={_yaml(value)}" for name, value in values.items()]
+    return texts + (["policy.packing=false"] if config.policy.packing else [])
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def _versions(record: RecordedStep) -> str:
+    """What else may be the reason: packages and devices that were others."""
+    recorded = {} if record.figures is None else record.figures.versions
+    here = library_versions()
+    changed = [
+        f"{name} was {version} and is {here.get(name)}"
+        for name, version in recorded.items()
+        if here.get(name) != version
+    ]
+    if changed:
+        return "packages differ: " + ", ".join(changed)
+    return "so the reason was in the run alone: its devices, its packages, or its program at that time"
+
+
+def _first(compared: Comparison) -> str:
+    place = compared.place
+    assert place is not None, "it does not agree"
+    layer = "" if place["layer"] is None else f" of layer {place['layer']}"
+    at = place["point"] or place["tensor"] or ""
+    where = f", first in {at}" if at else ""
+    return f"{place['quantity']}{layer}{where}"

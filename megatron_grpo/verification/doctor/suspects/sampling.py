@@ -1,0 +1,181 @@
+"""Explanations by what the engine was asked for: sampling options and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.verification.doctor.evidence import Rollout
+from megatron_grpo.verification.doctor.law import Law, Tokens, residual
+from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit_law
+
+LOGPROBS_MODE = "generation.engine_args.logprobs_mode must be processed_logprobs (the default)"
+SENT = "generation.{name}; and what else sets it in the engine: generation_config.json, an agent, engine_args"
+TEMPERATURES = tuple(float(value) for value in torch.logspace(-1, 1, 41, base=4.0))
+"""Temperatures between 1/4 and 4 that are tried before the best one is refined."""
+FILTERS: Mapping[str, Sequence[float]] = {
+    "top_k": (1, 2, 3, 4, 5, 8, 10, 16, 20, 30, 32, 40, 50, 64, 100, 200),
+    "top_p": (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995),
+    "min_p": (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2),
+}
+"""Numbers of filters that people configure; a removed token makes others likelier in steps, so none is refined."""
+PENALTIES: Mapping[str, Sequence[float]] = {
+    "repetition_penalty": (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0),
+    "presence_penalty": (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0),
+    "frequency_penalty": (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0),
+}
+CAPS = (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0)
+BIASES = (-20.0, -10.0, -5.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+BIASED = 4
+"""Most tokens whose logits are tried with a bias: those with the largest differences."""
+
+
+def sampling_suspects(stops: frozenset[int], side: Side) -> Iterator[Candidate]:
+    """Other distributions over the same logits than the configured one.
+
+    `stops`: tokens that end a response.
+    """
+    for suspect, law in (*_left_out(side.law), *_fitted(side), *_biased(side, stops)):
+        if law != side.law:
+            yield suspect, partial(_predict, law)
+
+
+def _predict(law: Law, side: Side) -> Tensor:
+    return side.predict(law=law)
+
+
+def _left_out(law: Law) -> Iterator[tuple[Suspect, Law]]:
+    """The configured distribution without some of its options."""
+    key = f"generation.temperature={law.temperature:g}"
+    yield (
+        Suspect("temperature", "sampling", f"does not divide logits by {key}", f"{key}; {LOGPROBS_MODE}"),
+        replace(law, temperature=1.0),
+    )
+    yield (
+        Suspect("sampling_filters", "sampling", "ignores top_p, top_k and min_p", LOGPROBS_MODE),
+        replace(law, top_k=0, top_p=1.0, min_p=0.0),
+    )
+    names = "repetition_penalty, presence_penalty and frequency_penalty"
+    yield (
+        Suspect("sampling_penalties", "sampling", f"ignores {names}", LOGPROBS_MODE),
+        replace(law, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0),
+    )
+    yield Suspect("raw_logprobs", "sampling", "reports log-probabilities of the raw logits", LOGPROBS_MODE), Law()
+    text = "rounds logits to bfloat16"
+    yield Suspect("rounded_logits", "precision", text, "generation.engine.dtype"), replace(law, rounds_logits=True)
+
+
+def _fitted(side: Side) -> Iterator[tuple[Suspect, Law]]:
+    """The configured distribution with another number for one of its options."""
+    law = side.law
+    best = fit_law(side, TEMPERATURES, lambda number: replace(law, temperature=number))
+    # The head multiplies the last norm, so these three cannot be told apart by log-probabilities.
+    text = f"has temperature {best:.4g}, and generation.temperature={law.temperature:g} is configured"
+    same = f"which is the same as model.norm.weight or the head (lm_head.weight) times {law.temperature / best:.4g}"
+    key = f"generation.temperature={law.temperature:g}"
+    yield Suspect("temperature", "sampling", f"{text}, {same}", key, assumes=2), replace(law, temperature=best)
+    best = fit_law(side, CAPS, lambda number: replace(law, cap=number))
+    text = f"bends logits to a soft cap of {best:.4g}"
+    key = "final_logit_softcapping of config.json in policy.model.path, and generation.engine_args.hf_overrides"
+    yield Suspect("model_setting", "layer", text, key, assumes=2), replace(law, cap=best)
+    for names, name_of_finding in ((FILTERS, "sampling_filters"), (PENALTIES, "sampling_penalties")):
+        for name, values in names.items():
+            rounds = 1 if names is FILTERS else 8
+            best = fit_law(side, values, partial(_with_option, law, name), rounds)
+            text = f"samples with {name}={best:.4g}, and generation.{name}={getattr(law, name):g} is configured"
+            suspect = Suspect(name_of_finding, "sampling", text, SENT.format(name=name), assumes=2)
+            yield suspect, _with_option(law, name, best)
+
+
+def _with_option(law: Law, name: str, number: float) -> Law:
+    option: Any = round(number) if name == "top_k" else number
+    return replace(law, **{name: option})
+
+
+def _biased(side: Side, stops: frozenset[int]) -> Iterator[tuple[Suspect, Law]]:
+    """The configured distribution with a bias on a token's logit, or with tokens that are never drawn."""
+    law, key = side.law, SENT.format(name="stop_token_ids")
+    if stops:
+        text = "never draws the tokens that end a response (min_tokens, ignore_eos)"
+        banned = tuple((token, -torch.inf) for token in sorted(stops))
+        yield Suspect("token_bias", "sampling", text, key), replace(law, bias=banned)
+    base = side.predict()
+    apart = residual(side.recorded, base)
+    sampled = torch.cat([tokens.ids[tokens.places] for tokens in side.tokens])
+    worst = list(dict.fromkeys(sampled[apart.argsort(descending=True)].tolist()))[:BIASED]
+    for token in worst:
+        number = fit_law(side, BIASES, partial(_with_bias, law, token))
+        text = f"adds {number:.4g} to the logit of token {token}"
+        same = f"which is the same as a wrong row {token} of the head's bias"
+        suspect = Suspect("token_bias", "sampling", f"{text}, {same}", SENT.format(name="logit_bias"), assumes=2)
+        yield suspect, _with_bias(law, token, number)
+    token = _banned_token(side, base)
+    text = f"never draws token {token}"
+    yield (
+        Suspect("token_bias", "sampling", text, "generation.bad_words", assumes=2),
+        replace(law, bias=((token, -torch.inf),)),
+    )
+
+
+def _with_bias(law: Law, token: int, number: float) -> Law:
+    return replace(law, bias=((token, number),))
+
+
+def _banned_token(side: Side, base: Tensor) -> int:
+    """The token without which the other tokens' probabilities come closest to the record."""
+    chances = torch.cat([chance for tokens in side.tokens for chance in side.oracle.chances([tokens], side.law)])
+    left = (side.recorded - base)[:, None] + torch.log1p(-chances.clamp(max=1 - 1e-6))
+    return int(left.abs().mean(0).argmin())
+
+
+OtherPrompts = Callable[[Sequence[Rollout]], Mapping[str, tuple[str, Sequence[Tokens]]]]
+"""From rollouts to other prompts before them: by description, the key that chooses them and the sequences."""
+MOST_LENGTHS = 12
+"""Most lengths to which prompts are cut."""
+
+
+def prompt_suspects(others: OtherPrompts, side: Side) -> Iterator[Candidate]:
+    """Other prompts before the same responses."""
+    for text, (key, _) in others(side.rollouts).items():
+        suspect = Suspect("wrong_template", "tokens", f"has seen another prompt: {text}", key)
+        yield suspect, partial(_with_prompts, others, text)
+    yield from _cut_prompts(side)
+
+
+def _with_prompts(others: OtherPrompts, text: str, side: Side) -> Tensor:
+    return side.predict(tokens=others(side.rollouts)[text][1])
+
+
+def _cut_prompts(side: Side) -> Iterator[Candidate]:
+    """Prompts that lack tokens at one end, or have their first token twice."""
+    lengths = [int(rollout.row["spans"][0][0]) for rollout in side.rollouts]
+    key = "data.max_input_seq_length, generation.engine_args.max_model_len, and the tokenizer's special tokens"
+    cuts: dict[str, Callable[[list[int]], list[int]]] = {
+        "without its first token": lambda ids: ids[1:],
+        "with its first token twice": lambda ids: [*ids[:1], *ids],
+        "without its last token": lambda ids: ids[:-1],
+    }
+    steps = sorted({2**power for power in range(3, 17)} | {length - 1 for length in lengths} - {0})
+    for most in [step for step in steps if step < max(lengths)][-MOST_LENGTHS:]:
+        cuts[f"cut to its last {most} tokens"] = itemgetter(slice(-most, None))
+        cuts[f"cut to its first {most} tokens"] = itemgetter(slice(most))
+    for text, cut in cuts.items():
+        suspect = Suspect("cut_prompt", "tokens", f"has seen the prompt {text}", key)
+        yield suspect, partial(_with_cut_prompts, cut)
+
+
+def _with_cut_prompts(cut: Callable[[list[int]], list[int]], side: Side) -> Tensor:
+    return side.predict(tokens=[_recut(rollout, cut) for rollout in side.rollouts])
+
+
+def _recut(rollout: Rollout, cut: Callable[[list[int]], list[int]]) -> Tokens:
+    """The sequence behind the prompt that `cut` leaves; the whole one if nothing would be left of the prompt."""
+    first = int(rollout.row["spans"][0][0])
+    prompt = cut(rollout.tokens.ids[:first].tolist())
+    return rollout.behind(prompt) if prompt else rollout.tokens

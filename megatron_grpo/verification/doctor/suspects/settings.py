@@ -1,0 +1,215 @@
+"""Explanations by settings of the model: those that the engine was started with, and those that engines get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect, fit
+from megatron_grpo.verification.oracle import Oracle, RouterPart
+
+OVERRIDES = "generation.engine_args.hf_overrides"
+MODEL = f"config.json in policy.model.path, and {OVERRIDES}"
+ROPE = f"rope_parameters of {MODEL}"
+EPSILONS = tuple(10.0**power for power in range(-12, 1))
+SCALES = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
+WINDOWS = (*range(1, 65), 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+CAPS = (10.0, 20.0, 30.0, 50.0)
+
+
+def engine_setting_suspects(settings: Mapping[str, Any], side: Side) -> Iterator[Candidate]:
+    """Settings of the model that the engine had and the policy's folder has not, each alone and together.
+
+    `settings`: entries of the model's configuration, by name, that the engine was started with.
+    """
+    alone = [{name: value} for name, value in settings.items()]
+    for changes in [*alone, *([dict(settings)] if len(settings) > 1 else [])]:
+        config = side.oracle.model.config
+        parts = [f"{name}={value}, and the model says {getattr(config, name, None)}" for name, value in changes.items()]
+        key = ", ".join(f"{OVERRIDES}.{name}" for name in changes)
+        suspect = Suspect("engine_settings", "layer", f"has {'; '.join(parts)}", key, assumes=len(changes))
+        yield from _with_settings(side, suspect, changes)
+
+
+def _with_settings(side: Side, suspect: Suspect, changes: Mapping[str, Any]) -> Iterator[Candidate]:
+    """The suspect of a model with other settings, unless transformers cannot build this model."""
+
+    @cache
+    def other() -> Oracle:
+        return Oracle(side.oracle.folder, side.oracle.model.dtype, changes)
+
+    try:
+        other()
+    except RunError:
+        return
+    yield suspect, lambda some: some.predict(oracle=other())
+
+
+def setting_suspects(side: Side) -> Iterator[Candidate]:
+    """Settings of the model that programs get wrong: epsilon, scale, window, caps, activation, and those of experts."""
+    config = side.oracle.model.config
+    yield from _fitted(side, "rms_norm_eps", "computes norms with an epsilon of", EPSILONS, side.oracle.other_epsilon)
+    text = "multiplies the products of queries and keys by"
+    yield from _fitted(side, "attention_scale", text, SCALES, side.oracle.other_scale)
+    for name, values in _other_values(config).items():
+        before = getattr(config, name)
+        for value in values:
+            if value != before:
+                text = f"has {name}={value}, and the model says {before}"
+                suspect = Suspect("model_setting", "layer", text, f"{name} of {MODEL}", assumes=2)
+                yield from _with_settings(side, suspect, {name: value})
+
+
+def _fitted(
+    side: Side,
+    name: str,
+    text: str,
+    values: tuple[float, ...],
+    changed: Callable[[float], AbstractContextManager[None]],
+) -> Iterator[Candidate]:
+    def predict(number: float, some: Side) -> Tensor:
+        with changed(number):
+            return some.predict()
+
+    best = fit(side, values, lambda numbers: (predict(number, side) for number in numbers))
+    suspect = Suspect("model_setting", "layer", f"{text} {best:.4g}", f"{name} of {MODEL}", assumes=2)
+    yield suspect, partial(predict, best)
+
+
+def _other_values(config: Any) -> dict[str, tuple[Any, ...]]:
+    """Other values of the settings that the model has, by name."""
+    window = getattr(config, "sliding_window", None)
+    count, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
+    count = count or getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
+    values: dict[str, tuple[Any, ...]] = {
+        "sliding_window": ()
+        if window is None
+        else (1 << 20, *WINDOWS, window - 1, window + 1, window // 2, 2 * window),
+        "num_experts_per_tok": tuple(range(1, min(count, 2 * chosen) + 1)) if count and chosen else (),
+        "layer_types": _other_kinds(getattr(config, "layer_types", None)),
+        "norm_topk_prob": (True, False),
+        "routed_scaling_factor": (1.0,),
+        "hidden_act": ACTIVATIONS,
+        "hidden_activation": ACTIVATIONS,
+        "attn_logit_softcapping": (None, *CAPS),
+        "final_logit_softcapping": (None, *CAPS),
+    }
+    return {name: others for name, others in values.items() if hasattr(config, name)}
+
+
+def _other_kinds(kinds: Sequence[str] | None) -> tuple[list[str], ...]:
+    """The kinds of the layers in other orders, and one kind for all."""
+    if not kinds or len(set(kinds)) < 2:
+        return ()
+    moved = [[*kinds[by:], *kinds[:by]] for by in range(1, min(len(kinds), 8))]
+    return ([kinds[0]] * len(kinds), [kinds[-1]] * len(kinds), list(kinds[::-1]), *moved)
+
+
+def rope_suspects(side: Side) -> Iterator[Candidate]:
+    """Other rotary embeddings: without the model's scaling, with another factor or base, or with a scaling it lacks."""
+    whole: dict[str, Any] = side.oracle.model.config.rope_parameters
+    # Some families have parameters of their own for each kind of layer.
+    of_kinds = {"": whole} if "rope_type" in whole else {f" of {kind}": rope for kind, rope in whole.items()}
+    if len(of_kinds) == 2:
+        first, second = whole
+        exchanged = {first: whole[second], second: whole[first]}
+        text = f"has the rotary embeddings of {first} and {second} in each other's place"
+        yield Suspect("rope_scaling", "layer", text, ROPE), partial(_with_rope, exchanged)
+    for kind, rope in of_kinds.items():
+        for text, other in _other_ropes(rope):
+            everywhere = {**whole, kind.removeprefix(" of "): other} if kind else other
+            suspect = Suspect("rope_scaling", "layer", f"has rotary embeddings{kind} {text}", ROPE)
+            yield suspect, partial(_with_rope, everywhere)
+        based = partial(_based, whole, kind, rope)
+        fitted = fit(side, _bases(rope), partial(_with_bases, based, side))
+        text = f"has rotary embeddings{kind} of rope_theta={fitted:.4g} instead of {rope['rope_theta']:g}"
+        suspect = Suspect("rope_scaling", "layer", text, ROPE, assumes=2)
+        yield suspect, partial(_with_rope, based(fitted))
+
+
+def _with_rope(rope: Mapping[str, Any], side: Side) -> Tensor:
+    with side.oracle.other_rope(rope):
+        return side.predict()
+
+
+def _with_bases(based: Callable[[float], dict[str, Any]], side: Side, bases: Sequence[float]) -> Iterator[Tensor]:
+    return (_with_rope(based(base), side) for base in bases)
+
+
+def _based(whole: Mapping[str, Any], kind: str, rope: Mapping[str, Any], base: float) -> dict[str, Any]:
+    other = {**rope, "rope_theta": base}
+    return {**whole, kind.removeprefix(" of "): other} if kind else other
+
+
+def _bases(rope: Mapping[str, Any]) -> list[float]:
+    own = float(rope["rope_theta"])
+    return sorted({own * factor for factor in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)} | {1e4, 1e5, 5e5, 1e6, 1e7})
+
+
+def _other_ropes(own: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(description, transformers' rope_parameters) of other rotary embeddings than a model's own."""
+    plain = {"rope_type": "default", "rope_theta": own["rope_theta"]}
+    if "partial_rotary_factor" in own:
+        plain["partial_rotary_factor"] = own["partial_rotary_factor"]
+    if own["rope_type"] != "default":
+        yield f"without its scaling (rope_type={own['rope_type']}, factor={own.get('factor')})", plain
+    scaled = dict(own) if own.get("factor") else {**plain, "rope_type": "linear", "factor": 1.0}
+    for times in (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0):
+        factor = scaled["factor"] * times
+        yield f"scaled by factor {factor:g} (rope_type={scaled['rope_type']})", {**scaled, "factor": factor}
+    for theta in (1e4, 5e5, 1e6):
+        if theta != own["rope_theta"]:
+            yield f"of rope_theta={theta:g} instead of {own['rope_theta']:g}", {**own, "rope_theta": theta}
+
+
+def router_suspects(side: Side) -> Iterator[Candidate]:
+    """Routers in bfloat16, with the number of tokens that go to other experts then."""
+    if not side.oracle.routers:
+        return
+    key = "generation.engine.dtype=float32 and policy.precision=float32; or policy.moe.replay_routing=true"
+    before = side.oracle.hidden_states(side.tokens)
+    product: tuple[RouterPart, ...] = ("inputs", "weights", "logits")
+    kinds: dict[str, tuple[RouterPart, ...]] = {
+        "computes the routers of experts in bfloat16": product,
+        "computes the routers of experts in bfloat16, and rounds the weights of chosen experts": (*product, "scores"),
+        "gives the routers of experts inputs and weights in bfloat16": ("inputs", "weights"),
+        "has the weights of routers in bfloat16": ("weights",),
+    }
+    for text, parts in kinds.items():
+        with side.oracle.rounded_routers(set(parts)):
+            after = side.oracle.hidden_states(side.tokens)
+        routers = [point for point in before if point.endswith("router")]
+        other = {point: int(((before[point] > 0) != (after[point] > 0)).any(1).sum()) for point in routers}
+        most = max(routers, key=other.__getitem__)
+        counted = (
+            f"{other[most]} of {len(before[most])} tokens go to other experts in {most.removesuffix('.mlp.router')}"
+        )
+        yield Suspect("router_precision", "routing", f"{text}: {counted}", key), partial(_rounded_routers, parts)
+
+
+def _rounded_routers(parts: tuple[RouterPart, ...], side: Side) -> Tensor:
+    with side.oracle.rounded_routers(set(parts)):
+        return side.predict()
+
+
+PRECISION = "generation.engine.dtype and policy.precision (one type for both); engine_args.quantization, kv_cache_dtype"
+
+
+def rounded_weight_suspects(side: Side) -> Iterator[Candidate]:
+    """Weights rounded to a smaller type, and computed with in float32."""
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        suspect = Suspect("weight_precision", "precision", f"has weights rounded to {name}", PRECISION)
+        yield suspect, partial(_rounded_weights, dtype)
+
+
+def _rounded_weights(dtype: torch.dtype, side: Side) -> Tensor:
+    rounded = {name: value.to(dtype).float() for name, value in side.oracle.tensors().items()}
+    with side.oracle.replaced(rounded):
+        return side.predict()

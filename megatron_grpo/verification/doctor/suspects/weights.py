@@ -1,0 +1,222 @@
+"""Explanations by parts of the weights: kept from another version, missing, or multiplied by a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.verification.doctor.law import residual
+from megatron_grpo.verification.doctor.suspects.parts import (
+    EMBEDDING,
+    HEAD,
+    Part,
+    experts_of,
+    kinds_of,
+    layers_of,
+    shards_of,
+    single_tensors,
+    stages_of,
+)
+from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
+from megatron_grpo.verification.doctor.suspects.versions import REFIT
+from megatron_grpo.verification.oracle import Oracle
+
+Values = Mapping[str, Tensor]
+FIRST_FACTOR = 1.05
+"""The factor from whose effect the factor that explains the record is estimated."""
+ROUNDS = 5
+"""Most corrections of an estimated factor."""
+MOST_STALE = 16
+"""Most parts that are named together; if more are stale, the whole version is under suspicion."""
+
+
+def parts_of(oracle: Oracle, pipelines: Sequence[int], ranks: Sequence[int]) -> list[Part]:
+    """The parts that are tried, small ones first.
+
+    Args:
+        oracle: the model.
+        pipelines: numbers of pipeline stages of the run's layouts.
+        ranks: numbers of tensor-parallel ranks of these layouts.
+    """
+    tensors, layers = oracle.tensors(), len(oracle.layers)
+    return [
+        *single_tensors(tensors),
+        *experts_of(tensors),
+        *layers_of(tensors, layers),
+        *stages_of(tensors, layers, [2, *pipelines]),
+        *kinds_of(tensors),
+        *shards_of(tensors, [2, *ranks]),
+    ]
+
+
+def stale_suspects(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
+    """Each part with another version's numbers, and the head and the embedding of a tied pair alone.
+
+    Args:
+        parts: parts of the model.
+        load: gives the model of the other version.
+        text: that version, for messages.
+        side: the record.
+    """
+    ours, theirs = side.oracle.tensors(), load().tensors()
+    for part in parts:
+        values = part.mixed(ours, theirs)
+        if values:
+            suspect = Suspect("stale_tensor", "weights", f"kept {part.name} of {text}", REFIT)
+            yield suspect, partial(_with_values, values)
+    if side.oracle.is_tied and not torch.equal(ours[EMBEDDING], theirs[EMBEDDING]):
+        head = Suspect("stale_tensor", "weights", f"kept the head ({HEAD}, tied to {EMBEDDING}) of {text}", REFIT)
+        yield head, partial(_with_head, theirs[EMBEDDING])
+        embedding = Suspect(
+            "stale_tensor", "weights", f"kept {EMBEDDING} of {text}, and not the head tied to it", REFIT
+        )
+        yield embedding, partial(_with_embedding, {EMBEDDING: theirs[EMBEDDING]}, ours[EMBEDDING])
+
+
+def _with_values(values: Values, side: Side) -> Tensor:
+    with side.oracle.replaced(values):
+        return side.predict()
+
+
+def _with_head(head: Tensor, side: Side) -> Tensor:
+    with side.oracle.other_head(head):
+        return side.predict()
+
+
+def _with_embedding(values: Values, head: Tensor, side: Side) -> Tensor:
+    with side.oracle.replaced(values), side.oracle.other_head(head):
+        return side.predict()
+
+
+WRONG = ((0.0, 0.0, "zeros for"), (-1.0, 0.0, "the other sign of"), (2.0, 0.0, "twice"), (0.5, 0.0, "half of"))
+WRONG_NORMS = ((0.0, 1.0, "ones for"), (1.0, 1.0, "one more than"), (1.0, -1.0, "one less than"))
+"""(factor, added number, words) of wrong weights, and of wrong weights of norms."""
+
+
+def missing_suspects(parts: Sequence[Part], side: Side) -> Iterator[Candidate]:
+    """Parts that were never loaded, doubled or negated, and norms that are off by one, as in Gemma's form."""
+    ours = side.oracle.tensors()
+    for part in parts:
+        is_norm = all("norm" in name for name in part.regions)
+        for factor, added, words in (*WRONG, *(WRONG_NORMS if is_norm else ())):
+            suspect = Suspect("wrong_tensor", "weights", f"has {words} {part.name}", REFIT)
+            yield suspect, partial(_with_values, part.changed(ours, factor, added))
+
+
+def scaled_suspects(parts: Sequence[Part], base: Callable[[Side], Tensor], side: Side) -> Iterator[Candidate]:
+    """Parts multiplied by the number that explains most of the record.
+
+    The effect of a small factor gives a first estimate of the number, and each correction starts from the last one.
+
+    Args:
+        parts: parts of the model.
+        base: the oracle's log-probabilities of a side without a change.
+        side: the record.
+    """
+    plain = base(side)
+    gap = side.recorded - plain
+    for part in parts:
+        factor = _fitted_factor(part, side, plain, gap)
+        if factor is not None:
+            text = f"has {part.name} times {factor:.4g}"
+            suspect = Suspect("scaled_tensor", "weights", text, REFIT, assumes=2)
+            yield suspect, partial(_with_values, part.changed(side.oracle.tensors(), factor))
+    if side.oracle.is_tied:
+        for text, scaled in (
+            ("the head, tied to the embedding,", _with_head),
+            ("the embedding without the head", None),
+        ):
+            yield from _scaled_end(text, scaled, side, plain, gap)
+
+
+def _fitted_factor(part: Part, side: Side, plain: Tensor, gap: Tensor) -> float | None:
+    """The factor that explains the record best; None if the first corrections leave most of the difference."""
+    ours = side.oracle.tensors()
+    return _corrected(lambda factor: _with_values(part.changed(ours, factor), side), side, plain, gap)
+
+
+def _corrected(predict: Callable[[float], Tensor], side: Side, plain: Tensor, gap: Tensor) -> float | None:
+    factor, step = 1.0, FIRST_FACTOR - 1.0
+    now, left = plain, gap
+    for number in range(ROUNDS):
+        effect = predict(factor + step) - now
+        square = float(effect.square().sum())
+        if not square or not left.isfinite().all():
+            return None
+        move = float(left @ effect) / square * step
+        move = max(-2.0, min(2.0, move))
+        factor += move
+        now = predict(factor)
+        left = side.recorded - now
+        if number == 1 and float(residual(side.recorded, now).mean()) > 0.5 * float(gap.abs().mean()):
+            return None
+        step = max(1e-4, min(abs(move), FIRST_FACTOR - 1.0))
+    return factor
+
+
+def _scaled_end(
+    text: str, with_head: Callable[[Tensor, Side], Tensor] | None, side: Side, plain: Tensor, gap: Tensor
+) -> Iterator[Candidate]:
+    """The head, or the embedding, of a tied pair multiplied by the number that explains most of the record."""
+    weight = side.oracle.tensors()[EMBEDDING]
+
+    def predict(factor: float, some: Side) -> Tensor:
+        if with_head is not None:
+            return with_head(weight * factor, some)
+        return _with_embedding({EMBEDDING: weight * factor}, weight, some)
+
+    factor = _corrected(lambda number: predict(number, side), side, plain, gap)
+    if factor is not None:
+        suspect = Suspect("scaled_tensor", "weights", f"has {text} times {factor:.4g}", REFIT, assumes=2)
+        yield suspect, partial(predict, factor)
+
+
+def stale_sets(parts: Sequence[Part], load: Callable[[], Oracle], text: str, side: Side) -> Iterator[Candidate]:
+    """A set of tensors of another version whose effects add up to the gap.
+
+    Weights change little in a step, so the effect of a set of tensors is nearly the sum of their effects.
+    """
+    ours, theirs = side.oracle.tensors(), load().tensors()
+    plain = side.predict()
+    changes = {part.name: values for part in parts if (values := part.mixed(ours, theirs))}
+    effects = {name: _with_values(values, side) - plain for name, values in changes.items()}
+    chosen = pursue(side.recorded - plain, effects)
+    if len(chosen) > 1:
+        values = _joined(ours, [changes[name] for name in chosen])
+        suspect = Suspect("stale_tensor", "weights", f"kept {', '.join(chosen)} of {text}", REFIT, assumes=len(chosen))
+        yield suspect, partial(_with_values, values)
+
+
+def pursue(gap: Tensor, effects: Mapping[str, Tensor]) -> list[str]:
+    """The units whose effects add up to a gap: the one that comes closest, then each that brings the sum closer.
+
+    Args:
+        gap: [tokens], float32.
+        effects: effect of each unit, [tokens], float32.
+
+    Returns:
+        Names of the units, at most `MOST_STALE`; empty if each leaves the gap wider than it was.
+    """
+    chosen: list[str] = []
+    left = gap
+    while len(chosen) < min(MOST_STALE, len(effects)):
+        best = min(effects.keys() - set(chosen), key=lambda name: float((left - effects[name]).abs().mean()))
+        closer = left - effects[best]
+        if float(closer.abs().mean()) >= float(left.abs().mean()):
+            break
+        chosen.append(best)
+        left = closer
+    return chosen
+
+
+def _joined(ours: Mapping[str, Tensor], changes: Sequence[Values]) -> dict[str, Tensor]:
+    """Values with several changes, of which several may be to parts of one tensor."""
+    joined: dict[str, Tensor] = {}
+    for change in changes:
+        for name, value in change.items():
+            before = joined.get(name, ours[name])
+            joined[name] = torch.where(value != ours[name], value, before)
+    return joined

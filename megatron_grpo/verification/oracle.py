@@ -1,0 +1,342 @@
+"""A model in transformers, whose parts can be replaced, as an independent source of log-probabilities."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.verification.doctor.law import Law, Tokens
+
+BATCH_TOKENS = 4096
+"""Most tokens of one forward pass, padding included; more if a single sequence is longer."""
+_EPSILONS = ("variance_epsilon", "eps")
+"""Names of a norm's epsilon in transformers."""
+TIE = 3e-5
+"""Experts whose float32 scores differ by less than this may change their order by rounding."""
+RouterPart = Literal["inputs", "weights", "logits", "scores"]
+"""Parts of a router's computation that may be rounded: its product, and the weights of the chosen experts."""
+
+
+def eager_model(folder: Path, dtype: torch.dtype, settings: Mapping[str, Any] | None = None) -> Any:
+    """Load a model whose attention and experts are transformers' plain torch code, without fused kernels.
+
+    `settings`: entries of the model's configuration that are not those of the folder.
+    """
+    # Grouped products of experts need sizes that are multiples of 16 bytes; eager ones take any.
+    kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    if settings:
+        kind["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for name, value in settings.items():
+            setattr(kind["config"], name, value)
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **kind).eval()
+
+
+def stored_tensors(model: Any) -> dict[str, Tensor]:
+    """Parameters, and the buffers that a model's files have too, by their names in transformers."""
+    stored = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return dict(model.named_parameters()) | buffers
+
+
+class Oracle:
+    """The model of a folder, in one process, computed by transformers' plain code.
+
+    Args:
+        folder: the model in Hugging Face format.
+        dtype: type of weights and activations.
+        settings: entries of the model's configuration that are not those of the folder.
+
+    Raises:
+        RunError: transformers cannot load the model.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        try:
+            model = eager_model(folder, dtype, settings)
+        except Exception as error:  # a model's own code may raise anything
+            raise RunError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
+        self.folder = folder
+        self.model: Any = model.requires_grad_(False)
+        self._head: Tensor | None = None
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head has the weights of the embedding."""
+        return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights by their names in transformers, in memory: experts are stacked, tied weights named once."""
+        return {name: tensor.detach() for name, tensor in stored_tensors(self.model).items()}
+
+    @property
+    def layers(self) -> list[Any]:
+        """Modules of the decoder's layers, in order."""
+        return list(self.model.model.layers)
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[Tokens], laws: Sequence[Law]) -> Tensor:
+        """Log-probabilities of the chosen tokens under each law.
+
+        Returns:
+            [laws, chosen tokens of all sequences], float32.
+        """
+        found: dict[int, Tensor] = {}
+        for numbers in _batches([len(one.ids) for one in sequences]):
+            batch = [sequences[number] for number in numbers]
+            padded = torch.nn.utils.rnn.pad_sequence([one.ids for one in batch], batch_first=True)
+            lengths = torch.tensor([len(one.ids) for one in batch])
+            mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()  # the padding follows the tokens
+            options = {"attention_mask": mask, "use_cache": False}
+            if any(one.positions is not None for one in batch):
+                plain = [torch.arange(len(one.ids)) if one.positions is None else one.positions for one in batch]
+                options["position_ids"] = torch.nn.utils.rnn.pad_sequence(plain, batch_first=True)
+            hidden = self.model.model(padded, **options).last_hidden_state
+            for number, tokens, states in zip(numbers, batch, hidden, strict=True):
+                logits = self._logits(states[tokens.places - 1])
+                found[number] = torch.stack([law.logprobs(logits, tokens) for law in laws])
+        return torch.cat([found[number] for number in range(len(sequences))], dim=1)
+
+    @torch.no_grad()
+    def chances(self, sequences: Sequence[Tokens], law: Law) -> list[Tensor]:
+        """Probabilities of all tokens at the chosen ones: [chosen tokens, vocabulary], float32, by sequence."""
+        chances = []
+        for tokens in sequences:
+            states = self.model.model(tokens.ids[None], use_cache=False).last_hidden_state[0]
+            chances.append(law.distribution(self._logits(states[tokens.places - 1]), tokens).exp())
+        return chances
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[tokens, vocabulary], float32, of the last hidden states, [tokens, width]."""
+        head = self.model.get_output_embeddings()
+        logits = head(states) if self._head is None else torch.nn.functional.linear(states, self._head)
+        limit = getattr(self.model.config, "final_logit_softcapping", None)
+        return (logits if limit is None else torch.tanh(logits / limit) * limit).float()
+
+    @torch.no_grad()
+    def logprobs_behind(self, other: Oracle, sequences: Sequence[Tokens], cuts: Sequence[int], law: Law) -> Tensor:
+        """Log-probabilities with keys and values of another model for the first tokens of each sequence.
+
+        Args:
+            other: the model of the first tokens.
+            sequences: the tokens.
+            cuts: for each sequence the number of its first tokens; below the position of its first chosen token.
+            law: the distribution.
+
+        Returns:
+            [chosen tokens of all sequences], float32.
+        """
+        logprobs = []
+        for tokens, cut in zip(sequences, cuts, strict=True):
+            if cut == 0:
+                logprobs.append(self.logprobs([tokens], [law])[0])
+                continue
+            cache = other.model.model(tokens.ids[None, :cut], use_cache=True).past_key_values
+            states = self.model.model(tokens.ids[None, cut:], past_key_values=cache, use_cache=True).last_hidden_state
+            logprobs.append(law.logprobs(self._logits(states[0][tokens.places - 1 - cut]), tokens))
+        return torch.cat(logprobs)
+
+    @contextmanager
+    def other_head(self, weight: Tensor) -> Iterator[None]:
+        """Multiply the last hidden states by another matrix, [vocabulary, width]; the embedding stays."""
+        self._head = weight
+        try:
+            yield
+        finally:
+            self._head = None
+
+    @contextmanager
+    def other_scale(self, factor: float) -> Iterator[None]:
+        """Compute attention whose query-key products are multiplied by a factor."""
+        attentions = [layer.self_attn for layer in self.layers]
+        scales = [attention.scaling for attention in attentions]
+        for attention, scale in zip(attentions, scales, strict=True):
+            attention.scaling = scale * factor
+        try:
+            yield
+        finally:
+            for attention, scale in zip(attentions, scales, strict=True):
+                attention.scaling = scale
+
+    @contextmanager
+    def other_epsilon(self, epsilon: float) -> Iterator[None]:
+        """Compute norms with another epsilon."""
+        norms = [(module, name) for module in self.model.modules() for name in _EPSILONS if name in vars(module)]
+        before = [getattr(module, name) for module, name in norms]
+        for module, name in norms:
+            setattr(module, name, epsilon)
+        try:
+            yield
+        finally:
+            for (module, name), value in zip(norms, before, strict=True):
+                setattr(module, name, value)
+
+    @contextmanager
+    def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compute the body with other values of some tensors, by name; each has the shape of the tensor."""
+        own = stored_tensors(self.model)
+        before = {name: own[name].data for name in values}
+        try:
+            for name, value in values.items():
+                own[name].data = value.to(before[name].dtype)
+            yield
+        finally:
+            for name, value in before.items():
+                own[name].data = value
+
+    @contextmanager
+    def other_rope(self, rope: Mapping[str, Any]) -> Iterator[None]:
+        """Compute the body with other rotary embeddings; `rope`: transformers' rope_parameters."""
+        config = copy.deepcopy(self.model.config)
+        config.rope_parameters = dict(rope)
+        rotary = self.model.model.rotary_emb
+        attentions = [layer.self_attn for layer in self.layers]
+        scales = [attention.scaling for attention in attentions]
+        self.model.model.rotary_emb = type(rotary)(config)
+        for number, attention in enumerate(attentions):
+            with torch.device("meta"):  # YaRN changes the scale of query-key products in some families
+                attention.scaling = type(attention)(config, number).scaling
+        try:
+            yield
+        finally:
+            self.model.model.rotary_emb = rotary
+            for attention, scale in zip(attentions, scales, strict=True):
+                attention.scaling = scale
+
+    @property
+    def routers(self) -> dict[int, Any]:
+        """Modules of the routers, by number of the layer; empty without experts."""
+        return {number: layer.mlp.gate for number, layer in enumerate(self.layers) if hasattr(layer.mlp, "experts")}
+
+    @contextmanager
+    def rounded_routers(self, parts: Set[RouterPart]) -> Iterator[None]:
+        """Compute the body with some parts of the routers rounded to bfloat16."""
+        routers = list(self.routers.values())
+        for router in routers:
+            router.forward = partial(_rounded_forward, router.forward, parts)
+        try:
+            yield
+        finally:
+            for router in routers:
+                del router.forward  # that of the class comes back
+
+    @torch.no_grad()
+    def first_ties(self, sequences: Sequence[Tokens]) -> list[int]:
+        """Position of each sequence's first token whose choice of experts rounding may change; else its length.
+
+        At such a token a chosen expert and one that is not chosen have equal scores within `TIE`, so that two correct
+        programs may compute different experts for it, and different numbers for what follows.
+        """
+        closest: list[Tensor] = []
+        handles = [
+            router.register_forward_hook(lambda module, _, output: closest.append(_margins(module, output)))
+            for router in self.routers.values()
+        ]
+        found = []
+        try:
+            for tokens in sequences:
+                closest.clear()
+                self.model.model(tokens.ids[None], use_cache=False)
+                tied = (torch.stack(closest) < TIE).any(0)
+                found.append(int(tied.nonzero()[0]) if tied.any() else len(tokens.ids))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    @torch.no_grad()
+    def hidden_states(self, sequences: Sequence[Tokens]) -> dict[str, Tensor]:
+        """Outputs of the embedding, of the layers and their halves, and of the experts' routers, by point.
+
+        Returns:
+            [tokens of all sequences, width] for each point of `verification.doctor.layer_outputs`, in the order of
+            computation. At a router, the weight of every expert, 0 for those that were not chosen.
+        """
+        inner, found = self.model.model, dict[str, list[Tensor]]()
+        modules = {"embedding": inner.embed_tokens}
+        for number, layer in enumerate(self.layers):
+            name = f"layers.{number}"
+            routers = {f"{name}.mlp.router": self.routers[number]} if number in self.routers else {}
+            modules |= {f"{name}.self_attn": layer.self_attn, **routers, f"{name}.mlp": layer.mlp, name: layer}
+        handles = [module.register_forward_hook(_kept(point, found)) for point, module in modules.items()]
+        try:
+            for tokens in sequences:
+                inner(tokens.ids[None], use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {point: torch.cat(found[point]) for point in modules}
+
+
+def _kept(point: str, found: dict[str, list[Tensor]]) -> Any:
+    """A hook that keeps a module's output, [tokens, width]."""
+
+    def keep(_module: Any, _given: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if point.endswith("router"):
+            logits, weights, chosen = output
+            value = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, chosen, weights.float())
+        found.setdefault(point, []).append(value.reshape(-1, value.shape[-1]).clone())
+
+    return keep
+
+
+def _margins(router: Any, output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Absolute difference of the lowest score of a chosen expert and the highest of the others, [tokens], float32."""
+    scores, chosen = output[0].float(), output[2]
+    bias = getattr(router, "e_score_correction_bias", None)
+    if bias is not None:  # DeepSeek-V3 chooses by the sigmoid and a bias
+        scores = scores.sigmoid() + bias
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, value=True)
+    worst = scores.masked_fill(~is_chosen, torch.inf).amin(-1)
+    return (worst - scores.masked_fill(is_chosen, -torch.inf).amax(-1)).abs()
+
+
+class _RoundedProduct(TorchFunctionMode):
+    """Rounds parts of matrix products; transformers' routers make one each."""
+
+    def __init__(self, parts: Set[RouterPart]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.nn.functional.linear:
+            return function(*args, **(kwargs or {}))
+        given = (
+            _rounded(one) if part in self._parts else one for part, one in zip(("inputs", "weights"), args, strict=True)
+        )
+        logits = function(*given)
+        return _rounded(logits) if "logits" in self._parts else logits
+
+
+def _rounded_forward(forward: Any, parts: Set[RouterPart], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with _RoundedProduct(parts):
+        logits, scores, chosen = forward(hidden)
+    return logits, _rounded(scores) if "scores" in parts else scores, chosen
+
+
+def _rounded(value: Tensor) -> Tensor:
+    return value.bfloat16().float()
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of the sequences of each forward pass: of similar lengths, so that little is padded."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch

@@ -1,0 +1,202 @@
+"""The model and the batch that every layout computes, and the results of transformers for them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import LossConfig, MoeConfig
+from megatron_grpo.losses.loss import GlobalCounts
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ExpertShape
+from megatron_grpo.models.source import download_config, is_hub_name, local_folder, model_folder
+from megatron_grpo.verification.oracle import eager_model, stored_tensors
+
+SMALL, EXPERTS, LATENT, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
+"""Entries of config.json: SMALL of every small model; EXPERTS, LATENT and WINDOW of models with experts, latent
+attention or sliding windows; TINY of each family, by its name."""
+
+
+def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
+    """The folder of the model that is verified.
+
+    Args:
+        model: `tiny:` and a family, a folder with a config.json, or a hub name.
+        shrink: make a small random model of the folder's own configuration.
+        folder: folder to write a random model into.
+        seed: seed of a random model's weights.
+
+    Raises:
+        ValueError: there is no such model.
+        RunError: the model cannot be downloaded.
+    """
+    if model.startswith("tiny:"):
+        family = model.removeprefix("tiny:")
+        if family not in TINY:
+            raise ValueError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
+        return _made({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
+    path = _folder_of(model, weights=not shrink)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
+    if not shrink:
+        return path
+    given = json.loads((path / "config.json").read_text())
+    # Without these settings, transformers makes the weights in float32 and by its own code.
+    raw = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
+    count = EXPERTS["num_local_experts"]
+    small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
+    small |= LATENT if "kv_lora_rank" in raw else {}
+    sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
+    sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
+    layers = raw.get("num_hidden_layers")
+    per_layer = {
+        # Every kind of layer once, then the kinds of the first layers.
+        name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
+        for name, value in raw.items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
+        sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
+    return _made({**raw, **per_layer, **sizes}, folder, seed)
+
+
+def _folder_of(model: str, *, weights: bool) -> Path:
+    """The folder of a model, downloaded from the hub if necessary; without `weights` only its config.json."""
+    if weights or not is_hub_name(model):
+        return model_folder(model, "model")
+    reason = download_config(model) if local_folder(model) is None else None
+    folder = local_folder(model)
+    if folder is None:
+        raise ValueError(f"model={model} could not be downloaded: {reason}")
+    return folder
+
+
+def _made(config: dict[str, Any], folder: Path, seed: int) -> Path:
+    """Write a model whose weights are all random, biases and norms (around their initial 1 or 0) included."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
+            else:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
+"""Settings of the experts' balancing losses, which are part of every layout's gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """transformers' results, in float32 in one process."""
+
+    logprobs: Tensor
+    """[tokens], float32: log-probability of every token; 0 at the first token of a sequence."""
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    """Gradients and weights have the names and shapes of the model's files; in memory transformers stacks experts."""
+
+
+def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatch:
+    """Random sequences of different lengths, with random masks, advantages and sampling log-probabilities."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, max(longest, 2) + 1, (sequences,), generator=draw)
+    lengths[0] = longest
+    total = int(lengths.sum())
+    mask = (torch.rand(total, generator=draw) < 0.7).float()
+    starts = (lengths.cumsum(0) - lengths).tolist()
+    mask[starts] = 0.0  # a first token has no log-probability
+    mask[starts[0] + 1] = 1.0
+    fields = TokenFields(
+        token_ids=torch.randint(0, vocab, (total,), generator=draw).int(),
+        loss_mask=mask,
+        advantages=torch.randn(total, generator=draw),
+        generation_logprobs=-torch.rand(total, generator=draw),
+    )
+    return TokenBatch(lengths.tolist(), fields)
+
+
+def make_loss() -> ClippedPGLossFn:
+    """Minus the mean of advantage times log-probability (REINFORCE), whose value depends on the weights.
+
+    The value of PPO's loss does not before the first update, when every ratio is 1.
+    """
+    return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
+
+
+def counts_of(batch: TokenBatch) -> GlobalCounts:
+    """The denominators of a step on the whole batch."""
+    masks = given(batch.fields.loss_mask).split(batch.lengths)
+    return GlobalCounts(
+        tokens=float(sum(mask.sum() for mask in masks)),
+        sequences=float(sum(bool(mask.any()) for mask in masks)),
+        all_sequences=float(len(masks)),
+    )
+
+
+def solve(folder: Path, batch: TokenBatch) -> Truth:
+    """transformers' results for a batch, one sequence at a time: no padding, no packing, no layout.
+
+    Raises:
+        RunError: transformers cannot load or compute the model.
+    """
+    try:
+        return _solved(folder, batch)
+    except Exception as error:  # a model's own code may raise anything
+        raise RunError(f"transformers cannot compute {folder}: {type(error).__name__}: {error}") from error
+
+
+def _solved(folder: Path, batch: TokenBatch) -> Truth:
+    model = eager_model(folder, torch.float32)
+    # torch gives the row of this token no gradient. Training has no such token: padding is never computed.
+    model.get_input_embeddings().padding_idx = None
+    experts = shape_of_folder(folder).experts
+    asked = {} if experts is None else {"output_router_logits": True}
+    in_memory = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
+    weights = revert_weight_conversion(model, in_memory)
+    fields, logprobs = batch.fields, []
+    total = torch.zeros(())
+    columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))
+    for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+        output = model(ids[None], **asked)
+        own = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total - (own * advantages[1:] * mask[1:]).sum() / given(fields.loss_mask).sum()
+        if experts is not None:
+            total = total + sum(router_losses(one, experts) for one in output.router_logits) / len(batch)
+        logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))
+    total.backward()
+    of_trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Truth(torch.cat(logprobs), revert_weight_conversion(model, of_trained), weights)
+
+
+def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
+    """The losses of `MOE` for one layer and one sequence: logits [tokens, experts], float32, to [].
+
+    For softmax scores the balancing loss is transformers' own, which counts a token once for each of its experts.
+    """
+    if experts.score == "softmax":
+        level = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k
+    else:  # DeepSeek-V3 (2024), equations 17 to 20
+        scores = logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True)
+        chosen = torch.nn.functional.one_hot(scores.topk(experts.top_k, dim=1).indices, experts.count).sum(dim=1)
+        level = (chosen.float().mean(dim=0) * experts.count / experts.top_k * scores.mean(dim=0)).sum()
+    squares = logits.logsumexp(dim=1).square().mean()
+    return MOE.aux_loss_coeff * level + MOE.z_loss_coeff * squares

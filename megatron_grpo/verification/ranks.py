@@ -1,0 +1,220 @@
+"""Measures a layout on this machine, rank by rank, and compares its results with transformers'."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_grpo.batch.packing import OF_TOKENS, planner
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.hf_weights import iter_hf_tensors
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.verification.problem import MOE, Truth, counts_of, make_loss
+from megatron_grpo.verification.processes import run_on_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The input of every rank of a layout."""
+
+    folder: str
+    """Folder of the model in Hugging Face format."""
+    parallel: ParallelConfig
+    packing: bool
+    batch: TokenBatch
+    """The sequences of all replicas."""
+    steps: int
+    seed: int
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Findings:
+    """The results of one rank; fields that only other ranks fill are empty."""
+
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """Log-probabilities by number of the sequence, each [tokens], float32; 0 at the first token of a sequence."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Weights and gradients of the rank's pipeline stage, unsharded, by their names in transformers."""
+    losses: list[float] = field(default_factory=list)
+    """This rank's share of the loss: before the first optimizer step and after each one."""
+    step_s: float = 0.0
+    peak_bytes: int = 0
+
+
+def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
+    """Build the rank's part of the model and measure it; returns the fields of `Findings` by name.
+
+    `enter` gets the name of each phase as it begins.
+    """
+    enter("building the model")
+    config = _config(task)
+    shares = planner(config, OF_TOKENS).share(np.array(task.batch.lengths), task.parallel.data)
+    numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
+    batch = task.batch.select(numbers)
+    (microbatches,) = planner(config, OF_TOKENS).microbatches([np.array(batch.lengths)])
+    rank = _build(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
+    enter("log-probabilities")
+    logprobs = rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches)
+    result = Findings(weights=_whole(rank))
+    if logprobs is not None:
+        result.logprobs = dict(zip(numbers, logprobs.split(batch.lengths), strict=True))
+    loss_fn, counts = make_loss(), counts_of(task.batch)
+    enter("gradients")
+    result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
+    result.gradients = _whole_gradients(rank)
+    del rank  # else the peak would count both models
+    rank = _build(_config(task, distributed=True))
+    enter("optimizer steps")
+    times = []
+    for _ in range(task.steps):
+        began = time.monotonic()
+        rank.train(batch, microbatches, loss_fn, counts)
+        times.append(time.monotonic() - began)
+        result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
+    result.step_s = statistics.median(times)
+    result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel rank 0 reports the loss
+        result.losses = [0.0] * len(result.losses)
+    return {one.name: getattr(result, one.name) for one in fields(result)}
+
+
+def _config(task: Task, *, distributed: bool = False) -> PolicyConfig:
+    return PolicyConfig(
+        model=ModelConfig(path=task.folder),
+        parallel=task.parallel,
+        precision="float32",
+        packing=task.packing,
+        moe=MOE,
+        microbatch_tokens=3 * max(task.batch.lengths),
+        # With a large epsilon an update is a smooth function of the gradient: rounding does not flip its sign.
+        optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-2, distributed=distributed),
+        max_grad_norm=1.0,
+    )
+
+
+def _build(config: PolicyConfig) -> PolicyRank:
+    folder = config.model.path
+    return PolicyRank(RankSettings(config=config, shape=shape_of_folder(folder), folder=folder, decay_steps=100))
+
+
+def _loss(shares: list[dict[str, Tensor]]) -> float:
+    return sum(float(share["loss"]) for share in shares)
+
+
+def _whole(rank: PolicyRank) -> dict[str, Tensor]:
+    """The rank's weights, unsharded, by their names in transformers."""
+    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.whole_chunks(), rank.shape)
+    return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
+
+
+def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
+    """The gradients, exported like weights: each is copied into its parameter for the export."""
+    parameters = rank.parameters()
+    weights = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    gradients = _whole(rank)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+    return gradients
+
+
+def run_layout(task: Task) -> list[Findings]:
+    """Run every rank of a layout, and return their results by rank.
+
+    Raises:
+        RunError: a rank failed, died or missed the deadline; the text names it.
+    """
+    found = run_on_ranks(measure, task, task.parallel, seed=task.seed, timeout_s=task.timeout_s)
+    return [Findings(**one) for one in found]
+
+
+TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}
+"""Largest allowed difference of log-probabilities (absolute), of gradients (relative norm of each tensor) and of the
+loss after the optimizer steps (absolute, against one rank)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The results of one layout."""
+
+    layout: str
+    packed: bool
+    logprob: float
+    """Largest difference of a log-probability."""
+    gradient: float
+    """Largest relative error of a tensor's gradient."""
+    worst_tensor: str
+    """Name in transformers of the tensor whose gradient has this error."""
+    loss: float
+    """Difference of the loss after the optimizer steps from that of one rank; 0 for the layout of one rank."""
+    exact: bool
+    """Whether the exported weights equal the imported ones bit by bit."""
+    peak_gib: float
+    """Peak memory of the rank that took most, in GiB."""
+    step_s: float
+    """Median seconds of an optimizer step on the slowest rank."""
+    final_loss: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within tolerance."""
+        within = (getattr(self, name) <= limit for name, limit in TOLERANCES.items())
+        return self.exact and all(within)
+
+
+def compare_layout(
+    name: str, packed: bool, found: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
+) -> Row:
+    """Compare the results of a layout's ranks with transformers and with one rank (None: this is one rank)."""
+    logprobs = {number: values for one in found for number, values in one.logprobs.items()}
+    expected = truth.logprobs.split(batch.lengths)
+    assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
+    final = sum(one.losses[-1] for one in found)
+    gradient, worst_tensor = _relative_error(found, truth.gradients)
+    return Row(
+        layout=name,
+        packed=packed,
+        # The maximum of a tensor is NaN if any number is; Python's max would ignore NaN.
+        logprob=float(torch.cat([logprobs[n] - expected[n] for n in logprobs]).abs().max()),
+        gradient=gradient,
+        worst_tensor=worst_tensor,
+        loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
+        exact=_same_weights(found, truth.weights),
+        peak_gib=max(one.peak_bytes for one in found) / 2**30,
+        step_s=max(one.step_s for one in found),
+        final_loss=final,
+    )
+
+
+def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> tuple[float, str]:
+    """Largest relative error over all tensors, and the name of its tensor; infinite if one is missing or not finite."""
+    gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
+    errors = dict.fromkeys(truth, math.inf)
+    for name in truth.keys() & gradients.keys():
+        error = float((gradients[name] - truth[name]).norm() / truth[name].norm())
+        errors[name] = error if math.isfinite(error) else math.inf
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def _same_weights(found: Sequence[Findings], truth: dict[str, Tensor]) -> bool:
+    names = {name for one in found for name in one.weights}
+    return names == truth.keys() and all(
+        torch.equal(tensor, truth[name]) for one in found for name, tensor in one.weights.items()
+    )

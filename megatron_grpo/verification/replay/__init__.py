@@ -1,0 +1,1 @@
+"""A recorded training step, done again and compared with its record."""

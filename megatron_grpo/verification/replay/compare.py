@@ -1,0 +1,397 @@
+"""Compares what two replays of a step computed, or a replay with the record, and finds where they first differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.batch.replay_files import StateFigure
+from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.trainer.group import TrainResult
+from megatron_grpo.trainer.hidden_states import ROUTER, point_order
+from megatron_grpo.trainer.step_record import SKETCH, sketch_rows
+from megatron_grpo.verification.replay.record import RecordedStep
+from megatron_grpo.verification.replay.replayed_step import Replayed
+
+Quantity = Literal["weights", "hidden states", "log-probabilities", "loss", "gradient norm", "gradients", "update"]
+
+TOLERANCES: dict[str, dict[Quantity, float]] = {
+    "float32": {
+        "weights": 1e-6,
+        "hidden states": 1e-4,
+        "log-probabilities": 1e-4,
+        "loss": 1e-5,
+        "gradient norm": 1e-4,
+        "gradients": 1e-3,
+        "update": 2e-2,
+    },
+    "bfloat16": {
+        "weights": 4e-3,
+        "hidden states": 1e-1,
+        "log-probabilities": 1e-1,
+        "loss": 2e-2,
+        "gradient norm": 5e-2,
+        "gradients": 2e-1,
+        "update": 6e-1,
+    },
+    "fp8": {
+        "weights": 7e-2,
+        "hidden states": 3e-1,
+        "log-probabilities": 3e-1,
+        "loss": 5e-2,
+        "gradient norm": 2e-1,
+        "gradients": 5e-1,
+        "update": 1.0,
+    },
+}
+"""Largest differences that count as rounding, by the coarsest precision of the sides (docs/replay.md has reasons)."""
+SMALL = 1e-3
+"""A tensor's difference is taken relative to its norm, or to this share of the norm of all tensors if that is larger:
+some gradients are zero but for rounding, such as those of the biases of keys."""
+
+TIES, FEWEST_TIES = 0.05, 3
+"""Largest share of tokens that rounding sends to other experts at a router, where precision is coarser than float32,
+and the number that is always allowed."""
+EXPERT_GRADIENT = 2.0
+"""How many times the tolerance a gradient may be apart because of them, in a model with experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How rounding in a precision coarser than float32 spreads over tokens, in shares and multiples of the tolerance.
+
+    A few tokens, whose terms cancel or which went to other experts, are several times as far apart as the others.
+    """
+
+    share: float
+    """Share of the tokens, at least one token, that may be past the tolerance."""
+    times: float
+    """How many times the tolerance these may be apart."""
+    typical: float
+    """Share of the tolerance by which half of all tokens may be apart."""
+
+
+STATES_TAIL, LOGPROBS_TAIL, ROUTED_LOGPROBS_TAIL = Tail(0.02, 2.0, 0.6), Tail(0.02, 5.0, 1.0), Tail(0.03, 8.0, 1.0)
+"""Tails of hidden states, and of log-probabilities without and with experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one quantity of two sides is apart."""
+
+    quantity: Quantity
+    difference: float
+    """Absolute for log-probabilities and the loss, else relative; of tokens the largest one, or less where single
+    tokens may be further apart (`Tail`)."""
+    tolerance: float
+    tensor: str | None = None
+    """The first tensor, in the order of computation, that is past the tolerance; if none is, the one most apart."""
+    sequence: int | None = None
+    token: int | None = None
+    """The first token past the tolerance, or the token most apart if none is: number of its sequence in the step, and
+    its position in the sequence."""
+    token_id: int | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.difference <= self.tolerance  # false for NaN
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the tensor's layer, from 0; None: it belongs to no layer."""
+        found = layer_of(self.tensor or "")
+        return found if 0 <= found < _LAST else None
+
+
+_LAST = 1 << 30
+
+
+def layer_of(name: str) -> int:
+    """Number of the layer in the name of a tensor or of a point: -1 before the first layer, `_LAST` after the last."""
+    parts = name.split(".")
+    if "layers" in parts:
+        return int(parts[parts.index("layers") + 1])
+    return -1 if "embed" in name else _LAST
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sides of a step, compared in the order of computation."""
+
+    first: str
+    second: str
+    differences: list[Difference]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every quantity is within its tolerance."""
+        return all(one.agrees for one in self.differences)
+
+    @property
+    def place(self) -> dict[str, str | int | None] | None:
+        """Where the sides first differ, in the order of computation; None: they agree.
+
+        Quantity, layer and tensor are those of the first quantity past its tolerance. Point, sequence and token are of
+        the first one that has tokens: the first hidden state past its tolerance, or log-probability.
+        """
+        apart = [one for one in self.differences if not one.agrees]
+        if not apart:
+            return None
+        at_tokens = next((one for one in apart if one.token is not None), None)
+        return {
+            "quantity": apart[0].quantity,
+            "layer": apart[0].layer,
+            "tensor": apart[0].tensor,
+            "point": None if at_tokens is None else at_tokens.tensor,
+            "sequence": None if at_tokens is None else at_tokens.sequence,
+            "token": None if at_tokens is None else at_tokens.token,
+            "token_id": None if at_tokens is None else at_tokens.token_id,
+        }
+
+
+def recorded(record: RecordedStep) -> Replayed:
+    """What the run itself recorded of a step; hidden states as sketches, of some tokens."""
+    known = all(one is not None for one in record.prev_logprobs)
+    logprobs = torch.from_numpy(record.at_sampled(record.prev_logprobs)) if known else None
+    figures = record.figures
+    if figures is None:
+        return Replayed(logprobs, None, [], {})
+    result = TrainResult(figures.loss, figures.grad_norm, figures.learning_rate)
+    return Replayed(logprobs, result, figures.tensors, *_recorded_states(figures.states), is_sketched=True)
+
+
+def _recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
+    """Recorded sketches by point in the order of computation, [captured, SKETCH], and the tokens, [captured]."""
+    captured = np.unique(np.array([one.token for one in states], dtype=np.int64))
+    rows: dict[str, Tensor] = {
+        point: torch.full((len(captured), SKETCH), torch.nan)
+        for point in sorted({one.point for one in states}, key=point_order)
+    }
+    for one in states:
+        rows[one.point][int(np.searchsorted(captured, one.token))] = torch.tensor(one.sketch)
+    return rows, captured
+
+
+def tolerances(*policies: PolicyConfig) -> dict[Quantity, float]:
+    """The tolerances for sides with these settings: those of the coarsest precision."""
+    if any(one.fp8.format != "off" or one.quantization is not None for one in policies):
+        return TOLERANCES["fp8"]
+    return TOLERANCES["bfloat16" if any(one.precision == "bfloat16" for one in policies) else "float32"]
+
+
+def compare(
+    names: tuple[str, str], record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
+) -> Comparison:
+    """Compare two sides of a step in everything that both have, in the order of computation.
+
+    Args:
+        names: names of the sides, for the report.
+        record: the step, whose tokens are named.
+        sides: what each side computed; the second one's numbers are the scale of relative differences.
+        limits: the tolerances.
+    """
+    first, second = sides
+    found: list[Difference] = [
+        *_of_tensors("weights", "weight", sides, limits),
+        *_of_hidden_states(record, sides, limits),
+    ]
+    if first.logprobs is not None and second.logprobs is not None:
+        # A filter of sampling may remove a token at its edge on one side only, by rounding.
+        removed = first.logprobs.isneginf() | second.logprobs.isneginf()
+        apart = (first.logprobs - second.logprobs).abs().masked_fill(removed, 0.0)
+        tail = ROUTED_LOGPROBS_TAIL if _has_experts(sides) else LOGPROBS_TAIL
+        limit, tokens = limits["log-probabilities"], np.flatnonzero(record.sampled)
+        apart = apart[torch.from_numpy(tokens)]
+        found.append(
+            _at_token(record, "log-probabilities", None, apart, limit, tokens, tail if _is_coarse(limits) else None)
+        )
+    if first.result is not None and second.result is not None:
+        one, other = first.result, second.result
+        loss = abs(one.loss - other.loss) / max(1.0, abs(other.loss))
+        norm = abs(one.grad_norm - other.grad_norm) / (other.grad_norm or 1.0)
+        found.append(Difference("loss", loss, limits["loss"]))
+        found.append(Difference("gradient norm", norm, limits["gradient norm"]))
+    found += _of_tensors("gradients", "gradient", sides, limits)
+    found += _of_update(sides, limits["update"])
+    return Comparison(*names, found)
+
+
+def _is_coarse(limits: Mapping[Quantity, float]) -> bool:
+    """Whether these are the tolerances of a precision that is coarser than float32."""
+    return limits["hidden states"] > TOLERANCES["float32"]["hidden states"]
+
+
+def _of_hidden_states(
+    record: RecordedStep, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
+) -> Iterator[Difference]:
+    """The first point past the limit, or the point most apart; nothing without a common point.
+
+    Tokens that predict nothing are left out. So are, from a router on, tokens that go to other experts on the two
+    sides, if they are so few that rounding explains them (`TIES`).
+    """
+    limit, is_coarse = limits["hidden states"], _is_coarse(limits)
+    captured = np.intersect1d(sides[0].captured, sides[1].captured)
+    captured = captured[record.predicts[captured]]
+    largest: Difference | None = None
+    for point in (one for one in sides[0].hidden if one in sides[1].hidden):
+        rows, others = _states_at(point, sides, captured)
+        if is_coarse and point.endswith(ROUTER):
+            moved = ((rows != 0) != (others != 0)).any(dim=1)
+            if int(moved.sum()) <= max(FEWEST_TIES, TIES * len(captured)):
+                captured, rows, others = captured[~moved.numpy()], rows[~moved], others[~moved]
+        if not len(captured):
+            break
+        scale = others.norm(dim=1)
+        finite = scale[scale.isfinite()]
+        apart = (rows - others).norm(dim=1) / scale.clamp(min=SMALL * float(finite.mean()) if len(finite) else 1.0)
+        tail = STATES_TAIL if is_coarse else None
+        found = _at_token(record, "hidden states", point, apart, limit, captured, tail)
+        if not found.agrees:
+            yield found
+            return
+        if largest is None or found.difference > largest.difference:
+            largest = found
+    if largest is not None:
+        yield largest
+
+
+def _states_at(point: str, sides: tuple[Replayed, Replayed], captured: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Both sides' states of some tokens at a point, [tokens, width], float32; sketches if a side has no more."""
+    as_sketches = any(side.is_sketched for side in sides)
+
+    def states(side: Replayed) -> Tensor:
+        rows = side.hidden[point][torch.from_numpy(np.searchsorted(side.captured, captured))]
+        return (sketch_rows(rows, point) if as_sketches and not side.is_sketched else rows).float()
+
+    return states(sides[0]), states(sides[1])
+
+
+def _at_token(
+    record: RecordedStep,
+    quantity: Quantity,
+    tensor: str | None,
+    apart: Tensor,
+    limit: float,
+    numbers: NDArray[np.int64],
+    tail: Tail | None,
+) -> Difference:
+    """The difference of a quantity that has a number for each token, with the first token past the limit.
+
+    Args:
+        record: the step.
+        quantity: the quantity.
+        tensor: name of the tensor or of the point; None: it has none.
+        apart: [tokens], float32: difference of each token.
+        limit: the tolerance.
+        numbers: [tokens], int64, ascending: numbers of these tokens in the step.
+        tail: what rounding may do to single tokens; None: none may be past the tolerance.
+    """
+    apart = apart.nan_to_num(nan=math.inf)
+    past = torch.nonzero(apart > limit)
+    place = int(numbers[int(past[0]) if len(past) else int(apart.argmax())])
+    sequence = int(np.searchsorted(np.cumsum(record.lengths), place, side="right"))
+    position = place - int(record.lengths[:sequence].sum())
+    token_id = int(record.trajectories[sequence].token_ids[position])
+    largest = float(apart.max()) if tail is None else _of_tokens(apart, tail)
+    return Difference(quantity, largest, limit, tensor, sequence, position, token_id)
+
+
+def _of_tokens(apart: Tensor, tail: Tail) -> float:
+    """One difference of all tokens, [tokens], float32: the largest that must not be past the tolerance."""
+    largest = apart.sort(descending=True).values
+    strays = max(1, int(tail.share * len(apart)))
+    others = float(largest[strays]) if strays < len(apart) else 0.0
+    return max(others, float(largest[0]) / tail.times, float(apart.median()) / tail.typical)
+
+
+Figures = dict[tuple[int, str], tuple[float, float]]
+"""By (optimizer step, name): the distance of a tensor between the two sides, and its norm on the second side."""
+
+
+def _distances(kind: str, sides: tuple[Replayed, Replayed]) -> Figures:
+    """Distances of tensors of a kind, from their sketches; infinite for a tensor that only one side has."""
+    first, second = (
+        {(one.optimizer_step, one.name): one for one in side.tensors if one.kind == kind} for side in sides
+    )
+    if not first or not second:
+        return {}
+    found = {}
+    for key in first.keys() | second.keys():
+        one, other = first.get(key), second.get(key)
+        if one is None or other is None:
+            found[key] = (math.inf, 1.0)
+        else:
+            apart = math.sqrt(sum((a - b) ** 2 for a, b in zip(one.sketch, other.sketch, strict=True)))
+            found[key] = (apart, other.norm)
+    return found
+
+
+def _of_tensors(
+    quantity: Quantity, kind: str, sides: tuple[Replayed, Replayed], limits: Mapping[Quantity, float]
+) -> Iterator[Difference]:
+    """The largest difference, with the name of the first tensor past the limit in the order of computation.
+
+    Gradients are computed from the last layer to the first. In a coarse precision rounding sends tokens to other
+    experts, so those of a layer's experts and router are compared together, and of all count an `EXPERT_GRADIENT`-th.
+    """
+    figures, limit = _distances(kind, sides), limits[quantity]
+    if not figures:
+        return
+    total = {step: math.hypot(*(norm for (of, _), (_, norm) in figures.items() if of == step)) for step, _ in figures}
+    is_routed = kind == "gradient" and _is_coarse(limits) and _has_experts(sides)
+    if is_routed:
+        figures = _with_experts_together(figures)
+    apart = {
+        (step, name): distance / (max(norm, SMALL * total[step]) or 1.0)
+        for (step, name), (distance, norm) in figures.items()
+    }
+    if is_routed:
+        apart = {key: value / EXPERT_GRADIENT for key, value in apart.items()}
+    sign = -1 if kind == "gradient" else 1
+    order = sorted(apart, key=lambda key: (key[0], sign * layer_of(key[1]), key[1]))
+    worst = max(order, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key])
+    past = [key for key in order if not apart[key] <= limit]
+    yield Difference(quantity, apart[worst], limit, (past[0] if past else worst)[1])
+
+
+def _with_experts_together(figures: Figures) -> Figures:
+    """One figure for the router and all experts of a layer, under the name of the tensor that is most apart."""
+    together = {key: figure for key, figure in figures.items() if not _is_routed(key[1])}
+    layers: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    for step, name in figures.keys() - together.keys():
+        layers.setdefault((step, layer_of(name)), []).append((step, name))
+    for keys in layers.values():
+        distances, norms = zip(*(figures[key] for key in keys), strict=True)
+        together[max(keys, key=lambda key: (figures[key][0], key))] = math.hypot(*distances), math.hypot(*norms)
+    return together
+
+
+def _has_experts(sides: tuple[Replayed, Replayed]) -> bool:
+    """Whether the model is a mixture of experts, by the names of its tensors."""
+    return any(_is_routed(one.name) for side in sides for one in side.tensors)
+
+
+def _is_routed(name: str) -> bool:
+    """Whether a tensor, by its name in transformers, belongs to a router or to one of its experts."""
+    return ".experts." in name or ".gate." in name or ".router." in name
+
+
+def _of_update(sides: tuple[Replayed, Replayed], limit: float) -> Iterator[Difference]:
+    """The change of all weights together, and the tensor that contributes most to its difference.
+
+    Not tensor by tensor: where the gradient is zero but for rounding, Adam's first steps are as large as elsewhere.
+    """
+    figures = _distances("update", sides)
+    if figures:
+        distance = math.hypot(*(apart for apart, _ in figures.values()))
+        norm = math.hypot(*(norm for _, norm in figures.values()))
+        worst = max(figures, key=lambda key: figures[key][0])
+        yield Difference("update", distance / (norm or 1.0), limit, worst[1])

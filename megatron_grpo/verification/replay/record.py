@@ -1,0 +1,183 @@
+"""The record of a step of a run: its configuration, the state before it, its rollouts, and what it computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_grpo.batch.replay_files import StepFigures, figures_file, read_figures
+from megatron_grpo.batch.rollout_files import (
+    DAMAGE_ADVICE,
+    examine_file,
+    read_recorded,
+    recorded_steps,
+    rollouts_file,
+    rows_of_file,
+)
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
+from megatron_grpo.batch.trajectory import Trajectory
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.source import model_folder, require_folder
+from megatron_grpo.run.checkpoint_files import read_state, verify
+from megatron_grpo.run.recorded_config import config_of_run, config_of_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """One step of a run, opened: everything that doing it again needs, and what it computed."""
+
+    run_dir: Path
+    step: int
+    config: Config
+    """The configuration of the step, with the changes that were asked for."""
+    checkpoint: Path | None
+    """The checkpoint before the step (`checkpoints/step_N-1`); None: the step began with the weights of `model`."""
+    model: Path
+    """The folder of the policy's model in Hugging Face format."""
+    trajectories: list[Trajectory]
+    """Rollouts in the order of the step; the samples of a prompt are neighbours."""
+    advantages: list[NDArray[np.float32] | None]
+    """For each rollout [sampled tokens], float32; None: the step failed before it had any."""
+    prev_logprobs: list[NDArray[np.float32] | None]
+    """For each rollout [sampled tokens], float32: log-probabilities under the policy at the start of the step, as the
+    training framework computed them; None: the step did not compute them."""
+    figures: StepFigures | None
+    """What the step computed; None: the run did not record it (logger.replay_every)."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[sequences], int64: tokens of each rollout, prompt included."""
+        return np.array([len(one.token_ids) for one in self.trajectories], dtype=np.int64)
+
+    @property
+    def predicts(self) -> NDArray[np.bool_]:
+        """[tokens], bool: whether a sampled token's log-probability depends on the hidden state of the token.
+
+        True up to the token before the last sampled one: later tokens of the sequence attend to earlier ones. The last
+        sampled token, such as a stop token, and an environment's words behind it predict nothing.
+        """
+        lasts = [max((span.end for span in one.spans if span.end > span.start), default=0) for one in self.trajectories]
+        positions = [np.arange(length) < last - 1 for length, last in zip(self.lengths, lasts, strict=True)]
+        return np.concatenate(positions)
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """[tokens], bool: whether the model sampled the token."""
+        return self.at_sampled([np.ones(one.response_tokens) for one in self.trajectories]) > 0
+
+    def tokens(self) -> TokenBatch:
+        """All rollouts end to end: token_ids (int32), sampled (bool) and generation_logprobs (float32)."""
+        fields = TokenFields(
+            token_ids=torch.from_numpy(np.concatenate([one.token_ids for one in self.trajectories])),
+            sampled=torch.from_numpy(self.sampled),
+            generation_logprobs=torch.from_numpy(self.at_sampled([one.logprobs for one in self.trajectories])),
+        )
+        return TokenBatch(self.lengths.tolist(), fields)
+
+    def at_sampled(self, values: Sequence[NDArray[Any] | None]) -> NDArray[np.float32]:
+        """Values of each rollout's sampled tokens, [sampled tokens] each, to [all tokens], float32, with 0 elsewhere.
+
+        Raises:
+            ValueError: a rollout has no values.
+        """
+        entry = np.zeros(int(self.lengths.sum()), dtype=np.float32)
+        ends = np.cumsum(self.lengths)
+        for one, own, end in zip(self.trajectories, values, ends, strict=True):
+            if own is None:
+                raise ValueError(f"step {self.step} of {self.run_dir} has no such values: it failed, or needed none")
+            begin, done = end - len(one.token_ids), 0
+            for span in one.spans:
+                size = span.end - span.start
+                entry[begin + span.start : begin + span.end] = own[done : done + size]
+                done += size
+        return entry
+
+
+def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> RecordedStep:
+    """Open the record of one step of a run.
+
+    The configuration is the one with which the step was made if the run recorded it (logger.replay_every), else that
+    of the run's last start.
+
+    Args:
+        run_dir: folder of the run.
+        step: number of the step, from 1.
+        overrides: changes of the configuration, each section.key=VALUE.
+
+    Raises:
+        ConfigError: an override is wrong, or the record lacks something that a replay needs; the text says what.
+        ValueError: a file of the record is damaged.
+        RunError: the model cannot be downloaded.
+        OSError: a file cannot be read.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError([Problem(f"{run_dir}", "is not the folder of a run")])
+    figures = read_figures(figures_file(run_dir, step))
+    if figures is None:
+        config = config_of_run(run_dir, overrides)
+    else:
+        config = config_of_values(figures.config, overrides, str(figures_file(run_dir, step)))
+    file = rollouts_file(run_dir, step)
+    _require_rollouts(run_dir, step, file)
+    rows = list(rows_of_file(step, file))
+    _, groups = read_recorded(file)
+    model = model_folder(config.policy.model.path)
+    require_folder(str(model))
+    return RecordedStep(
+        run_dir=run_dir,
+        step=step,
+        config=config,
+        checkpoint=_checkpoint_before(run_dir, step, config),
+        model=model,
+        trajectories=[one for group in groups for one in group],
+        advantages=[row["advantages"] for row in rows],
+        prev_logprobs=[row["prev_logprobs"] for row in rows],
+        figures=figures,
+    )
+
+
+def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
+    """Check that the rollouts of a step are recorded, all of them."""
+    steps = recorded_steps(run_dir)
+    if step not in steps:
+        known = f"there are {min(steps)} to {max(steps)}" if steps else "there are none at all"
+        text = f"has no rollouts in {file}: {known}; logger.replay_every=N or logger.rollouts=all keeps them"
+        raise ConfigError([Problem(f"step={step}", text)])
+    try:
+        found = examine_file(file)
+    except ValueError as error:
+        raise ConfigError([Problem(f"step={step}", f"{file} {error}; {DAMAGE_ADVICE}")]) from None
+    run = found.record.run
+    expected = run.prompts_per_step * run.samples_per_prompt
+    if found.rollouts != expected:
+        text = f"{file} has {found.rollouts} of the step's {expected} rollouts: the run kept a sample (logger.rollouts)"
+        raise ConfigError([Problem(f"step={step}", text)])
+
+
+def _checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | None:
+    """The intact checkpoint that holds the state before a step; None: the run began with the step."""
+    path = run_dir / "checkpoints" / f"step_{step - 1}"
+    resume = config.checkpointing.resume
+    if not path.is_dir() and resume not in ("auto", "none"):
+        path = Path(resume)
+        if path.is_dir() and read_state(path)["save_state"]["total_steps"] != step - 1:
+            path = run_dir / "checkpoints" / f"step_{step - 1}"
+    elif step == 1:
+        return None
+    if not path.is_dir():
+        kept = sorted(int(one.name.removeprefix("step_")) + 1 for one in (run_dir / "checkpoints").glob("step_*"))
+        steps = f"steps {', '.join(map(str, kept))} have one" if kept else "the run has no checkpoint"
+        text = f"begins with the state of {path}, which is not there; {steps}. logger.replay_every=N keeps them"
+        raise ConfigError([Problem(f"step={step}", text)])
+    try:
+        verify(path)
+    except RunError as error:
+        raise ConfigError([Problem(f"step={step}", f"begins with a checkpoint that cannot be used: {error}")]) from None
+    return path

@@ -1,0 +1,253 @@
+"""Does one recorded step again, on ranks of this machine, in any layout and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.algorithms.stages import combine_results
+from megatron_grpo.batch.replay_files import TensorFigure
+from megatron_grpo.batch.step_batch import StepBatch, assign
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given, token_places
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.losses.divergence import inconsistent_sequences
+from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.preflight.config_checks import config_problems
+from megatron_grpo.preflight.layout_checks import split_rules
+from megatron_grpo.preflight.rules import broken
+from megatron_grpo.run.directory import POLICY_FOLDER
+from megatron_grpo.run.startup import policy_settings
+from megatron_grpo.trainer.group import Microbatches, TrainResult, cost_of, planned, shares_of
+from megatron_grpo.trainer.hidden_states import Piece, assembled
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.verification.doctor.layer_outputs import logprobs_and_states
+from megatron_grpo.verification.processes import run_on_ranks
+from megatron_grpo.verification.replay.record import RecordedStep
+
+Plan = list[Microbatches]
+"""For each replica its microbatches, each the numbers of its sequences in the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayTask:
+    """The input of every rank of a replay."""
+
+    settings: RankSettings
+    checkpoint: str | None
+    """Folder of the policy's checkpoint before the step; None: the step begins with the model's own weights."""
+    batch: TokenBatch
+    """All sequences of the step."""
+    members: list[NDArray[np.int64]]
+    """For each replica the numbers of its sequences, [sequences of it], int64."""
+    captured: NDArray[np.bool_]
+    """[tokens of the batch], bool: whether hidden states of the token are kept."""
+    logprobs: Plan
+    steps: list[tuple[Plan, GlobalCounts]]
+    """Microbatches and denominators of each optimizer step."""
+    loss: LossConfig
+    uses_prev: bool
+    """Whether the loss reads the policy's log-probabilities at the start of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay of a step computed, or what a run recorded of it; fields that are not known are None or empty."""
+
+    logprobs: Tensor | None
+    """[tokens], float32: log-probability of every sampled token before the step; 0 elsewhere."""
+    result: TrainResult | None
+    tensors: list[TensorFigure]
+    hidden: dict[str, Tensor]
+    """[captured, width] for each point of the model, in the order of computation (`hidden_states.assembled`); of a
+    record [captured, SKETCH], a sketch of each token's state (`step_record.sketch_rows`)."""
+    captured: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[captured], int64, ascending: numbers of the tokens, in the step, whose hidden states are known."""
+    is_sketched: bool = False
+    """Whether `hidden` has sketches."""
+
+
+def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, gpus: int) -> Replayed:
+    """Do a recorded step again with the record's configuration.
+
+    Args:
+        record: the step, whose rollouts, rewards and advantages are taken as they are.
+        hidden_tokens: tokens whose hidden states are kept: the first sequences with so many tokens together that
+            predict others, at least one sequence; and the tokens whose states the run recorded.
+        timeout_s: deadline of the replay.
+        gpus: GPUs of this machine, one for each rank; 0: the ranks compute on the CPU.
+
+    Raises:
+        ConfigError: the configuration cannot be replayed, or the layout does not fit the model.
+        ValueError: the step has nothing to learn from, or its sequences do not fit the layout.
+        RunError: a rank failed or missed the deadline.
+    """
+    task = replay_task(record, hidden_tokens)
+    config = record.config
+    found = run_on_ranks(
+        replay_on_rank, task, config.policy.parallel, seed=config.loop.seed, timeout_s=timeout_s, gpus=gpus
+    )
+    captured = np.flatnonzero(task.captured)
+    return Replayed(
+        logprobs=found[0]["logprobs"],
+        result=_result(task, found),
+        tensors=[TensorFigure(**row) for one in found for row in one["tensors"]],
+        hidden=assembled((Piece(**row) for one in found for row in one["pieces"]), len(captured)),
+        captured=captured,
+    )
+
+
+def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
+    """The input of the ranks, from a record; arguments and errors are those of `replay_step`."""
+    config = record.config
+    settings = policy_settings(config, record.model)
+    _require_replayable(record, settings)
+    outcomes = [one.outcome for one in record.trajectories]
+    step, batch = StepBatch.of_outcomes(config, outcomes), record.tokens()
+    threshold = config.loop.seq_logprob_error_threshold
+    if threshold is not None:
+        mask = given(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
+        prev = torch.from_numpy(record.at_sampled(record.prev_logprobs))
+        generation = given(batch.fields.generation_logprobs)
+        beyond, _ = inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
+        step.in_loss &= ~beyond.numpy()
+    cost = cost_of(settings.shape)
+    step.shards = assign(config, step, cost)
+    _add_fields(record, step, batch)
+    policy = config.policy
+    forward_tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
+    steps = [
+        (planned(policy, cost, step, sequences, policy.microbatch_tokens), GlobalCounts.of(step, sequences))
+        for _ in range(config.passes_per_step)
+        for sequences in step.minibatches(policy.train_global_batch_samples or len(step))
+        if step.response_tokens[sequences][step.in_loss[sequences]].sum()
+    ]
+    if not steps:
+        raise ValueError(f"step {record.step} of {record.run_dir} has no token in the loss: nothing was learnt from it")
+    return ReplayTask(
+        settings=settings,
+        checkpoint=None if record.checkpoint is None else str((record.checkpoint / POLICY_FOLDER).absolute()),
+        batch=batch,
+        members=[np.concatenate(step.shards[mine]) for mine in shares_of(step, policy.parallel.data)],
+        captured=_captured(record, hidden_tokens),
+        logprobs=planned(policy, cost, step, np.arange(len(step)), forward_tokens),
+        steps=steps,
+        loss=config.loss_fn,
+        uses_prev=config.needs_prev_logprobs,
+    )
+
+
+def _captured(record: RecordedStep, hidden_tokens: int) -> NDArray[np.bool_]:
+    """[tokens], bool: whether the hidden states of the token are kept (`replay_step`)."""
+    predicts, ends = record.predicts, np.cumsum(record.lengths)
+    counts = np.cumsum(predicts)[ends - 1]  # tokens that predict others, up to each sequence's end
+    first = counts[counts > 0][:1]
+    chosen = counts <= max(hidden_tokens, *first)
+    captured = predicts & np.repeat(chosen, record.lengths)
+    if record.figures is not None:
+        captured[[one.token for one in record.figures.states]] = True
+    return captured & predicts
+
+
+def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
+    """Raise a ConfigError if the configuration cannot be replayed, or its layout does not fit the model."""
+    config, vocab = record.config, settings.shape.vocab
+    largest = max(int(one.token_ids.max()) for one in record.trajectories)
+    text = "cannot be replayed: the experts that engines chose are not recorded"
+    rules = [
+        (config.value_model is not None, "algorithm=", "cannot be replayed: values and returns are not recorded"),
+        (config.policy.moe.replay_routing, "policy.moe.replay_routing=", text),
+        (largest >= vocab, "policy.model.path=", f"has {vocab} tokens, and the rollouts have token {largest}"),
+        *split_rules("policy.parallel", config.policy.parallel, settings.shape),
+    ]
+    problems = [*broken(config, rules), *(one for one in config_problems(config) if one.subject.startswith("policy."))]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _add_fields(record: RecordedStep, step: StepBatch, batch: TokenBatch) -> None:
+    """Add what the loss reads to the tokens: its mask, the recorded advantages, and which responses are correct."""
+    sampled, fields = given(batch.fields.sampled), batch.fields
+
+    def spread(by_sequence: NDArray[np.bool_]) -> Tensor:
+        """[sequences] to [tokens], float32: 1 at the sampled tokens of the marked sequences."""
+        return (torch.from_numpy(np.repeat(by_sequence, step.lengths)) & sampled).float()
+
+    fields.loss_mask = spread(step.in_loss)
+    fields.advantages = torch.from_numpy(record.at_sampled(record.advantages))
+    if step.positive is not None:
+        fields.positive = spread(step.positive)
+
+
+def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str, Any]:
+    """The body of a rank: log-probabilities with hidden states, then all optimizer steps; `enter` gets each phase."""
+    enter("building the model")
+    rank = PolicyRank(task.settings)
+    if task.checkpoint is not None:
+        enter("loading the checkpoint")
+        rank.checkpoint.load(task.checkpoint)
+    mine = task.members[parallel_state.get_data_parallel_rank()]
+    batch, places = task.batch.select(mine.tolist()), token_places(np.asarray(task.batch.lengths), mine)
+    enter("log-probabilities")
+    forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
+    plan = _own(task.logprobs, mine)
+    numbers = np.cumsum(task.captured) - 1  # of the captured tokens alone, whose states are gathered in one tensor
+    own, pieces = logprobs_and_states(rank, forward, plan, np.where(task.captured[places], numbers[places], -1))
+    logprobs = _shared(task, own, places)
+    if task.uses_prev:
+        batch.fields.prev_logprobs = logprobs[places]
+    if task.settings.reference is not None:
+        batch.fields.reference_logprobs = _shared(task, rank.reference_logprobs(forward, plan), places)[places]
+    enter("optimizer steps")
+    rank.recorder.begin()
+    loss_fn = ClippedPGLossFn(task.loss)
+    shares = [rank.train(batch, _own(plan, mine), loss_fn, counts) for plan, counts in task.steps]
+    enter("gathering the tensors")
+    return {
+        "logprobs": logprobs if dist.get_rank() == 0 else None,
+        "pieces": [{name: getattr(one, name) for name in Piece.__slots__} for one in pieces],
+        "tensors": [asdict(one) for one in rank.recorder.end()],
+        "shares": [asdict(one) for one in shares],
+    }
+
+
+def _own(plan: Plan, mine: NDArray[np.int64]) -> list[list[int]]:
+    """This replica's microbatches of a plan, with the numbers of the sequences among its own (`mine`)."""
+    place = {int(number): index for index, number in enumerate(mine)}
+    return [[place[int(number)] for number in one] for one in plan[parallel_state.get_data_parallel_rank()]]
+
+
+def _shared(task: ReplayTask, values: Tensor | None, places: NDArray[np.int64]) -> Tensor:
+    """Send outputs, [tokens of the replica], from ranks that have them to all: [tokens of the batch], float32.
+
+    Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, and all
+    ranks of the last pipeline stage need them for the loss.
+    """
+    device = current_platform().device
+    whole = torch.zeros(sum(task.batch.lengths), device=device)
+    if values is not None:
+        whole[torch.from_numpy(places).to(device)] = values.to(device)
+    dist.all_reduce(whole)
+    return whole.cpu()
+
+
+def _result(task: ReplayTask, found: list[dict[str, Any]]) -> TrainResult:
+    """The result of the optimizer steps, as a run combines the shares of its ranks."""
+    results = []
+    for number in range(len(task.steps)):
+        shares = [one["shares"][number] for one in found]
+        metrics = combine_metrics(one for share in shares for one in share["metrics"] or [])
+        loss = metrics.pop("loss")
+        results.append(TrainResult(loss, shares[0]["grad_norm"], shares[0]["learning_rate"], metrics))
+    return combine_results(results, [counts.tokens for _, counts in task.steps])

@@ -1,0 +1,70 @@
+"""vLLM's processes load the run's tokenizer, and its detokenizer finds stop strings with special tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.tokenizer import load_tokenizer
+from megatron_grpo.generation.engine_tokenizer import require_same_tokenizer
+from megatron_grpo.generation.vllm_requests import sampling_params
+from tests.support.foreign_tokenizers import byte_level, deepseek_r1_distill, save_folder
+
+TEXT = "the 2023  cats\n in the hat"
+
+# vLLM's registry is changed for the whole process, so a process of its own looks at it.
+_LOADS = """
+import sys
+from megatron_grpo.generation.vllm_plugin import register
+register()
+from vllm.tokenizers.registry import get_tokenizer
+tokenizer = get_tokenizer(sys.argv[1], tokenizer_mode="hf")
+print(type(tokenizer).__name__, tokenizer.truncation_side, tokenizer.max_token_id)
+print(tokenizer.encode(sys.argv[2], add_special_tokens=False))
+"""
+
+
+def test_processes_of_engines_and_servers_load_the_tokenizer_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = deepseek_r1_distill(tmp_path / "model")
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    monkeypatch.setenv("MEGATRON_GRPO_SERVER", "1")
+    command = [sys.executable, "-c", _LOADS, str(folder), TEXT]
+    kind, ids = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-2:]
+    assert kind.split() == ["CachedTokenizersBackend", "left", str(core.get_vocab_size() - 1)]
+    assert ids == str(core.encode(TEXT, add_special_tokens=False).ids)
+
+
+def test_another_tokenizer_in_vllm_ends_the_start(tmp_path: Path) -> None:
+    folder = deepseek_r1_distill(tmp_path / "model")
+    ours = load_tokenizer(folder)
+    require_same_tokenizer(load_tokenizer(folder), ours)
+    with pytest.raises(RunError, match=r"has another tokenizer .LlamaTokenizer. for this model than the run"):
+        require_same_tokenizer(AutoTokenizer.from_pretrained(folder), ours)
+
+
+@pytest.mark.parametrize("stop", ["a<|im_end|>", "<|im_end|>\n", "b\n"])
+def test_stop_strings_with_special_tokens_are_found(stop: str, tmp_path: Path) -> None:
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    core = byte_level(["<|endoftext|>", "<|im_end|>"])
+    tokenizer = load_tokenizer(save_folder(tmp_path, core, "qwen2", "Qwen2Tokenizer", eos_token="<|endoftext|>"))
+    prompt = np.array(core.encode("Hi").ids, dtype=np.int32)
+    request = GenerationRequest(prompt_ids=prompt, seed=0, max_new_tokens=16)
+    parameters = sampling_params(request, SamplingSettings(max_new_tokens=16, stop_strings=(stop,)), 64)
+    asked = dict.fromkeys(EngineCoreRequest.__struct_fields__)
+    asked |= {"request_id": "r", "prompt_token_ids": prompt.tolist(), "sampling_params": parameters}
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, EngineCoreRequest(**asked))
+    said = core.encode("a<|im_end|>\nb\nc").ids
+    found = [detokenizer.update([token], stop_terminated=False) for token in said]
+    assert [name for name in found if name] == [stop]

@@ -1,0 +1,324 @@
+"""What stands beside a server, against a server that is made up: whose weights it takes, and what it says of others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.config.errors import CanaryError
+from megatron_grpo.config.generation_schema import ServerConfig
+from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_canary import CanaryPrompt
+from megatron_grpo.generation.server import ServerEngine
+from megatron_grpo.models.families import shape_of_folder
+from tests.support.tiny_models import TinyModel
+
+SETTINGS = SamplingSettings(max_new_tokens=4)
+REQUESTS = [GenerationRequest(prompt_ids=np.array([1, 2], dtype=np.int32), seed=n, max_new_tokens=4) for n in range(3)]
+FILES = {"folder": "/shared", "session": "s"}
+
+
+class MadeUpServer:
+    """Answers as vLLM's server does; its tokens are the seed of a request, twice."""
+
+    def __init__(self, model: Path) -> None:
+        shape = json.loads(json.dumps(asdict(shape_of_folder(model))))
+        self.worker: dict[str, Any] = {"shape": shape, "tensor": 1, "pipeline": 1, "expert": 1, "longest": 64}
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.served = "default"
+        self.calls: list[str] = []
+        self.hidden: set[str] = set()
+        """Paths that it has not."""
+        self.logprob = -0.5
+        self.cache_is_free = True
+        self.restarts_before: int | None = None
+        """After so many responses it is another process; None: it is not."""
+        self.bodies: list[dict[str, Any]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        path = request.path
+        if path in self.hidden:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        body = await request.json() if request.can_read_body else {}
+        self.calls.append(body.get("method", path) if path == "/collective_rpc" else path)
+        if path == "/inference/v1/generate":
+            return self._generate(body)
+        if path in ("/tokenize", "/detokenize"):
+            return web.json_response(self._tokenized(body))
+        if path == "/update_weight_version":
+            self.served = body["new_version"]
+        answers: dict[str, Any] = {
+            "/collective_rpc": {"results": [self.worker if body.get("method") == "describe" else None]},
+            "/weight_info": {"weight_version": self.served},
+            "/reset_prefix_cache": {"success": self.cache_is_free},
+        }
+        return web.json_response(answers.get(path, {}))
+
+    def _tokenized(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "tokens" in body:
+            return {"prompt": self.tokenizer.decode(body["tokens"])}
+        encoded = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        return {"tokens": encoded.ids}
+
+    def _generate(self, body: dict[str, Any]) -> web.Response:
+        if "prompt_logprobs" in body["sampling_params"]:
+            scored = [None, *({str(token): {"logprob": self.logprob}} for token in body["token_ids"][1:])]
+            return web.json_response({"choices": [], "prompt_logprobs": scored})
+        self.bodies.append(body)
+        if self.restarts_before == len(self.bodies):
+            self.served, self.restarts_before = "default", None
+        tokens = [body["sampling_params"]["seed"]] * 2
+        choice = {
+            "finish_reason": "stop",
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": token, "logprob": self.logprob} for token in tokens]},
+            "weight_versions": [{"version": self.served, "start": 0, "end": 2}],
+        }
+        return web.json_response({"choices": [choice]})
+
+
+Use = Callable[[ServerEngine, MadeUpServer, "web.AppRunner"], Awaitable[Any]]
+
+
+@pytest.fixture
+def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]:
+    model = Path(shutil.copytree(tiny_models["qwen3_tied"].path, tmp_path / "model"))
+    tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate("abcdef")}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
+
+    def run(what: Use, *, started: bool = True, timeout_s: float = 5.0, **changes: Any) -> Any:
+        async def test() -> Any:
+            server = MadeUpServer(model)
+            for name, value in changes.items():
+                setattr(server, name, value)
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", server.handle)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            settings = VllmSettings(
+                index=0,
+                model_path=str(model),
+                config=GenerationConfig(server=ServerConfig(urls=[url], timeout_s=timeout_s)),
+                precision="float32",
+                max_total_sequence_length=32,
+                token="secret",
+            )
+            engine = ServerEngine(settings)
+            try:
+                if started:
+                    await engine.start()
+                return await what(engine, server, runner)
+            finally:
+                await engine._session.close()
+                await runner.cleanup()
+
+        return asyncio.run(test())
+
+    return run
+
+
+async def sampled(engine: ServerEngine) -> list[GenerationOutput]:
+    found = {index: output async for part in engine.generate(REQUESTS, SETTINGS, "c") for index, output in part.value}
+    return [found[index] for index in range(len(REQUESTS))]
+
+
+async def publish(engine: ServerEngine, version: int, mode: Any = "files") -> None:
+    await engine.connect_weights(mode, FILES, 0)
+    await engine.receive_weights(version)
+    await engine.commit_weights(version)
+
+
+def test_a_version_is_received_while_paused_and_served_under_a_name_of_its_own(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            await sampled(engine)
+        server.calls.clear()
+        await publish(engine, 4)
+        calls = list(server.calls)
+        assert calls.index("/pause") < calls.index("receive_refit") < calls.index("/update_weight_version")
+        assert calls[-2:] == ["/reset_prefix_cache", "/resume"]
+        assert server.served.endswith(":4")
+        assert len(server.served) > 10
+        outputs = await sampled(engine)
+        assert [one.token_ids.tolist() for one in outputs] == [[0, 0], [1, 1], [2, 2]]
+        assert all(one.spans[0].version == 4 and one.logprobs.tolist() == [-0.5, -0.5] for one in outputs)
+        assert server.bodies[0]["token_ids"] == [1, 2]
+        counts = engine.take_counts()
+        assert counts.tokens == 6
+        assert counts.busy_s > 0
+
+    use(what)
+
+
+def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await engine.connect_weights("files", FILES, 0)
+        for version, expected in ((4, -0.5), (5, -0.7)):
+            await engine.receive_weights(version)
+            server.calls.clear()
+            await engine.commit_weights(version, True)
+            assert "/resume" not in server.calls
+            with pytest.raises(RuntimeError, match="the weights are incomplete"):
+                await sampled(engine)
+            prompt = CanaryPrompt(version, ((3, 4, 5), (4, 3)), ((expected, expected), (expected,)), limit=0.1)
+            if version == 4:
+                assert await engine.admit_weights(prompt) == 0
+                assert len(await sampled(engine)) == 3
+        with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 "):
+            await engine.admit_weights(prompt)
+        assert server.calls[-1] == "/pause"
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            await sampled(engine)
+
+    use(what)
+
+
+def test_a_server_that_has_lost_its_weights_is_given_them_again_and_asked_again(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await publish(engine, 4)
+        server.served = "default"  # between two calls
+        assert all(one.spans[0].version == 4 for one in await sampled(engine))
+        server.restarts_before = len(server.bodies) + 2  # in the middle of one
+        server.calls.clear()
+        assert all(one.spans[0].version == 4 for one in await sampled(engine))
+        assert "receive_refit" in server.calls
+        assert "connect_refit" in server.calls
+
+    use(what)
+
+
+def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await engine.connect_weights("files", FILES, 0)
+        await engine.receive_weights(4)
+        server.served = "default"  # while other engines still receive
+        with pytest.raises(RuntimeError, match="was restarted since it received version 4"):
+            await engine.commit_weights(4)
+        assert server.served == "default"
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            await sampled(engine)
+        await publish(engine, 4)
+        assert all(one.spans[0].version == 4 for one in await sampled(engine))
+
+    use(what)
+
+
+def test_weights_that_only_a_step_brings_cannot_be_given_again(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await publish(engine, 4, mode="broadcast")
+        server.served = "default"
+        with pytest.raises(
+            RuntimeError, match=r"has lost version 4, which refit.mode=broadcast sends .* refit.mode=files"
+        ):
+            await sampled(engine)
+
+    use(what)
+
+
+def test_another_run_at_the_same_server_is_found_out(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await publish(engine, 4)
+        server.served = "0123456789abcdef:4"
+        with pytest.raises(RuntimeError, match="was given weights by another run"):
+            await sampled(engine)
+
+    use(what)
+
+
+def test_a_server_that_stays_away_is_told(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, runner: Any) -> Any:
+        await publish(engine, 4)
+        await runner.cleanup()
+        with pytest.raises(
+            RuntimeError, match=r"no vLLM server answers within generation.server.timeout_s=0.5 s: http"
+        ):
+            await sampled(engine)
+
+    use(what, timeout_s=0.5)
+
+
+def test_a_cache_of_other_weights_is_not_served_from(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        with pytest.raises(RuntimeError, match="could not empty its prefix cache, which is of other weights"):
+            await publish(engine, 1)
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            await sampled(engine)
+
+    use(what, cache_is_free=False)
+
+
+def test_a_probability_that_is_no_number_stays_none(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await publish(engine, 1)
+        assert math.isnan((await sampled(engine))[0].logprobs[0])
+
+    use(what, logprob=-9999.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"hidden": {"/collective_rpc"}},
+            r"cannot be refitted: .* answers 404: .*; start it with python -m ",
+        ),
+        ({"hidden": {"/health"}}, r"no vLLM server answers within generation.server.timeout_s=1 s: .* answers 404"),
+        ({"worker": {"problem": "it is odd"}}, "it is odd"),
+        ({"tensor": 2}, "runs with tensor 2; give generation.parallel.tensor=2"),
+        ({"longest": 16}, r"takes sequences of 16 tokens; start it with --max-model-len=32"),
+        ({"shape": {"vocab": 7}}, "serves another model than policy.model.path=.*vocab 7, not"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_told_at_the_start(use: Any, change: dict[str, Any], text: str) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        for name, value in change.items():
+            if name in ("hidden", "worker"):
+                setattr(server, name, value)
+            else:
+                server.worker[name] = value
+        with pytest.raises(RuntimeError, match=text):
+            await engine.start()
+
+    use(what, started=False, timeout_s=1.0)
+
+
+def test_a_server_with_another_tokenizer_is_refused(use: Any) -> None:
+    words = {letter: n for n, letter in enumerate("bacdef")}
+    other = Tokenizer(models.WordLevel(words, unk_token="b"))
+
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        with pytest.raises(RuntimeError, match=r"has another tokenizer than policy\.model\.path=.*without --tokenizer"):
+            await engine.start()
+
+    use(what, started=False, tokenizer=other)
+
+
+def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        engine._tokenizer.add_special_tokens({"eos_token": "f"})
+        await publish(engine, 0)
+        ended, cut = {"finish_reason": "stop"}, {"finish_reason": "length"}
+        logprobs = {"content": [{"token_id": token, "logprob": -0.5} for token in (5, 2, 5)]}
+        name = [{"version": f"{engine._prefix}0", "start": 0, "end": 3}]
+        choice = {"token_ids": [5, 2, 5], "logprobs": logprobs, "weight_versions": name}
+        texts = [engine._read({"choices": [choice | end]}) for end in (ended, cut)]
+        assert [output.text for output in texts if isinstance(output, GenerationOutput)] == ["f c", "f c f"]
+
+    use(what)

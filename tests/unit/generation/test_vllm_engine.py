@@ -1,0 +1,114 @@
+"""What an engine leaves in vLLM when a call or a commit fails, and when it may sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
+from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.generation import engine as vllm_engine
+from megatron_grpo.generation import pauses as vllm_pauses
+from megatron_grpo.generation.engine import VllmEngine
+from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.pauses import Pauses
+
+
+class PickyLLM:
+    """vLLM as far as requests come and go; it refuses one of them."""
+
+    errored = False
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+        self.requests: set[str] = set()
+        self.version = ""
+
+    async def pause_generation(self, **_: Any) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    async def add_request(self, name: str, *_: Any) -> None:
+        if name == self.refused:
+            raise ValueError("this prompt cannot be sampled")
+        self.requests.add(name)
+
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[str]:
+        return ["worker 0 holds version 3, not 4"]
+
+    async def update_weight_version(self, version: str) -> None:
+        await asyncio.sleep(0.2)
+        self.version = version
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def abort(self, names: list[str]) -> None:
+        self.requests -= set(names)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VllmEngine:
+    monkeypatch.setattr(vllm_engine, "begin_process_log", lambda _: None)
+    settings = VllmSettings(
+        index=0,
+        model_path=str(tmp_path),
+        config=GenerationConfig(),
+        precision="float32",
+        max_total_sequence_length=8,
+    )
+    return VllmEngine(settings)
+
+
+def started(engine: VllmEngine) -> PickyLLM:
+    """The vLLM that this engine has from now on."""
+    llm: Any = PickyLLM(refused="call.1")
+    engine._llm, engine._pauses = llm, Pauses(llm, keeps_cache=False, tell=lambda _: None)
+    return llm
+
+
+def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
+    request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
+
+    async def scene() -> None:
+        llm = started(engine)
+        with pytest.raises(ValueError, match="cannot be sampled"):
+            async for _ in engine.generate([request] * 3, SamplingSettings(max_new_tokens=2), "call"):
+                pass
+        assert not llm.requests
+        await engine.sleep()
+        assert engine._asleep
+
+    asyncio.run(scene())
+
+
+def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) -> None:
+    async def scene() -> None:
+        llm = started(engine)
+        engine._unusable = "the weights are incomplete"
+        with pytest.raises(RuntimeError, match="holds version 3, not 4"):
+            await engine.commit_weights(4)
+        assert llm.version == "4", "a call that cannot be taken back has ended"
+        assert engine._unusable == "the weights are incomplete"
+
+    asyncio.run(scene())
+
+
+def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_pauses, "LEAVE_S", 0.1)
+
+    async def scene() -> None:
+        started(engine)
+        async with engine._pauses.entering(1):
+            pass
+        with pytest.raises(RuntimeError, match="1 responses are in flight"):
+            await engine.sleep()
+        assert not engine._asleep
+        engine._pauses.left(1)
+        await engine.sleep()
+        assert engine._asleep
+
+    asyncio.run(scene())

@@ -1,0 +1,106 @@
+"""Gemma-3: its config.json as transformers 4 and 5 spell it, its table of weights, what a sequence costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_grpo.models.families import forward_flops, shape_of_config, weight_entries
+from megatron_grpo.models.families.family import global_entries
+from megatron_grpo.trainer.group import cost_of
+from tests.support.gemma3_config import LINEAR, OLD, in_the_new_spelling
+from tests.support.tiny_models import BUILDERS
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR], ids=["plain", "linear"])
+def test_both_spellings_mean_the_same(scaling: dict[str, Any] | None) -> None:
+    raw = OLD | {"rope_scaling": scaling}
+    old, new = shape_of_config(raw), shape_of_config(in_the_new_spelling(raw))
+    assert (old.rope_theta, old.local_rope_theta, old.window) == (1e6, 1e4, 512)
+    assert [layer for layer, windowed in enumerate(old.windowed) if not windowed] == [5, 11, 17, 23]
+    assert (old.tied_embeddings, old.embedding_scale, old.softmax_scale) == (True, 1152**0.5, 1 / 16)
+    assert (old.rope_scaling is None) == (scaling is None)
+    assert (old.rope_scaling or {}).get("factor") == (new.rope_scaling or {}).get("factor")
+    assert replace(old, rope_scaling=None) == replace(new, rope_scaling=None)
+
+
+def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
+    from transformers import Gemma3TextConfig
+
+    sizes = {key: OLD[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    short = {"architectures": OLD["architectures"], **sizes, "num_attention_heads": 8}
+    whole = Gemma3TextConfig(**short).to_dict()
+    assert shape_of_config(short) == shape_of_config(whole)
+
+
+def test_without_windows_there_are_none() -> None:
+    shape = shape_of_config(OLD | {"sliding_window_pattern": 1})
+    assert (shape.window, any(shape.windowed)) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=true is not supported for gemma3"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for gemma3"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported for gemma3"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=.*rue is not supported for gemma3"),
+        ({"hidden_activation": "silu"}, "hidden_activation=silu is not supported; only gelu_pytorch_tanh is"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_type=linear needs factor"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "must have sliding_attention and full_attention"),
+        ({"rope_parameters": {"sliding_attention": LINEAR}}, "rope_type=linear of sliding_attention is not supported"),
+        ({"layer_types": ["full_attention"]}, "for each of 26 layers"),
+        ({"layer_types": ["chunked_attention"] * 26}, "must name sliding_attention or full_attention"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be a whole number above 0"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not supported"),
+    ],
+)
+def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_of_config(OLD | change)
+
+
+def test_reward_models_are_those_of_the_text_model() -> None:
+    """The other class is that of the model that sees images, whose weights have other names."""
+    text, images = "Gemma3TextForSequenceClassification", "Gemma3ForSequenceClassification"
+    assert shape_of_config(OLD | {"architectures": [text], "num_labels": 1}, reward_models=True).value_head == "stored"
+    with pytest.raises(ValueError, match=f"architecture {images} is not supported"):
+        shape_of_config(OLD | {"architectures": [images], "num_labels": 1}, reward_models=True)
+
+
+def test_the_table_has_every_tensor_once_in_its_shape() -> None:
+    model = BUILDERS["gemma3"]()
+    shape = shape_of_config(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
+    found = [
+        (part.name, part.shape)
+        for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers)))
+        if not entry.copy
+        for part in entry.slices(shape, layer, 0, 1)
+    ]
+    assert sorted(found) == sorted((name, tuple(weight.shape)) for name, weight in model.named_parameters())
+
+
+def test_forward_flops_are_those_that_torch_counts_but_for_the_pairs_that_nobody_sees() -> None:
+    model, lengths = BUILDERS["gemma3"]().eval(), [3, 17, 9]
+    model.set_attn_implementation("eager")
+    shape = shape_of_config(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for length in lengths:
+            model(torch.zeros(1, length, dtype=torch.int64))
+    squares = 2 * sum(length**2 for length in lengths)
+    seen = sum(query + 1 + min(query + 1, 5) for length in lengths for query in range(length))
+    assert forward_flops(shape, lengths) == counter.get_total_flops() - 4 * 4 * 16 * (squares - seen)
+
+
+@pytest.mark.parametrize("window", [1, 2, 512])
+def test_a_sequence_costs_what_it_computes(window: int) -> None:
+    shape = replace(shape_of_config(OLD), window=window)
+    lengths = [1, 2, 3, 511, 512, 513, 514, 5000]
+    assert cost_of(shape).of(np.array(lengths)).tolist() == [forward_flops(shape, [length]) for length in lengths]

@@ -1,0 +1,41 @@
+"""The weight map of released models has as many numbers as their publishers count."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from megatron_grpo.models.families import shape_of_folder, weight_entries
+from megatron_grpo.models.families.family import global_entries
+from megatron_grpo.models.shape import ModelShape
+from tests.support.hf_configs import HF_CONFIGS, config_folder
+
+PUBLISHED = {
+    "Qwen/Qwen3-0.6B": 751_632_384,  # its safetensors files also hold the head, which is tied to the embedding
+    "Qwen/Qwen3-1.7B": 2_031_739_904,  # as well
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "unsloth/DeepSeek-V3-0324-BF16": 671_026_419_200,  # without the layer for multi-token prediction
+}
+"""Parameters of each model as its hub page or technical report counts them."""
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_parameters_are_as_many_as_published(name: str) -> None:
+    assert _parameters(shape_of_folder(config_folder(name))) == PUBLISHED[name]
+
+
+def _parameters(shape: ModelShape) -> int:
+    """Numbers in all tensors of the weight map, copies of tied tensors included."""
+    entries = global_entries(weight_entries(shape), shape, range(shape.layers))
+    experts = shape.experts.count if shape.experts is not None else 1
+    return sum(
+        prod(tensor.shape(shape)) * (experts if entry.per_expert else 1)
+        for entry, _, _ in entries
+        for tensor in entry.hf
+    )

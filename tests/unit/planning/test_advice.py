@@ -1,0 +1,192 @@
+"""Advice for runs that do not fit, on a planner whose memory is arithmetic: it fits, and no smaller change does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning import advice as advice_module
+from megatron_grpo.planning.advice import with_advice
+from megatron_grpo.planning.changes import changed, engine_changes, layout_changes, single_changes
+from megatron_grpo.planning.device_memory import GIB, Holder, RankMemory
+from megatron_grpo.planning.estimates import activation_bytes, static_bytes
+from megatron_grpo.planning.generation_cost import engine_size
+from megatron_grpo.planning.hardware import Hardware, hardware
+from megatron_grpo.planning.policy_layouts import idle_gpus
+from megatron_grpo.planning.whole import Advice, Plan
+from megatron_grpo.preflight.load import problems_with
+
+DENSE = shape_of_folder("tests/data/hf_configs/qwen3_8b")
+EXPERTS = shape_of_folder("tests/data/hf_configs/qwen3_30b_a3b")
+H100 = hardware("h100")
+
+
+def planned(config: Config, shape: ModelShape, gpu: Hardware = H100) -> Plan:
+    """A plan whose memory is that of the estimates; the log-probabilities' batches add to it."""
+    static = static_bytes(config, shape)
+    tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
+    others = int(activation_bytes(config, shape)) + 4000 * tokens
+    holders = [Holder("weights", static, 1, None), Holder("linear", others, 1, None)]
+    rank = RankMemory(0, 0, 1, 1.0, {"train": static + others}, {}, 3 * GIB, holders, 2 * GIB)
+    return Plan(config, shape, gpu, [rank], engine_size(config, shape, gpu), None, [], 0.0)
+
+
+@dataclass
+class Pending:
+    plan: Plan
+
+    def result(self, deadline: float) -> Plan:
+        return self.plan
+
+
+@pytest.fixture(autouse=True)
+def planner(monkeypatch: pytest.MonkeyPatch) -> dict[str, Hardware]:
+    """Plans by `planned`, on the GPU of the entry "gpu"."""
+    chosen = {"gpu": H100}
+
+    def submit(config: Config, shape: ModelShape, pool: Any, *, brief: bool = False) -> Pending:
+        return Pending(planned(config, shape, chosen["gpu"]))
+
+    monkeypatch.setattr(advice_module, "submit_plan", submit)
+    return chosen
+
+
+def run(nodes: int = 1, **policy: Any) -> Config:
+    config = Config()
+    config.policy.model.path = "model"
+    config.data.train_path = "rows.jsonl"
+    config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.gpu = nodes, 8, "h100"
+    config.cluster.ray_address = "10.0.0.1:6379"
+    config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt = 32, 8
+    config.loss_fn.reference_policy_kl_penalty = 0.0
+    config.policy.parallel.tensor, config.policy.parallel.sequence = 4, True
+    config.generation.parallel.data = 4
+    for name, value in policy.items():
+        setattr(config.policy, name, value)
+    return config
+
+
+def long_batches(config: Config) -> None:
+    config.policy.microbatch_tokens = 262144
+
+
+def kept_reference(config: Config) -> None:
+    config.loss_fn.reference_policy_kl_penalty = 0.1
+    config.policy.parallel.tensor, config.policy.parallel.sequence, config.policy.parallel.data = 2, True, 2
+
+
+def whole_optimizer(config: Config) -> None:
+    config.policy.parallel.tensor, config.policy.parallel.sequence, config.policy.parallel.data = 2, True, 2
+    config.policy.optimizer.distributed = False
+
+
+def tight_engine(config: Config) -> None:
+    config.generation.engine.gpu_memory_utilization = 0.15
+
+
+def long_logprobs(config: Config) -> None:
+    config.policy.logprob_microbatch_tokens = 16_000_000
+
+
+@pytest.mark.parametrize(
+    ("change", "memory_gib"),
+    [
+        (long_batches, 79.1),
+        (kept_reference, 60.0),
+        (whole_optimizer, 79.1),
+        (tight_engine, 79.1),
+        (long_logprobs, 79.1),
+        (long_batches, 50.0),
+        (kept_reference, 40.0),
+    ],
+)
+def test_advice_fits_and_no_single_key_does_where_it_has_several(
+    change: Callable[[Config], None], memory_gib: float, planner: dict[str, Hardware]
+) -> None:
+    config, gpu = run(), replace(H100, memory_gib=memory_gib)
+    planner["gpu"] = gpu
+    change(config)
+    assert not problems_with(config, DENSE)
+    plan = planned(config, DENSE, gpu)
+    assert plan.shortages
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert found.overrides, found.text
+    assert not applied(config, found, gpu).shortages
+    if len(found.overrides) > 1:
+        singles = [one for one in (*single_changes(plan), *layout_changes(plan, "policy", DENSE)) if len(one) == 1]
+        others = engine_changes(plan) or {}
+        assert all(planned(changed(config, one | others), DENSE, gpu).shortages for one in singles)
+
+
+def applied(config: Config, found: Advice, gpu: Hardware, shape: ModelShape = DENSE) -> Plan:
+    """The plan of a configuration with the overrides of advice."""
+    values = {"true": True, "false": False, "null": None, "[]": []}
+
+    def value(text: str) -> Any:
+        return values[text] if text in values else float(text) if "." in text else int(text)
+
+    changes = {}
+    for override in found.overrides:
+        key, _, text = override.partition("=")
+        changes[key] = text if key == "generation.placement" or "kernel" in key else value(text)
+    made = changed(config, changes)
+    assert not problems_with(made, shape)
+    assert idle_gpus(made) >= 0
+    return planned(made, shape, gpu)
+
+
+def test_of_single_keys_that_fit_the_one_that_frees_most_is_advised() -> None:
+    config = run()
+    kept_reference(config)
+    plan = planned(config, DENSE, replace(H100, memory_gib=72.0))
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    freed = {}
+    for one in (*single_changes(plan), *layout_changes(plan, "policy", DENSE)):
+        made = changed(config, one)
+        if len(one) == 1 and not problems_with(made, DENSE):
+            freed[next(iter(one))] = planned(made, DENSE).fullest.peak
+    assert found.overrides[0].startswith(min(freed, key=freed.__getitem__))
+
+
+def test_a_model_that_no_layout_holds_is_called_that_and_the_nodes_are_named(planner: dict[str, Hardware]) -> None:
+    config, gpu = run(), replace(H100, memory_gib=9.0)
+    planner["gpu"] = gpu
+    plan = planned(config, EXPERTS, gpu)
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert "nothing makes it fit on 1 x 8 h100: in every layout weights, gradients and optimizer state" in found.text
+    assert "cluster.num_nodes=" in " ".join(found.overrides)
+    assert not applied(config, found, gpu, EXPERTS).shortages
+
+
+def test_too_little_memory_for_libraries_is_said() -> None:
+    plan = planned(run(), DENSE, replace(H100, memory_gib=2.0))
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert not found.overrides
+    assert "nothing makes it fit: CUDA and its libraries alone take 2.5 GiB of a GPU" in found.text
+
+
+def test_a_host_without_room_takes_less_of_the_optimizer() -> None:
+    config = run(data=1)
+    config.policy.optimizer.cpu_offload = 1.0
+    config.plan.host_memory_gib = 80.0
+    plan = planned(config, DENSE)
+    assert "a node's host keeps" in plan.problems[0]
+    found = with_advice(plan, None).advice  # type: ignore[arg-type]
+    assert found is not None
+    assert found.overrides[0].startswith("policy.optimizer.cpu_offload=")
+    assert not applied(config, found, H100).shortages
+
+
+def test_a_run_that_fits_needs_no_advice() -> None:
+    plan = planned(run(), DENSE)
+    assert with_advice(plan, None) is plan  # type: ignore[arg-type]

@@ -1,0 +1,188 @@
+"""Dry runs: the tracked memory is the same on fake and on real tensors, and what arithmetic says it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
+from megatron_grpo.models.families import as_value_model, shape_of_config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.dry.tracker import GRANULE
+from megatron_grpo.planning.dry_run import dry_run, run_phases, tracked_run
+from tests.support.config_problems import SMALL
+
+DENSE = shape_of_config({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
+EXPERTS = shape_of_config(
+    {
+        **SMALL,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 256,
+        "num_hidden_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+)
+
+
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a dry run takes the process's GPU away from Megatron-Core"
+)
+pytestmark = needs_no_gpu
+
+
+def small_run(**parallel: int | bool) -> Config:
+    config = Config()
+    config.policy.parallel = ParallelConfig(**parallel)
+    config.policy.max_total_sequence_length, config.policy.microbatch_tokens = 64, 128
+    config.loss_fn.reference_policy_kl_penalty = 0.0
+    return config
+
+
+def lora(config: Config) -> None:
+    config.policy.lora = LoraConfig(rank=4)
+
+
+def reference(config: Config) -> None:
+    config.loss_fn.reference_policy_kl_penalty = 0.1
+
+
+def recompute(config: Config) -> None:
+    config.policy.activation_checkpointing = True
+
+
+def recompute_mlp(config: Config) -> None:
+    config.policy.recompute_modules = ["mlp"]
+
+
+def recompute_experts(config: Config) -> None:
+    config.policy.recompute_modules = ["moe"]
+
+
+def padded(config: Config) -> None:
+    config.policy.packing = False
+
+
+def without_overlap(config: Config) -> None:
+    config.policy.overlap_grad_reduce = False
+
+
+def plain(config: Config) -> None:
+    pass
+
+
+def unfused_permutation(config: Config) -> None:
+    """The fused one keeps indices on a GPU, of which real tensors have none."""
+    config.policy.megatron = {"moe_permute_fusion": False}
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "rank", "change"),
+    [
+        pytest.param(DENSE, {}, 0, plain, id="dense"),
+        pytest.param(DENSE, {}, 0, lora, id="lora"),
+        pytest.param(DENSE, {"data": 2}, 1, reference, id="reference"),
+        pytest.param(DENSE, {}, 0, recompute, id="recompute"),
+        pytest.param(DENSE, {}, 0, recompute_mlp, id="recompute_mlp"),
+        pytest.param(DENSE, {}, 0, padded, id="padded"),
+        pytest.param(DENSE, {"tensor": 2, "sequence": True, "data": 2}, 3, plain, id="tensor"),
+        pytest.param(DENSE, {"data": 2}, 0, without_overlap, id="without_overlap"),
+        pytest.param(DENSE, {"context": 2}, 1, plain, id="context"),
+        *(pytest.param(DENSE, {"pipeline": 2}, rank, plain, id=f"pipeline{rank}") for rank in (0, 1)),
+        *(
+            pytest.param(DENSE, {"pipeline": 2, "virtual_pipeline": 2}, rank, plain, id=f"virtual{rank}")
+            for rank in (0, 1)
+        ),
+        pytest.param(EXPERTS, {"expert": 2, "data": 2}, 1, unfused_permutation, id="experts"),
+        pytest.param(
+            EXPERTS,
+            {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2, "data": 2},
+            1,
+            unfused_permutation,
+            id="expert_tensor",
+        ),
+    ],
+)
+def test_fake_tensors_take_as_much_as_real_ones(
+    shape: ModelShape, parallel: dict[str, int | bool], rank: int, change: Callable[[Config], None]
+) -> None:
+    config = small_run(**parallel)
+    change(config)
+    fake, real = dry_run(config, shape, rank), tracked_run(config, shape, rank, fake=None)
+    assert real.peak_bytes > 2**18
+    # Some scalars are in reference cycles, and live until the garbage collector happens to run.
+    close = partial(pytest.approx, abs=8 * GRANULE)
+    assert real.peak_bytes == max(real.phases.values())
+    assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
+    assert {phase: fake.held[phase] for phase in real.held} == close(real.held)
+
+
+@pytest.mark.parametrize("change", [recompute, recompute_experts])
+def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], None]) -> None:
+    config = small_run()
+    change(config)
+    report = dry_run(config, EXPERTS, 0)
+    assert report.held["train"] <= report.held["logprobs"] + 8 * GRANULE
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True, "data": 2}], ids=["one rank", "tensor"])
+def test_a_filter_of_sampling_takes_the_memory_of_the_chunked_kernel(parallel: dict[str, int | bool]) -> None:
+    config, chunked = small_run(**parallel), small_run(**parallel)
+    config.generation.top_p = 0.9
+    chunked.policy.logprob_kernel = "chunked"
+    assert dry_run(config, DENSE, 0).phases == dry_run(chunked, DENSE, 0).phases
+
+
+def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
+    config = small_run()
+    alone = dry_run(config, DENSE, 0)
+    reference(config)
+    config.reference.offload = True
+    report = dry_run(config, DENSE, 0)
+    assert report.held["build"] == pytest.approx(alone.held["build"], abs=8 * GRANULE)
+    assert report.phases["reference"] >= alone.phases["logprobs"] + sum(weight_bytes(DENSE))
+
+
+def weight_bytes(shape: ModelShape) -> list[int]:
+    """Bytes of the layers' matrices, in bfloat16."""
+    heads = (shape.attention_heads + 2 * shape.key_value_heads) * shape.head_dim
+    matrices = [
+        shape.hidden * heads,
+        shape.attention_heads * shape.head_dim * shape.hidden,
+        3 * shape.hidden * shape.ffn_hidden,
+    ]
+    return [2 * one for one in matrices] * shape.layers
+
+
+def test_phases_are_those_that_the_run_has() -> None:
+    config = small_run()
+    assert run_phases(config) == {"train", "refit", "checkpoint"}
+    config.loss_fn.reference_policy_kl_penalty, config.checkpointing.enabled = 0.1, False
+    assert run_phases(config) == {"train", "refit", "reference"}
+    config.policy.train_global_batch_samples, config.generation.placement = 8, "colocated"
+    assert run_phases(config) == {"train", "refit", "reference", "logprobs", "offload", "onload"}
+    config.debug.rollouts_from = "run"
+    assert run_phases(config) == {"train", "reference", "logprobs"}
+
+
+def test_phases_that_a_run_lacks_are_not_run() -> None:
+    config = small_run()
+    found = dry_run(config, DENSE, 0, phases=run_phases(config))
+    assert found.phases.keys() - {"build", "first step"} == {"train", "refit", "checkpoint"}
+
+
+def test_a_value_model_runs_dry_without_a_reference() -> None:
+    config = small_run()
+    reference(config)
+    found = dry_run(config, as_value_model(DENSE), 0, moves=False)
+    assert found.phases.keys() - {"build", "first step"} == {"values", "train"}
+    policy = dry_run(config, DENSE, 0, moves=False)
+    assert found.held["train"] < policy.held["train"]

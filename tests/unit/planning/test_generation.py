@@ -1,0 +1,126 @@
+"""Generation: lengths, memory of engines, and the batch while responses end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.config.schema import Config, GenerationParallelConfig
+from megatron_grpo.models.families import shape_of_config, shape_of_folder
+from megatron_grpo.planning.generation_cost import (
+    BLOCK_TOKENS,
+    Decoder,
+    decoder_of,
+    engine_size,
+    generate,
+    kv_bytes_per_token,
+    log_normal_lengths,
+)
+from megatron_grpo.planning.hardware import hardware
+from tests.support.config_problems import SMALL
+from tests.unit.planning.test_costs import H100
+
+DENSE = shape_of_config({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
+FOLDER = "tests/data/hf_configs"
+
+
+def test_log_normal_lengths_have_the_mean_and_the_spread() -> None:
+    found = log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
+    assert found.responses.mean() == pytest.approx(1000, rel=2e-3)
+    assert np.log(found.responses).std() == pytest.approx(0.5, rel=2e-3)
+    assert log_normal_lengths(1000.0, 0.5, 100, 1500, 0.0).responses.max() == 1500
+
+
+def test_bytes_of_a_token_in_the_cache() -> None:
+    llama = shape_of_folder(f"{FOLDER}/llama3_3_70b")
+    assert kv_bytes_per_token(llama, 80, 1, 2) == 2 * 80 * 8 * 128 * 2
+    assert kv_bytes_per_token(llama, 80, 8, 2) == kv_bytes_per_token(llama, 80, 16, 2) == 2 * 80 * 128 * 2
+    deepseek = shape_of_folder(f"{FOLDER}/deepseek_v3")
+    assert kv_bytes_per_token(deepseek, 61, 8, 2) == 61 * (512 + 64) * 2  # every rank has the latent vector
+
+
+def test_pages_of_the_cache_are_vllms() -> None:
+    cache = pytest.importorskip("vllm.v1.kv_cache_interface")
+    torch = pytest.importorskip("torch")
+    llama = shape_of_folder(f"{FOLDER}/llama3_3_70b")
+    spec = cache.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    assert spec.page_size_bytes * 80 == BLOCK_TOKENS * kv_bytes_per_token(llama, 80, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "numbers"),
+    [
+        ("qwen3_8b", {}, 8.19e9),
+        ("llama3_3_70b", {"tensor": 8}, 70.6e9 / 8),
+        ("qwen3_30b_a3b", {"tensor": 2}, 30.5e9 / 2),
+        ("qwen3_235b_a22b", {"tensor": 8, "expert": 8}, 235.1e9 / 8),
+    ],
+)
+def test_weights_of_an_engine_are_those_of_the_model(model: str, parallel: dict[str, int], numbers: float) -> None:
+    config = Config()
+    config.generation.parallel = GenerationParallelConfig(**parallel)
+    size = engine_size(config, shape_of_folder(f"{FOLDER}/{model}"), hardware("h200"))
+    assert size.weight_bytes == pytest.approx(2 * numbers, rel=0.02)
+    taken = size.weight_bytes + size.activation_bytes + size.cache_blocks * BLOCK_TOKENS * size.kv_bytes_per_token
+    assert taken == pytest.approx(0.9 * 139.8 * 2**30, rel=1e-3)
+
+
+def test_an_engine_that_does_not_fit_has_no_cache() -> None:
+    assert engine_size(Config(), shape_of_folder(f"{FOLDER}/llama3_3_70b"), hardware("h100")).cache_blocks == 0
+
+
+def test_a_decoding_step_reads_weights_and_cache() -> None:
+    gpu = replace(H100, efficiency=replace(H100.efficiency, decode_memory=1, decode_step_s=0, decode_layer_s=0))
+    decoder = Decoder(DENSE, gpu, 1, 2, 2)
+    layer = DENSE.hidden * DENSE.head_dim * (2 * 8 + 2 * 4) + 3 * DENSE.hidden * DENSE.ffn_hidden
+    read = 2 * (4 * layer + DENSE.hidden * DENSE.vocab) + 10 * 50 * kv_bytes_per_token(DENSE, 4, 1, 2)
+    assert decoder.step_s(10, 50) == pytest.approx(read / gpu.memory_bytes_per_s)
+
+
+def test_a_batch_touches_more_experts_than_a_token() -> None:
+    shape = shape_of_folder(f"{FOLDER}/qwen3_30b_a3b")
+    decoder = replace(decoder_of(Config(), shape, H100))
+    drawn = np.random.default_rng(0)
+    chosen = [len({int(one) for _ in range(16) for one in drawn.choice(128, 8, replace=False)}) for _ in range(400)]
+    experts, sequences = 3 * shape.hidden * 768 * 48 * 2, 16
+    more = decoder._read(sequences) - decoder._read(1)
+    assert more == pytest.approx((np.mean(chosen) - 8) * experts, rel=0.02)
+
+
+class Counted(Decoder):
+    """A decoder whose steps take a second for each sequence, and whose prefill takes none."""
+
+    def step_s(self, sequences: float, context: float) -> float:
+        return sequences
+
+    def prefill_s(self, tokens: float, context: float) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 10])
+def test_the_batch_is_that_of_a_simulation_token_by_token(most: int) -> None:
+    lengths = np.array([5.0, 1, 7, 3, 3, 9, 2])
+    waiting, running, seconds = list(lengths), [], 0.0
+    while waiting or running:
+        while waiting and len(running) < most:
+            running.append(waiting.pop(0))
+        seconds += len(running)
+        running = [left - 1 for left in running if left > 1]
+    found = generate(Counted(DENSE, H100, 1, 2, 2), 4.0, lengths, most, copies=1)
+    assert found.seconds == pytest.approx(seconds) == lengths.sum()
+    assert found.busy <= most
+
+
+def test_the_mean_context_is_that_of_the_running_responses() -> None:
+    seen: list[tuple[float, float]] = []
+
+    class Watched(Counted):
+        def step_s(self, sequences: float, context: float) -> float:
+            seen.append((sequences, context))
+            return 1.0
+
+    generate(Watched(DENSE, H100, 1, 2, 2), 10.0, np.array([4.0, 2.0, 6.0]), 2, copies=1)
+    # Two at once for 2 steps; then 4's last two and the first two of 6; then 6 alone.
+    assert seen == [(2, 11.0), (2, pytest.approx(10 + (3 + 1) / 2)), (1, pytest.approx(10 + 4))]

@@ -1,0 +1,93 @@
+"""GPUs of policy and engines in a search: layouts on any number of nodes, or reasons that the run's checks confirm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.planning.hardware import hardware
+from megatron_grpo.planning.refusals import Refusals
+from megatron_grpo.planning.search import Share, _share, _shares
+from megatron_grpo.preflight.load import compose_for_search, problems_with
+
+H100 = hardware("h100")
+MODELS = {
+    "qwen3_8b_8gpu": shape_of_folder("tests/data/hf_configs/qwen3_8b"),
+    "qwen3_30b_a3b_4nodes": shape_of_folder("tests/data/hf_configs/qwen3_30b_a3b"),
+}
+
+
+def composed(recipe: str, nodes: int, *more: str) -> Config:
+    given = [f"cluster.nodes={nodes}", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100"]
+    return compose_for_search([f"+exp={recipe}", *given, *more])
+
+
+def first_share(config: Config, shape: ModelShape) -> tuple[Share, str]:
+    return next(_shares(config, shape, H100))
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("nodes", [3, 5, 6, 12])
+def test_nodes_that_are_no_power_of_two_have_layouts(recipe: str, nodes: int) -> None:
+    share, why = first_share(composed(recipe, nodes), MODELS[recipe])
+    assert sum(share.gpus) == 8 * nodes
+    assert not why
+    assert len(share.candidates) > 5
+    for one in share.candidates[:50]:
+        assert not problems_with(one.config, MODELS[recipe])
+        engines = one.config.generation.parallel
+        assert engines.ranks_per_engine * engines.data == share.gpus[1]
+
+
+def test_layouts_whose_memory_fits_by_arithmetic_come_first() -> None:
+    share, _ = first_share(composed("qwen3_30b_a3b_4nodes", 5), MODELS["qwen3_30b_a3b_4nodes"])
+    usable = H100.memory_gib - H100.reserve_gib
+    fitting = [one.estimated_gib <= usable for one in share.candidates]
+    assert fitting == sorted(fitting, reverse=True)
+    assert True in fitting
+    assert False in fitting
+    seconds = [one.estimated_s for one in share.candidates if one.estimated_gib <= usable]
+    assert seconds == sorted(seconds)
+
+
+def test_batches_that_do_not_divide_are_named_with_the_nearest_that_do() -> None:
+    shape = MODELS["qwen3_8b_8gpu"]
+    config = composed("qwen3_8b_8gpu", 1, "grpo.num_prompts_per_step=127", "grpo.num_generations_per_prompt=3")
+    refusals = Refusals()
+    _share(config, shape, H100, (5, 0), refusals)
+    told = {problem.subject: problem.text for problem in refusals.counts}
+    assert told["policy.parallel.data=5"] == (
+        "127 prompts x 3 generations = 381 samples do not share out evenly over 5 data-parallel ranks; use "
+        "grpo.num_prompts_per_step=125 or 130"
+    )
+    config.grpo.num_prompts_per_step, config.policy.parallel = 130, ParallelConfig(data=5)
+    config.generation.parallel = GenerationParallelConfig()
+    assert not problems_with(config, shape)
+
+
+def test_a_search_without_any_layout_gives_the_runs_reasons() -> None:
+    """Engines cannot hold the longest sequence: the reason is the roomiest engine's, with its numbers."""
+    shape = replace(MODELS["qwen3_8b_8gpu"], max_positions=10**9)
+    longest = ["policy.max_total_sequence_length=8000000", "generation.max_new_tokens=7000000"]
+    tokens = ["policy.microbatch_tokens=8000000", "policy.logprob_microbatch_tokens=8000000"]
+    config = composed("qwen3_8b_8gpu", 1, *longest, *tokens)
+    with pytest.raises(ValueError, match="no layout of policy and engines on 1 x 8 GPUs passes") as caught:
+        first_share(config, shape)
+    text = str(caught.value)
+    assert "policy.max_total_sequence_length=8000000" in text
+    assert "generation.engine.gpu_memory_utilization=0.9 gives it 71.2 GiB" in text
+
+
+def test_a_recipe_for_more_nodes_is_searched_on_fewer() -> None:
+    share, _ = first_share(composed("qwen3_30b_a3b_4nodes", 2), MODELS["qwen3_30b_a3b_4nodes"])
+    assert share.gpus == (8, 8)
+
+
+def test_a_placement_that_more_nodes_exclude_is_the_reason() -> None:
+    given = ["cluster.nodes=3", "cluster.ray_address=10.0.0.1:6379", "cluster.gpu=h100"]
+    with pytest.raises(ValueError, match="weights reach engines in the memory of one node"):
+        compose_for_search(["+exp=qwen3_8b_8gpu_colocated", *given])

@@ -1,0 +1,208 @@
+"""An agent's calls as one sequence: every token as it was given or sampled, against an engine that writes a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
+from megatron_grpo.rollouts.conversation import BadCallError, Conversation
+
+TEMPLATE = (
+    "{% for message in messages %}<start>{{ message['role'] }}:{{ message['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant:{% endif %}"
+)
+SPECIAL = ["<unk>", "<start>", "<end>", "ab"]
+"""The last is a word of two letters, which is also the token of these letters side by side."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz:␂␃"
+END = SPECIAL.index("<end>")
+SETTINGS = SamplingSettings(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *LETTERS])}
+    core = Tokenizer(models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", chat_template=TEMPLATE)
+    made.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
+    return made
+
+
+class Script:
+    """Answers with these tokens, one answer a call."""
+
+    def __init__(self, tokenizer: Any, answers: Sequence[list[int]]) -> None:
+        self._tokenizer, self._answers = tokenizer, list(answers)
+        self.asked: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+        self.asked.append(request)
+        tokens = self._answers[len(self.asked) - 1]
+        await asyncio.sleep(0)
+        return GenerationOutput(
+            token_ids=np.array(tokens, dtype=np.int32),
+            logprobs=-np.arange(len(tokens), dtype=np.float32),
+            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
+            stop_reason="stop" if tokens[-1] == END else "length",
+            spans=[Span(0, len(tokens), 5)],
+        )
+
+
+@pytest.fixture
+def talk(tokenizer: Any) -> Callable[..., tuple[Conversation, Script]]:
+    def made(*answers: list[int], longest: int = 200) -> tuple[Conversation, Script]:
+        engine = Script(tokenizer, answers)
+        return Conversation(
+            engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: 100 + turn, longest
+        ), engine
+
+    return made
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_a_chat_goes_on_from_the_very_tokens_that_were_sampled(talk: Any, tokenizer: Any) -> None:
+    # "a" and "b" as two tokens: put into tokens again, this text would be one.
+    apart = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")]
+    assert ids(tokenizer, "ab") == [SPECIAL.index("ab")]
+    conversation, engine = talk([*apart, END], apart)
+
+    async def agent() -> None:
+        first = await conversation.chat([user("hi")], None, None)
+        assert first.text == "ab"
+        answered = {"role": "assistant", "content": [{"type": "text", "text": "ab"}], "tool_calls": None}
+        await conversation.chat([user("hi"), answered, user("more")], None, None)
+
+    asyncio.run(agent())
+    begin = ids(tokenizer, "<start>user:hi<end><start>assistant:")
+    between = ids(tokenizer, "<start>user:more<end><start>assistant:")  # the end was sampled
+    assert engine.asked[0].prompt_ids.tolist() == begin
+    assert engine.asked[1].prompt_ids.tolist() == [*begin, *apart, END, *between]
+    assert [one.seed for one in engine.asked] == [100, 101]
+    assert np.concatenate(conversation.pieces).tolist() == [*begin, *apart, END, *between, *apart]
+
+
+def test_an_agents_turns_are_rendered_by_the_task_and_by_its_call(tokenizer: Any) -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+        "{% for m in messages %}<start>{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<start>{{ mood }}:{% endif %}"
+    )
+    prompts = PromptFormat(chat_template=template, chat_template_kwargs={"mood": "x"}, tools=[{"name": "f"}])
+    engine = Script(tokenizer, [[7, END], [8, END], [9, END]])
+    talk = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, prompts), lambda turn: turn, 200)
+
+    async def agent() -> None:
+        messages: list[dict[str, Any]] = [user("hi")]
+        for tools, variables in ((None, None), ([{"name": "g"}], {"mood": "y"}), (None, None)):
+            answer = await talk.chat(messages, tools, None, variables)
+            messages += [{"role": "assistant", "content": answer.text}, user([{"type": "text", "text": "more"}])]
+
+    asyncio.run(agent())
+    pieces = [tokenizer.decode(piece) for piece in talk.pieces[::2]]
+    assert pieces == ["f<start>hi<end><start>x:", "<start>more<end><start>y:", "<start>more<end><start>x:"]
+
+
+def test_the_end_of_a_message_that_was_cut_off_is_given_not_sampled(talk: Any, tokenizer: Any) -> None:
+    letter = tokenizer.convert_tokens_to_ids("c")
+    conversation, engine = talk([letter], [letter, END])
+
+    async def agent() -> None:
+        await conversation.chat([user("hi")], None, 1)
+        await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")], None, None)
+
+    asyncio.run(agent())
+    between = ids(tokenizer, "<end><start>user:x<end><start>assistant:")
+    assert engine.asked[1].prompt_ids.tolist()[-len(between) - 1 :] == [letter, *between]
+    assert engine.asked[0].max_new_tokens == 1
+
+
+def test_completions_go_on_as_text_and_as_tokens(talk: Any, tokenizer: Any) -> None:
+    conversation, engine = talk([5, 6, END], [7], [8])
+
+    async def agent() -> None:
+        first = await conversation.complete("xy", None)
+        await conversation.complete("xy" + first.text + "z", None)
+        await conversation.complete([*np.concatenate(conversation.pieces).tolist(), 9], None)
+
+    asyncio.run(agent())
+    begin = ids(tokenizer, "xy")
+    assert engine.asked[1].prompt_ids.tolist() == [*begin, 5, 6, END, *ids(tokenizer, "z")]
+    assert engine.asked[2].prompt_ids.tolist() == [*engine.asked[1].prompt_ids.tolist(), 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ([user("hi"), {"role": "assistant", "content": "other"}, user("x")], "does not continue"),
+        ([user("hi")], "does not continue"),
+        ([user("other"), {"role": "assistant", "content": "c"}, user("x")], "does not continue"),
+        ([user("hi"), {"role": "assistant", "content": "c"}, user("x" * 60)], "leave no room within"),
+    ],
+)
+def test_a_call_that_does_not_continue_is_refused_and_leaves_nothing(
+    talk: Any, tokenizer: Any, second: list[dict[str, str]], text: str
+) -> None:
+    conversation, engine = talk([tokenizer.convert_tokens_to_ids("c"), END], [END], longest=80)
+
+    async def agent() -> None:
+        await conversation.chat([user("hi")], None, None)
+        length = conversation.length
+        with pytest.raises(BadCallError, match=text):
+            await conversation.chat(second, None, None)
+        assert conversation.length == length
+        await conversation.chat([user("hi"), {"role": "assistant", "content": "c"}, user("x")], None, None)
+
+    asyncio.run(agent())
+    assert len(engine.asked) == 2
+
+
+def test_tokens_that_the_model_has_not_are_refused(talk: Any) -> None:
+    conversation, _ = talk([END])
+    with pytest.raises(BadCallError, match="outside the model's vocabulary"):
+        asyncio.run(conversation.complete([1, 10**6], None))
+
+
+def test_after_its_end_a_call_under_way_is_given_up(tokenizer: Any) -> None:
+    class Forever:
+        def __init__(self) -> None:
+            self.cancelled = False
+
+        async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+            raise AssertionError("it is not answered")
+
+    engine = Forever()
+    conversation = Conversation(engine, SETTINGS, PromptRenderer(tokenizer, PromptFormat()), lambda turn: turn, 100)
+
+    async def agent() -> None:
+        call = asyncio.create_task(conversation.complete("a", None))
+        await asyncio.sleep(0.01)
+        conversation.end()
+        with pytest.raises(BadCallError, match="the rollout is over"):
+            await call
+        with pytest.raises(BadCallError, match="the rollout is over"):
+            await conversation.complete("a", None)
+
+    asyncio.run(agent())
+    assert engine.cancelled
+    assert not conversation.outputs

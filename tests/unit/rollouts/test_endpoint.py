@@ -1,0 +1,294 @@
+"""The endpoint as OpenAI's own client sees it, over a loopback socket; the engine writes a script."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.prompt_renderer import PromptFormat
+from megatron_grpo.data.scores import ModelAccess
+from megatron_grpo.rollouts.conversation import Conversation
+from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
+from megatron_grpo.rollouts.seeds import RolloutFailure
+
+LETTERS = "abcdefghij"
+SETTINGS = SamplingSettings(max_new_tokens=8, temperature=0.5)
+ANSWER = [3, 4]
+LOGPROBS = [-0.25, -1.5]
+Ask = Callable[[AsyncOpenAI, ModelAccess, Endpoint], Awaitable[Any]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    tokenizer = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(LETTERS)}, unk_token="j"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    template = "{% for message in messages %}{{ message['content'] }}i{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+class Engine:
+    failing = False
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+        if self.failing:
+            raise RolloutFailure("the engine gave it up")
+        return GenerationOutput(
+            token_ids=np.array(ANSWER, dtype=np.int32),
+            logprobs=np.array(LOGPROBS, dtype=np.float32),
+            text="de",
+            stop_reason="stop",
+            spans=[Span(0, 2, 1)],
+        )
+
+
+def ask(model: str, what: Ask, *, token: str | None = "right", key: str | None = None, failing: bool = False) -> Any:
+    """What an agent gets in a rollout."""
+
+    async def rollout() -> Any:
+        endpoint = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=token, tokenizer=model))
+        await endpoint.start()
+        engine = Engine()
+        engine.failing = failing
+        talk = Conversation(engine, SETTINGS, endpoint.renderer("task", PromptFormat()), lambda turn: turn, 40)
+        try:
+            with endpoint.opened(talk) as access:
+                client = AsyncOpenAI(base_url=access.base_url, api_key=key or access.token, max_retries=0)
+                return await what(client, access, endpoint)
+        finally:
+            await endpoint.runner.cleanup()
+
+    return asyncio.run(rollout())
+
+
+def test_chat(model: str) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
+        messages: list[Any] = [{"role": "user", "content": "ab"}]
+        first = await client.chat.completions.create(
+            model=access.model, messages=messages, logprobs=True, temperature=0.5, n=1, max_completion_tokens=4
+        )
+        messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "c"}]
+        return first, await client.chat.completions.create(model=access.model, messages=messages)
+
+    first, second = ask(model, agent)
+    (choice,) = first.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "de", "stop")
+    assert choice.model_extra["token_ids"] == ANSWER
+    assert [(one.token, one.logprob) for one in choice.logprobs.content] == [("d", -0.25), ("e", -1.5)]
+    assert first.usage.prompt_tokens == len("abi")
+    assert second.usage.prompt_tokens == len("abi") + len(ANSWER) + len("ici")
+
+
+def test_completions_and_models(model: str) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
+        (listed,) = (await client.models.list()).data
+        return listed.id, await client.completions.create(model=listed.id, prompt=[1, 2])
+
+    name, answer = ask(model, agent)
+    assert name == "policy"
+    (choice,) = answer.choices
+    assert choice.text == "de"
+    assert choice.logprobs.token_logprobs == LOGPROBS
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ({"temperature": 1.0}, r"temperature=1.0: every call of this run has 0.5; leave it out"),
+        ({"n": 2}, "n=2: every call of this run has 1"),
+        ({"stream": True}, "stream=True: every call of this run has False"),
+        ({"stop": ["x"], "seed": 3}, "seed, stop: not accepted"),
+        ({"max_tokens": 0}, "max_tokens=0: give a number above 0"),
+        ({"messages": []}, "messages: give a list of objects"),
+        ({"messages": [{"role": "user", "content": "a" * 60}]}, "leave no room within"),
+    ],
+)
+def test_what_would_not_be_trained_on_as_sampled_is_refused(model: str, call: dict[str, Any], text: str) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
+        given: dict[str, Any] = {"model": access.model, "messages": [{"role": "user", "content": "a"}], **call}
+        with pytest.raises(openai.BadRequestError, match=text):
+            await client.chat.completions.create(**given)
+
+    ask(model, agent)
+
+
+def test_who_has_not_the_token_or_no_rollout_gets_nothing(model: str) -> None:
+    message: list[Any] = [{"role": "user", "content": "a"}]
+
+    async def stranger(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
+        with pytest.raises(openai.AuthenticationError):
+            await client.chat.completions.create(model=access.model, messages=message)
+
+    async def late(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        base = f"http://127.0.0.1:{endpoint.port}"
+        for url in (f"{base}/v1", f"{base}/rollouts/other/v1"):
+            client = AsyncOpenAI(base_url=url, api_key=access.token, max_retries=0)
+            with pytest.raises(openai.NotFoundError, match="no open rollout has this name"):
+                await client.chat.completions.create(model=access.model, messages=message)
+        client = AsyncOpenAI(base_url=f"{base}/v1", api_key=access.token)
+        name = access.base_url.split("/")[-2]
+        return await client.chat.completions.create(
+            model=access.model, messages=message, extra_headers={"X-Rollout-Id": name}
+        )
+
+    ask(model, stranger, key="wrong")
+    assert ask(model, late).choices[0].message.content == "de"
+    assert ask(model, late, token=None).choices[0].message.content == "de"
+
+
+def test_what_the_engine_gives_up_is_told(model: str) -> None:
+    async def agent(client: AsyncOpenAI, access: ModelAccess, _: Endpoint) -> Any:
+        with pytest.raises(openai.InternalServerError, match="the engine gave it up"):
+            await client.completions.create(model=access.model, prompt="a")
+
+    ask(model, agent, failing=True)
+
+
+def test_an_address_that_is_taken_is_told(model: str) -> None:
+    async def twice() -> None:
+        first = Endpoint(EndpointSettings(host="127.0.0.1", port=0, token=None, tokenizer=model))
+        await first.start()
+        second = Endpoint(EndpointSettings(host="127.0.0.1", port=first.port, token=None, tokenizer=model))
+        told = rf"generation.endpoint.host=127.0.0.1 and port={first.port}"
+        with pytest.raises(SamplingError, match=told):
+            await second.start()
+        await first.runner.cleanup()
+
+    asyncio.run(twice())
+
+
+async def sent(port: int, *pieces: bytes, pause_s: float = 0.0) -> tuple[int | None, float]:
+    """Send a request in pieces; the answer's status and seconds. None: the connection was closed without an answer."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reading = asyncio.create_task(reader.readline())
+    for piece in pieces:
+        if reading.done():
+            break
+        writer.write(piece)
+        await asyncio.sleep(pause_s)
+    try:
+        line = await asyncio.wait_for(reading, 10)
+    except ConnectionResetError:  # it was closed while the client wrote
+        line = b""
+    writer.close()
+    return int(line.split()[1]) if line else None, time.monotonic() - began
+
+
+def head(path: str, *headers: str, length: int | str) -> bytes:
+    kind = [] if any(one.startswith("Content-Type") for one in headers) else ["Content-Type: application/json"]
+    host = [] if any(one.startswith("Host") for one in headers) else ["Host: 127.0.0.1"]
+    given = [*host, *kind, f"Content-Length: {length}", *headers]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *given, "", ""]).encode()
+
+
+MESSAGE = b'{"messages": [{"role": "user", "content": "a"}]'
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ([], MESSAGE + b"}", 200),
+        ([], b"", 400),
+        ([], MESSAGE, 400),
+        ([], b"\xff\xfe{}", 400),
+        ([], b"[" * 100_000, 400),
+        ([], b'{"messages": ' + b"9" * 10_000 + b"}", 400),
+        ([], b"null", 400),
+        ([], MESSAGE + b', "max_tokens": 1e999}', 400),
+        ([], MESSAGE + b', "max_tokens": true}', 400),
+        ([], MESSAGE + b', "temperature": {}}', 400),
+        ([], MESSAGE + b', "tools": {"a": 1}}', 400),
+        ([], b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        ([], b'{"messages": [{"role": "user"}]}', 200),
+        ([], b'{"messages": [{"role": "user", "content": [[]]}]}', 400),
+        (["Content-Encoding: gzip"], b"no gzip", 400),
+        (["Content-Type: application/json; charset=nonsense"], MESSAGE + b"}", 200),
+        (["Authorization: Bearer \xff"], MESSAGE + b"}", 401),
+        (["Origin: https://evil.example"], MESSAGE + b"}", 403),
+        (["Content-Type: text/plain"], MESSAGE + b"}", 415),
+        (["Host: evil.example:8000"], MESSAGE + b"}", 421),
+    ],
+)
+def test_malformed_and_foreign_requests_are_refused(model: str, headers: list[str], body: bytes, status: int) -> None:
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        key = [] if any("Authorization" in one for one in headers) else [f"Authorization: Bearer {access.token}"]
+        return await sent(endpoint.port, head(path, *headers, *key, length=len(body)) + body)
+
+    assert ask(model, agent)[0] == status
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_another_method_gets_405(model: str, method: str) -> None:
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        whole = head(path, f"Authorization: Bearer {access.token}", length=0)
+        return await sent(endpoint.port, whole.replace(b"POST", method.encode(), 1))
+
+    assert ask(model, agent)[0] == 405
+
+
+@pytest.mark.parametrize("length", ["header", "chunks"])
+def test_a_huge_request_gets_413(model: str, length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Endpoint.__module__}.BODY_BYTES", 1000)
+
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        key = f"Authorization: Bearer {access.token}"
+        if length == "header":
+            return await sent(endpoint.port, head(path, key, length=5000) + b"x" * 5000)
+        chunked = head(path, key, length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        return await sent(endpoint.port, chunked, *[b"1f4\r\n" + b"x" * 500 + b"\r\n"] * 10, b"0\r\n\r\n")
+
+    assert ask(model, agent)[0] == 413
+
+
+@pytest.mark.parametrize(("part", "status"), [("head", None), ("body", 408)])
+def test_a_slow_request_is_ended(model: str, part: str, status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Endpoint.__module__}.REQUEST_S", 0.5)
+
+    async def agent(client: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        path = f"{access.base_url.partition(str(endpoint.port))[2]}/chat/completions"
+        whole = head(path, f"Authorization: Bearer {access.token}", length=1000)
+        pieces = [whole] if part == "body" else []
+        slow = [bytes([byte]) for byte in (b" " * 200 if part == "body" else whole)]
+        found = await sent(endpoint.port, *pieces, *slow, pause_s=0.05)
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        await client.chat.completions.create(model=access.model, messages=messages)
+        return found
+
+    found, seconds = ask(model, agent)
+    assert found == status
+    assert seconds < 5
+
+
+def test_half_open_connections_are_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Endpoint.__module__}.IDLE_CONNECTIONS", 5)
+    monkeypatch.setattr(f"{Endpoint.__module__}.REQUEST_S", 5.0)
+
+    async def agent(_: AsyncOpenAI, access: ModelAccess, endpoint: Endpoint) -> Any:
+        opened = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(20)]
+        for _, writer in opened:
+            writer.write(b"POST / HTTP/1.1\r\n")
+        await asyncio.sleep(2)
+        closed = [reader.at_eof() for reader, _ in opened]
+        for _, writer in opened:
+            writer.close()
+        return closed
+
+    assert ask(model, agent) == [True] * 15 + [False] * 5, "the oldest are closed"

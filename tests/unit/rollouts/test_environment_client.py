@@ -1,0 +1,180 @@
+"""Calls to an environment's processes, with processes that are objects of this one: sharing out, loss and retry."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.data.prompt_renderer import PromptFormat
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.rollouts.environment_client import EnvironmentClient
+from megatron_grpo.rollouts.seeds import RolloutFailure
+
+
+class FakeProcess:
+    """Scores a response by its length. One of "raise", "die", "hang" in a response makes it do so."""
+
+    def __init__(self, *, comes_up: bool = True) -> None:
+        self.comes_up = comes_up
+        self.calls: list[list[tuple[str, ...]]] = []
+        self.pid = id(self)
+        self.ready = SimpleNamespace(remote=self._ready)
+        self.run = SimpleNamespace(remote=self._run)
+
+    async def _ready(self) -> dict[str, Any]:
+        if not self.comes_up:
+            raise RayTaskError("ready", "", RunError("reward function f is gone"))
+        return {"node": "here", "pid": self.pid, "multi_turn": True, "agent": False, "reads_token_ids": False}
+
+    async def _run(self, packed: Any) -> list[Any]:
+        jobs: list[tuple[str, tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
+        texts = [
+            tuple(one.response for one in first) if method == "score" else (first,) for method, (first, *_) in jobs
+        ]
+        self.calls.append(texts)
+        await asyncio.sleep(0)
+        for text in (text for group in texts for text in group):
+            if text == "die":
+                raise ActorDiedError
+            if text == "hang":
+                await asyncio.sleep(60)
+        return [self._answer(method, arguments) for method, arguments in jobs]
+
+    @staticmethod
+    def _answer(method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "score":
+            responses = [one.response for one in arguments[0]]
+            return ["it raised" if one == "raise" else EnvironmentReturn(float(len(one)), True) for one in responses]
+        return (Turn(state=arguments), None) if arguments[0] != "raise" else (None, "it raised")
+
+
+class Handle:
+    """Some processes, and those that take their place, in order."""
+
+    def __init__(self, *processes: FakeProcess, spares: tuple[FakeProcess, ...] = ()) -> None:
+        self.name, self.timeout_s = "task", 0.2
+        self.leave_out_suspects: list[str] = []
+        self.prompts = PromptFormat()
+        self.processes = list(processes)
+        self.spares = list(spares)
+        self.spawned: list[FakeProcess] = []
+
+    def spawn(self) -> FakeProcess:
+        self.spawned.append(self.spares.pop(0) if self.spares else FakeProcess())
+        return self.spawned[-1]
+
+
+@pytest.fixture(autouse=True)
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeProcess]]:
+    """Processes that were ended, in order."""
+    ended: list[FakeProcess] = []
+    monkeypatch.setattr(ray, "kill", ended.append)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "elsewhere"))
+    return ended
+
+
+def job(*responses: str) -> list[EnvironmentRequest]:
+    return [EnvironmentRequest(prompt="p", response=one, stop_reason="stop", extra_env_info={}) for one in responses]
+
+
+def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
+    """Reward of each response, or what was said of it."""
+
+    async def scene() -> list[list[Any]]:
+        client = EnvironmentClient(handle)
+        await client.start()
+        results = await asyncio.gather(*(client.score(job(*group)) for group in groups))
+        assert len(client.remarks) == len(handle.spawned), "of every process that is lost"
+        return [[one if isinstance(one, str) else one.reward for one in result] for result in results]
+
+    return asyncio.run(scene())
+
+
+def test_what_waits_goes_out_together_and_is_shared_out() -> None:
+    handle = Handle(FakeProcess(), FakeProcess())
+    groups = [("a" * (number + 1), "b") for number in range(8)]
+    assert scores(handle, *groups) == [[number + 1.0, 1.0] for number in range(8)]
+    asked = [group for process in handle.processes for call in process.calls for group in call]
+    assert sorted(asked) == sorted(groups), "each once"
+    assert [len(process.calls[0]) for process in handle.processes] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("die", "environment task: its process ended over this response"),
+        ("hang", "environment task: no answer within env.task.timeout_s=0.2 s"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_only_what_a_process_is_lost_over_twice_fails(
+    bad: str, reason: str, processes: int, killed: list[FakeProcess]
+) -> None:
+    handle = Handle(*(FakeProcess() for _ in range(processes)))
+    assert scores(handle, ("a", bad, "ccc"), ("dddd",), (bad,)) == [[1.0, reason, 3.0], [4.0], [reason]]
+    everyone = [*handle.processes, *handle.spawned]
+    assert len(killed) == len(handle.spawned)
+    attempts = [call for process in everyone for call in process.calls if any(bad in group for group in call)]
+    assert sum(sum(group.count(bad) for group in call) for call in attempts) == 4, "two attempts at each of the two"
+    singles = [call for process in handle.spawned for call in process.calls]
+    assert all(len(call) == 1 and len(call[0]) == 1 for call in singles)
+
+
+def test_what_was_raised_is_told_and_loses_no_process(killed: list[FakeProcess]) -> None:
+    assert scores(Handle(FakeProcess()), ("a", "raise"), ("bb",)) == [[1.0, "it raised"], [2.0]]
+    assert not killed
+
+
+def test_who_stops_waiting_is_not_asked_for() -> None:
+    handle = Handle(FakeProcess())
+
+    async def scene() -> None:
+        client = EnvironmentClient(handle)
+        await client.start()
+        given_up = asyncio.create_task(client.score(job("x")))
+        kept = asyncio.create_task(client.score(job("y")))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        assert [one.reward for one in await kept] == [1.0]  # type: ignore[union-attr]
+
+    asyncio.run(scene())
+    assert handle.processes[0].calls == [[("y",)]]
+
+
+def test_resets_and_steps_are_calls_too() -> None:
+    async def scene(call: Callable[[EnvironmentClient], Any]) -> Any:
+        client = EnvironmentClient(Handle(FakeProcess()))
+        await client.start()
+        return await call(client)
+
+    assert asyncio.run(scene(lambda client: client.step("state", "text", 7))).state == ("state", "text", 7)
+    with pytest.raises(RolloutFailure, match="it raised"):
+        asyncio.run(scene(lambda client: client.step("raise", "text", 7)))
+    with pytest.raises(RolloutFailure, match="its process ended over this response"):
+        asyncio.run(scene(lambda client: client.step("die", "text", 7)))
+
+
+def test_an_environment_of_a_single_turn_is_not_asked_for_turns() -> None:
+    async def scene() -> tuple[Any, Turn]:
+        client = EnvironmentClient(Handle())  # without a process that could answer
+        return await client.reset("p", {}), await client.step(None, "text", 7)
+
+    state, turn = asyncio.run(scene())
+    assert state is None
+    assert turn.done
+
+
+def test_a_process_that_does_not_come_up_is_one_clear_error() -> None:
+    text = "environment task: a process failed with RunError: reward function f is gone as it started"
+    with pytest.raises(SamplingError, match=text):
+        scores(Handle(FakeProcess(comes_up=False)), ("a",))
+    with pytest.raises(SamplingError, match=text):  # in the place of another
+        scores(Handle(FakeProcess(), spares=(FakeProcess(comes_up=False),)), ("a", "die"), ("b",))

@@ -1,0 +1,22 @@
+"""The fake that tests of steps sample with is called as the real rollout workers are."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.worker_group import WorkerGroup
+from tests.support.fake_rollouts import FakeRollouts
+
+
+@pytest.mark.parametrize(
+    "name", ["plan", "collect", "begin", "build_shards", "compute", "fetch", "put", "dump", "wait_dump"]
+)
+def test_a_call_that_the_fake_takes_the_real_one_takes(name: str) -> None:
+    def taken(pool: type) -> list[tuple[str, object, object]]:
+        parameters = inspect.signature(getattr(pool, name)).parameters.values()
+        return [(one.name, one.kind, one.default) for one in parameters]
+
+    assert taken(FakeRollouts) == taken(RolloutPool if hasattr(RolloutPool, name) else WorkerGroup)

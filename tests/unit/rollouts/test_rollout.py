@@ -1,0 +1,275 @@
+"""Rollouts as coroutines, with an engine and an environment that are objects: turns, retries, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.batch.trajectory import Span, StopReason, Trajectory
+from megatron_grpo.config.errors import EngineLostError, SamplingError
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, Turn
+from megatron_grpo.rollouts.rollout import GroupRollout
+from megatron_grpo.rollouts.seeds import RolloutFailure, RolloutPlan, sample_seed
+
+PLAN = RolloutPlan(
+    samples_per_prompt=3,
+    settings=SamplingSettings(max_new_tokens=8),
+    run_seed=5,
+    step=2,
+    max_total_sequence_length=12,
+    max_turns=9,
+    timeout_s=0.2,
+)
+DATUM: DatumSpec = {
+    "message_log": [
+        {"role": "system", "content": "", "token_ids": [1, 2]},
+        {"role": "user", "content": "", "token_ids": [3]},
+    ],
+    "length": 3,
+    "extra_env_info": {"answer": "x"},
+    "loss_multiplier": 0.5,
+    "idx": 40,
+    "task_name": "task",
+    "prompt": "what?",
+}
+SEEDS = [sample_seed(5, 2, 40, sample) for sample in range(3)]
+
+
+@dataclass
+class FakeEngine:
+    """Answers with two tokens; `trouble` says by seed what happens first: an exception, or "stuck"."""
+
+    name: str = "generation engine 0"
+    load: int = 0
+    trouble: dict[int, list[Any]] = field(default_factory=dict)
+    asked: list[GenerationRequest] = field(default_factory=list)
+    stop_reason: StopReason = "stop"
+    records: bool = False
+    """Whether responses come with routed experts, all of which are the number of the request."""
+
+    restarts: int = 0
+    """How often somebody has waited until the engine was replaced."""
+    hangs: bool = False
+
+    async def is_lost(self) -> bool:
+        return self.hangs
+
+    async def replaced(self) -> None:
+        self.restarts += 1
+        self.hangs = False
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+        self.asked.append(request)
+        trouble = self.trouble.get(request.seed, [])
+        what = trouble.pop(0) if trouble else None
+        if what == "stuck":
+            await asyncio.sleep(60)
+        if isinstance(what, Exception):
+            raise what
+        number = len(self.asked)
+        return GenerationOutput(
+            token_ids=np.array([100 + number, 200 + number], np.int32),
+            logprobs=np.array([-number, -number / 2], np.float32),
+            text=f"<{number}>",
+            stop_reason=self.stop_reason,
+            spans=[Span(0, 1, 6), Span(1, 2, 7)],
+            routed=np.full((len(request.prompt_ids) + 1, 2), number, np.int8) if self.records else None,
+        )
+
+    def place(self, sizes: list[int]) -> list[FakeEngine]:
+        self.load += sum(sizes)
+        return [self]
+
+
+@dataclass
+class FakeEnvironment:
+    """Scores by the length of the text; asks `observations` before it ends a rollout; `trouble` as in FakeEngine."""
+
+    observations: list[list[int]] = field(default_factory=list)
+    trouble: list[Any] = field(default_factory=list)
+    jobs: list[list[EnvironmentRequest]] = field(default_factory=list)
+    last_tokens: list[int] = field(default_factory=list)
+    reads_token_ids: bool = False
+    leave_out_suspects: tuple[str, ...] = ()
+
+    async def reset(self, prompt: Any, extra_env_info: dict[str, Any]) -> Any:
+        return (prompt, extra_env_info["answer"], ())
+
+    async def step(self, state: Any, response: str, last_token: int) -> Turn:
+        self.last_tokens.append(last_token)
+        prompt, answer, seen = state
+        state = (prompt, answer, (*seen, response))
+        if len(seen) == len(self.observations):
+            return Turn(state=state)
+        return Turn(done=False, state=state, observation=np.array(self.observations[len(seen)], np.int32))
+
+    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+        self.jobs.append(requests)
+        what = self.trouble.pop(0) if self.trouble else None
+        if what == "stuck":
+            await asyncio.sleep(60)
+        if what is not None:
+            return list(what)
+        return [EnvironmentReturn(float(len(one.response)), True, {"length": 1.0}) for one in requests]
+
+
+def run(engine: FakeEngine, environment: FakeEnvironment, plan: RolloutPlan = PLAN) -> list[Trajectory]:
+    async def scene() -> list[Trajectory]:
+        group = GroupRollout(4, DATUM, plan, engine, environment)
+        engine.place([plan.samples_per_prompt])
+        await group.sample(engine)
+        return await group.score()
+
+    trajectories = asyncio.run(scene())
+    assert engine.load == 0, "who is through, or has failed, adds no load"
+    return trajectories
+
+
+def test_the_seed_of_a_sample_is_what_it_always_was() -> None:
+    digest = hashlib.blake2b(struct.pack("<4q", 5, 2, 40, 1), digest_size=8).digest()
+    assert sample_seed(5, 2, 40, 1) == int.from_bytes(digest, "little") >> 2
+    different = {sample_seed(*identity) for identity in np.ndindex(2, 2, 2, 2, 2)}
+    assert len(different) == 32
+
+
+def test_tokens_keep_the_experts_that_they_were_sampled_under() -> None:
+    """In every turn the engine looks at the whole conversation again, and may choose otherwise."""
+    one_sample = replace(PLAN, samples_per_prompt=1)
+    (one,) = run(FakeEngine(records=True), FakeEnvironment(observations=[[7, 8], [9]]), one_sample)
+    assert len(one.token_ids) == 3 + 2 + 2 + 2 + 1 + 2
+    assert one.routed is not None
+    assert one.routed.dtype == np.int8
+    assert one.routed[:, 0].tolist() == [1] * 4 + [2] * 4 + [3] * 3, "the last token of a turn passes with the next"
+    (other,) = run(FakeEngine(), FakeEnvironment(), one_sample)
+    assert other.routed is None
+    (failed,) = run(
+        FakeEngine(records=True, trouble={SEEDS[0]: [RolloutFailure("no")] * 2}), FakeEnvironment(), one_sample
+    )
+    assert failed.routed is None
+    assert "routed" not in one.to_row()
+
+
+def test_a_single_turn() -> None:
+    engine, environment = FakeEngine(), FakeEnvironment()
+    trajectories = run(engine, environment)
+    assert [request.seed for request in engine.asked] == SEEDS
+    assert {request.max_new_tokens for request in engine.asked} == {9}
+    one = trajectories[1]
+    assert (one.prompt_idx, one.group, one.sample, one.loss_multiplier, one.stop_reason) == (40, 4, 1, 0.5, "stop")
+    assert one.token_ids.tolist() == [1, 2, 3, 102, 202]
+    assert one.token_ids.dtype == np.int32
+    assert one.logprobs.tolist() == [-2.0, -1.0]
+    assert one.spans == [Span(3, 4, 6), Span(4, 5, 7)]
+    assert (one.response, one.reward, one.correct, one.reward_parts) == ("<2>", 3.0, True, {"length": 1.0})
+    (job,) = environment.jobs
+    assert [one.response for one in job] == ["<1>", "<2>", "<3>"]
+    assert all((one.prompt, one.extra_env_info) == ("what?", {"answer": "x"}) for one in job)
+
+
+def test_several_turns_put_observations_between_what_was_sampled() -> None:
+    engine, environment = FakeEngine(), FakeEnvironment(observations=[[50, 51], [60]])
+    plan = replace(PLAN, samples_per_prompt=1)
+    (one,) = run(engine, environment, plan)
+    assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 51, 102, 202, 60, 103, 203]
+    assert one.spans == [
+        Span(start, start + 1, version) for start, version in zip((3, 4, 7, 8, 10, 11), (6, 7) * 3, strict=True)
+    ]
+    assert one.logprobs.tolist() == [-1.0, -0.5, -2.0, -1.0, -3.0, -1.5]
+    assert [len(request.prompt_ids) for request in engine.asked] == [3, 7, 10]
+    assert [request.max_new_tokens for request in engine.asked] == [9, 5, 2]
+    assert [request.seed for request in engine.asked] == [sample_seed(5, 2, 40, 0, turn) for turn in range(3)]
+    assert one.response == "<1><2><3>"
+    assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>", "<3>"))]
+
+
+def test_a_rollout_ends_where_the_sequence_is_full() -> None:
+    plan = replace(PLAN, samples_per_prompt=1, max_total_sequence_length=6)
+    (one,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), plan)
+    assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
+    assert one.truncated, "the environment was not through with it"
+    (one,) = run(FakeEngine(), FakeEnvironment(), replace(plan, max_total_sequence_length=5))
+    assert not one.truncated, "it ended by itself, with the last token that there was room for"
+
+
+def test_a_rollout_ends_with_its_turns() -> None:
+    plan = replace(PLAN, samples_per_prompt=1, max_turns=2)
+    environment = FakeEnvironment(observations=[[50], [60]])
+    (one,) = run(FakeEngine(), environment, plan)
+    assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
+    assert environment.last_tokens == [201, 202]
+    assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>"))], "it has seen the last turn"
+
+
+def test_a_rollout_ends_with_a_turn_that_is_cut_off() -> None:
+    plan = replace(PLAN, samples_per_prompt=1)
+    (one,) = run(FakeEngine(stop_reason="length"), FakeEnvironment(observations=[[50]]), plan)
+    assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
+    assert one.truncated
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (RolloutFailure("given up"), "given up"),
+        ("stuck", "generation engine 0 did not finish it within rollouts.timeout_s=0.2 s"),
+    ],
+)
+def test_what_fails_once_is_tried_again_and_what_fails_twice_is_marked(trouble: Any, reason: str) -> None:
+    engine = FakeEngine(trouble={SEEDS[0]: [trouble], SEEDS[2]: [trouble, trouble]})
+    environment = FakeEnvironment()
+    first, second, third = run(engine, environment)
+    assert [first.failure, second.failure, third.failure] == [None, None, reason]
+    assert (third.token_ids.tolist(), third.spans, len(third.logprobs)) == ([1, 2, 3], [], 0)
+    assert (third.reward, third.correct, third.reward_parts) == (None, None, {})
+    assert (first.sample, first.reward) == (0, 3.0)
+    assert sorted(request.seed for request in engine.asked) == sorted([*SEEDS, SEEDS[0], SEEDS[2]])
+    assert [len(job) for job in environment.jobs] == [2], "there is nothing to score in the third"
+
+
+def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happens() -> None:
+    """It is not the rollout that failed: all its turns are asked for again, with the same seeds, and nothing counts."""
+    lost = EngineLostError("gone")
+    second_turn = sample_seed(5, 2, 40, 0, 1)
+    engine = FakeEngine(trouble={SEEDS[0]: [lost, lost, lost], second_turn: [lost]})
+    (one,) = run(engine, FakeEnvironment(observations=[[50]]), replace(PLAN, samples_per_prompt=1))
+    assert one.failure is None
+    assert [request.seed for request in engine.asked] == [SEEDS[0]] * 4 + [second_turn, SEEDS[0], second_turn]
+    assert (engine.restarts, engine.load) == (4, 0)
+    assert one.token_ids.tolist() == [1, 2, 3, 106, 206, 50, 107, 207]
+
+
+def test_a_rollout_that_is_late_on_an_engine_that_hangs_waits_for_another() -> None:
+    engine = FakeEngine(trouble={SEEDS[0]: ["stuck"]}, hangs=True)
+    (one,) = run(engine, FakeEnvironment(), replace(PLAN, samples_per_prompt=1))
+    assert (one.failure, engine.restarts) == (None, 1)
+
+
+def test_an_engine_that_fails_is_no_matter_of_a_rollout() -> None:
+    engine = FakeEngine(trouble={SEEDS[1]: [SamplingError("engine gone")], SEEDS[2]: ["stuck"]})
+    with pytest.raises(SamplingError, match="engine gone"):
+        run(engine, FakeEnvironment())
+
+
+def test_a_sample_without_a_score_keeps_what_was_sampled() -> None:
+    good = EnvironmentReturn(1.0, True)
+    trajectories = run(FakeEngine(), FakeEnvironment(trouble=[[good, "it raised", good]]))
+    assert [one.failure for one in trajectories] == [None, "it raised", None]
+    bad = trajectories[1]
+    assert (bad.reward, bad.correct, bad.response_tokens, bad.response) == (None, None, 2, "<2>")
+
+
+def test_scoring_that_takes_too_long_is_tried_again_with_the_same_responses() -> None:
+    environment = FakeEnvironment(trouble=["stuck"])
+    assert [one.failure for one in run(FakeEngine(), environment)] == [None] * 3
+    assert environment.jobs[0] == environment.jobs[1]
+    environment = FakeEnvironment(trouble=["stuck", "stuck"])
+    reason = "environment task: no score within rollouts.timeout_s=0.2 s"
+    assert [one.failure for one in run(FakeEngine(), environment)] == [reason] * 3

@@ -1,0 +1,88 @@
+"""Flat arrays of shards against slices of single sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.models.routed_experts import RoutedForm
+from megatron_grpo.rollouts.shards import (
+    evenly_chosen,
+    gather_shards,
+    places_of,
+    shard_arrays,
+    shard_fields,
+    split_by_shard,
+)
+from tests.support.trajectories import failed_trajectory, make_trajectory
+
+
+def test_tokens_masks_and_logprobs_of_several_turns() -> None:
+    one = make_trajectory(token_ids=[9, 8, 7, 6, 5], spans=[Span(1, 3, 0), Span(4, 5, 1)], logprobs=[-1, -2, -3])
+    two = failed_trajectory(prompt_tokens=2)
+    arrays = shard_arrays([two, one])
+    assert {name: array.dtype for name, array in arrays.items()} == {
+        "token_ids": np.int32,
+        "sampled": np.bool_,
+        "generation_logprobs": np.float32,
+    }
+    assert arrays["token_ids"].tolist() == [0, 1, 9, 8, 7, 6, 5]
+    assert arrays["sampled"].tolist() == [False, False, False, True, True, False, True]
+    assert arrays["generation_logprobs"].tolist() == [0, 0, 0, -1, -2, 0, -3]
+    assert all(len(array) == 0 for array in shard_arrays([]).values())
+
+
+def test_routed_experts_stand_at_their_tokens_and_are_unknown_elsewhere() -> None:
+    form = RoutedForm(layers=(1, 2), top_k=2, experts=200)
+    known = np.arange(8, dtype=np.int16).reshape(2, 4)
+    trajectories = [make_trajectory(routed=known), failed_trajectory(prompt_tokens=2), make_trajectory(routed=known)]
+    routed = shard_arrays(trajectories, form)["routed_experts"]
+    nothing = [-1] * 4
+    assert routed.dtype == np.int16
+    assert routed.tolist() == [*known.tolist(), nothing, nothing, nothing, *known.tolist(), nothing]
+    assert tuple(shard_arrays(trajectories, form)) == shard_fields(form)
+    assert tuple(shard_arrays(trajectories)) == shard_fields(None)
+    assert shard_arrays([], form)["routed_experts"].shape == (0, 4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 2**32))
+def test_gathering_undoes_splitting(lengths: list[int], shards: int, seed: int) -> None:
+    owner = np.random.default_rng(seed).integers(0, shards, len(lengths))
+    sequences = [np.flatnonzero(owner == shard) for shard in range(shards)]
+    tokens = np.arange(sum(lengths), dtype=np.int32)
+    begins = np.cumsum([0, *lengths])
+    for array in (tokens, tokens.astype(np.float32)):
+        split = split_by_shard(array, sequences, np.array(lengths))
+        for numbers, part in zip(sequences, split, strict=True):
+            expected = [token for number in numbers for token in range(begins[number], begins[number + 1])]
+            assert part.tolist() == expected
+        gathered = gather_shards(split, sequences, np.array(lengths))
+        assert gathered.dtype == array.dtype
+        np.testing.assert_array_equal(gathered, array)
+
+
+def test_places_in_groups_of_any_size() -> None:
+    sizes = [2, 0, 3, 1]
+    everywhere = [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (3, 0)]
+    assert places_of([np.array([0, 2, 5]), np.array([], dtype=np.int64)], sizes) == [
+        [everywhere[number] for number in (0, 2, 5)],
+        [],
+    ]
+    assert places_of([np.arange(6)], sizes) == [everywhere]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (None, [[0, 1], [0, 1, 2], [0]]),
+        (9, [[0, 1], [0, 1, 2], [0]]),
+        (3, [[0], [0, 2], []]),
+        (1, [[0], [], []]),
+    ],
+)
+def test_a_choice_is_spread_over_the_step(number: int | None, expected: list[list[int]]) -> None:
+    assert evenly_chosen([2, 3, 1], number) == expected

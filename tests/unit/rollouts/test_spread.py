@@ -1,0 +1,35 @@
+"""Rollout workers and environments are spread over the machines of a cluster: Ray would fill one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from megatron_grpo.data.prompt_renderer import PromptFormat
+from megatron_grpo.environments.environment_processes import EnvironmentHandle
+from megatron_grpo.rollouts.worker_group import WorkerGroup
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray is asked for, by actor."""
+    asked: list[dict[str, Any]] = []
+
+    def remote(**options: Any) -> Callable[[type], Any]:
+        call = SimpleNamespace(remote=lambda *_, **__: None)
+        made = SimpleNamespace(ready=call)
+        asked.append(options)
+        return lambda _: SimpleNamespace(remote=lambda *_, **__: made)
+
+    monkeypatch.setattr(ray, "remote", remote)
+    return asked
+
+
+def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
+    EnvironmentHandle("math", 1.0, [], PromptFormat(), [], ()).spawn()
+    WorkerGroup(2, [], {}, generation_timeout_s=1.0).start()
+    assert [one["scheduling_strategy"] for one in options] == ["SPREAD"] * 2

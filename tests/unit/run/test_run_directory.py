@@ -1,0 +1,163 @@
+"""Whose a run's folder is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.run.directory import changes_since_last_start, claimed_run_directory, in_use, record_start
+
+
+def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with claimed_run_directory(str(folder)):
+        first = compose_config(["+exp=quickstart", "run_dir=here"])
+        assert changes_since_last_start(folder, first) == []
+        record_start(folder, first)
+        assert changes_since_last_start(folder, first) == []
+        faster = compose_config(["+exp=quickstart", "run_dir=here", "policy.optimizer.lr=0.5"])
+        assert changes_since_last_start(folder, faster) == ["policy.optimizer.lr: 0.001 -> 0.5"]
+    assert (tmp_path / "latest").resolve() == folder
+
+
+def test_another_run_is_refused_once_the_first_has_started(tmp_path: Path) -> None:
+    other = compose_config(["+exp=quickstart", "data.train_path=other.jsonl"])
+    assert changes_since_last_start(tmp_path, other) == [], "looking alone makes the folder nobody's"
+    record_start(tmp_path, compose_config(["+exp=quickstart"]))
+    with pytest.raises(ConfigError, match=r"holds another run: its data\.train_path is .*choose another run_dir"):
+        changes_since_last_start(tmp_path, other)
+
+
+def test_a_run_that_trains_and_one_that_does_not_are_two(tmp_path: Path) -> None:
+    record_start(tmp_path, compose_config(["+exp=quickstart"]))
+    sampling = compose_config(["+exp=quickstart", "debug.train=false"])
+    with pytest.raises(ConfigError, match=r"holds another run: its debug\.train is True, this one's is False"):
+        changes_since_last_start(tmp_path, sampling)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", r"config\.yaml is empty"),
+        (b"policy: [", r"config\.yaml is not valid YAML: .*expected"),
+        (b"- 1\n- 2\n", r"config\.yaml is damaged: it does not hold the configuration of a run"),
+        (b"policy: {precision: float32}", r"config\.yaml is damaged: it does not hold the configuration of a run"),
+        (b"\xff\xfe\x00", r"config\.yaml is damaged: it is not UTF-8 text"),
+        (b"[" * 5000, r"config\.yaml is not valid YAML"),
+        (b"a: \x00", r"config\.yaml is not valid YAML: .*special characters"),
+    ],
+)
+def test_a_broken_configuration_is_told(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as raised:
+        changes_since_last_start(tmp_path, compose_config(["+exp=quickstart"]))
+    assert f"  run_dir={tmp_path}  " in str(raised.value)
+    assert "choose another run_dir" in str(raised.value)
+    assert str(raised.value).count("\n") == 1
+
+
+def test_a_configuration_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: Is a directory"):
+        changes_since_last_start(tmp_path, compose_config(["+exp=quickstart"]))
+
+
+def test_a_folder_has_one_driver_at_a_time(tmp_path: Path) -> None:
+    first = claimed_run_directory(str(tmp_path))
+    with first, pytest.raises(RunError, match="is in use by another run"), claimed_run_directory(str(tmp_path)):
+        pass
+    with claimed_run_directory(str(tmp_path)) as folder:
+        assert folder == tmp_path
+
+
+def test_a_start_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), claimed_run_directory(str(tmp_path / "outputs" / "run")):
+        raise ConfigError([Problem("key", "is wrong")])
+    assert list(tmp_path.iterdir()) == []
+    with claimed_run_directory(str(tmp_path / "run")) as folder:
+        record_start(folder, compose_config(["+exp=quickstart"]))
+    assert {entry.name for entry in folder.iterdir()} == {".lock", "config.yaml"}
+
+
+def test_the_folder_keeps_the_template_of_the_prompts_for_exports(tmp_path: Path) -> None:
+    file, other = tmp_path / "own.jinja", tmp_path / "other.jinja"
+    file.write_text("{{ messages[0].content }} \u00e9\n", encoding="utf-8")
+    other.write_text("{{ messages[0].content }}")
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    script = SimpleNamespace(chat_template={"default": "{{ messages }}", "tool_use": "{{ tools }}"})
+    setting, run = f"data.chat_template={file}", tmp_path / "run"
+    run.mkdir()
+    kept = run / "chat_template.jinja"
+    base = ["+exp=quickstart", "data.apply_chat_template=true"]
+
+    def template(*overrides: str, tokenizer: Any = None) -> str | None:
+        record_start(run, compose_config([*base, *overrides]), tokenizer)
+        return kept.read_text(encoding="utf-8") if kept.exists() else None
+
+    assert template() is None
+    assert template(setting) == file.read_text(encoding="utf-8")
+    assert template(setting, "data.apply_chat_template=false") is None, "a resume without it has the folder's"
+    assert template(tokenizer=script) == "{{ messages }}"
+    assert template(f"data.tools={tmp_path / 'tools.json'}", tokenizer=script) == "{{ tools }}"
+    assert template(setting, tokenizer=script) == file.read_text(encoding="utf-8")
+    two = [setting, "+env.game.type=countdown", f"+data.tasks.game.chat_template={other}"]
+    assert template(*two) is None, "tasks have different ones"
+    assert template(*two, "+data.tasks.game.apply_chat_template=false") is not None
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), claimed_run_directory(str(tmp_path)):
+        raise KeyboardInterrupt
+    assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
+
+
+def test_whether_a_run_is_alive_in_a_folder(tmp_path: Path) -> None:
+    assert not in_use(str(tmp_path))
+    with claimed_run_directory(str(tmp_path)):
+        assert in_use(str(tmp_path))
+    assert not in_use(str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_made_is_one_message() -> None:
+    with (
+        pytest.raises(RunError, match=r"run_dir=/proc/nowhere cannot be written"),
+        claimed_run_directory("/proc/nowhere"),
+    ):
+        pass
+
+
+def test_only_the_user_may_look_into_a_new_folder(tmp_path: Path) -> None:
+    """A folder that exists stays as it is."""
+    shared = tmp_path / "shared"
+    before = os.umask(0o022)
+    try:
+        shared.mkdir()
+        for name, mode in (("new", 0o700), ("shared", 0o755)):
+            with claimed_run_directory(str(tmp_path / name)) as folder:
+                assert folder.stat().st_mode & 0o777 == mode
+                (folder / "kept").touch()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"), [(ConfigError([Problem("key", "is wrong")]), False), (RunError("Ray does not start"), True)]
+)
+def test_logs_of_a_refused_start_go_and_those_of_a_failed_one_stay(
+    tmp_path: Path, error: Exception, stays: bool
+) -> None:
+    def start() -> None:
+        with claimed_run_directory(str(tmp_path / "outputs" / "run")) as folder:
+            (folder / "logs").mkdir()
+            (folder / "logs" / "driver.log").touch()
+            raise error
+
+    with pytest.raises(type(error)):
+        start()
+    assert (tmp_path / "outputs").exists() == stays

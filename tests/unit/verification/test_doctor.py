@@ -1,0 +1,336 @@
+"""Planted defects are named, and healthy runs have nothing; the engine of every run is transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_grpo import doctor
+from megatron_grpo.batch.rollout_files import Learnt
+from megatron_grpo.batch.trajectory import Span, Trajectory
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.verification.doctor import layer_outputs as hidden_states
+from megatron_grpo.verification.doctor.examination import Diagnosis, diagnose
+from megatron_grpo.verification.doctor.prompts import TEMPLATES
+from megatron_grpo.verification.doctor.suspects.weights import pursue
+from tests.support.rare import rare
+from tests.support.recorded_runs import EOS, RecordedRun, edited_copy, make_run, sampled
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """Three versions of a dense model; the last two have checkpoints."""
+    run = make_run(tmp_path_factory.mktemp("dense"), "qwen3")
+    run.add_version()
+    run.add_version()
+    return run
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """Two versions of a mixture of experts."""
+    run = make_run(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+    run.add_version()
+    return run
+
+
+def examined(run: RecordedRun, scratch: Path, step: int | None = None) -> Diagnosis:
+    scratch.mkdir()
+    return diagnose(run.run_dir, run.config, run.versions[0], scratch, step=step)
+
+
+def only(found: Diagnosis) -> tuple[str, str]:
+    """Cause and name of the single finding."""
+    ((cause, name),) = [(one.cause, one.name) for one in found.findings]
+    return cause, name
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def test_a_healthy_run_has_nothing(dense: RecordedRun, tmp_path: Path) -> None:
+    dense.write(3, sampled(dense.versions[2], dense.prompts(), version=2))
+    found = examined(dense, tmp_path / "scratch")
+    assert found.findings == []
+    assert (found.step, found.version) == (3, 2)
+    assert found.gap.worst < 1e-4
+    assert set(found.sides) == {"engine", "trainer"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.up_proj.weight", *rare(["model.layers.3.self_attn.k_norm.weight"])]
+)
+def test_a_stale_tensor_is_named(dense: RecordedRun, tmp_path: Path, name: str) -> None:
+    old = tensors(dense.versions[1])[name]
+    engine = edited_copy(dense.versions[2], tmp_path / "engine", lambda now: now | {name: old})
+    dense.write(3, sampled(engine, dense.prompts(), version=2))
+    found = examined(dense, tmp_path / "scratch")
+    assert only(found) == ("weights", "stale_tensor")
+    assert f"kept {name} of version 1" in found.findings[0].text
+
+
+def test_an_engine_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
+    dense.write(3, sampled(dense.versions[1], dense.prompts(), version=2))
+    found = examined(dense, tmp_path / "scratch")
+    assert only(found) == ("staleness", "version_behind")
+    assert "version 1, 1 version behind" in found.findings[0].text
+
+
+@pytest.mark.slow
+def test_one_of_two_engines_that_is_a_version_behind_is_named(dense: RecordedRun, tmp_path: Path) -> None:
+    behind, right = (sampled(dense.versions[number], dense.prompts(), version=2) for number in (1, 2))
+    dense.write(3, [*behind[:4], *right[4:]])
+    found = examined(dense, tmp_path / "scratch")
+    assert only(found) == ("staleness", "version_behind")
+    assert found.findings[0].text.endswith("(in 4 of 8 rollouts)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [[2], *rare([[0, 1, 2, 3]])], ids=["one layer", "every layer"])
+def test_swapped_gate_and_up_are_named(dense: RecordedRun, tmp_path: Path, layers: list[int]) -> None:
+    def swap(now: dict[str, Tensor]) -> dict[str, Tensor]:
+        places = [f"model.layers.{layer}.mlp." for layer in layers]
+        gates = {f"{place}gate_proj.weight": now[f"{place}up_proj.weight"] for place in places}
+        return now | gates | {f"{place}up_proj.weight": now[f"{place}gate_proj.weight"] for place in places}
+
+    dense.write(1, sampled(edited_copy(dense.versions[0], tmp_path / "engine", swap), dense.prompts()))
+    found = examined(dense, tmp_path / "scratch", step=1)
+    assert only(found) == ("weights", "gate_up_swapped")
+    assert found.findings[0].text.endswith("layer 2" if layers == [2] else "every layer")
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_missing_temperature_is_named(dense: RecordedRun, tmp_path: Path, side: str) -> None:
+    config = replace(dense.config, generation=replace(dense.config.generation, temperature=0.7))
+    run = replace(dense, config=config)
+    right = sampled(run.versions[0], run.prompts(), temperature=0.7)
+    wrong = sampled(run.versions[0], run.prompts(), temperature=0.7, reported=1.0)
+    trained = [Learnt(advantages=None, prev_logprobs=one.logprobs) for one in (right if side == "engine" else wrong)]
+    run.write(1, wrong if side == "engine" else right, trained)
+    found = examined(run, tmp_path / "scratch", step=1)
+    assert only(found) == ("sampling", "temperature")
+    assert found.findings[0].text.startswith(f"the {side} does not divide logits by generation.temperature=0.7")
+
+
+def test_a_stop_token_that_was_not_sampled_is_named(dense: RecordedRun, tmp_path: Path) -> None:
+    def with_stop(one: Trajectory) -> Trajectory:
+        if one.token_ids[-1] == EOS:
+            return one
+        ((start, end, version),) = one.spans
+        ids, logprobs = np.append(one.token_ids, EOS).astype(np.int32), np.append(one.logprobs, 0).astype(np.float32)
+        return replace(one, token_ids=ids, logprobs=logprobs, spans=[Span(start, end + 1, version)], stop_reason="stop")
+
+    rollouts = sampled(dense.versions[0], dense.prompts())
+    assert any(one.token_ids[-1] != EOS for one in rollouts)
+    dense.write(1, [with_stop(one) for one in rollouts])
+    found = examined(dense, tmp_path / "scratch", step=1)
+    assert only(found) == ("tokens", "stop_token")
+
+
+def test_tokens_behind_a_stop_token_are_found(dense: RecordedRun, tmp_path: Path) -> None:
+    rollouts = sampled(dense.versions[0], dense.prompts())
+    rollouts[0].token_ids[rollouts[0].spans[0].start + 1] = EOS
+    dense.write(1, rollouts)
+    found = examined(dense, tmp_path / "scratch", step=1)
+    assert any(one.name == "stop_token" and "behind a stop token" in one.text for one in found.findings)
+
+
+CHATML = "the chat template of ChatML"
+
+
+def test_a_template_of_which_the_engine_alone_knew_is_named(dense: RecordedRun, tmp_path: Path) -> None:
+    template = tmp_path / "chatml.jinja"
+    template.write_text(TEMPLATES["ChatML"])
+    other = replace(dense.config, data=replace(dense.config.data, chat_template=str(template)))
+    dense.write(1, sampled(dense.versions[0], dense.prompts(other), recorded=dense.prompts()))
+    found = examined(dense, tmp_path / "scratch", step=1)
+    assert only(found) == ("tokens", "wrong_template")
+    assert CHATML in found.findings[0].text
+
+
+@pytest.mark.slow
+def test_recorded_prompts_of_another_template_are_named(dense: RecordedRun, tmp_path: Path) -> None:
+    plain = replace(dense.config, data=replace(dense.config.data, apply_chat_template=False))
+    dense.write(1, sampled(dense.versions[0], dense.prompts(plain)))
+    found = examined(dense, tmp_path / "scratch", step=1)
+    assert only(found) == ("tokens", "wrong_template")
+    assert "plain text" in found.findings[0].text
+    assert found.findings[0].key == "data.apply_chat_template"
+
+
+def _round_routers(model: Any) -> None:
+    """Routers whose products are computed in bfloat16, by code of this test."""
+    for layer in model.model.layers:
+        gate = getattr(layer.mlp, "gate", None)
+        if gate is not None:
+            gate.forward = _rounded(gate)
+
+
+def _rounded(gate: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = hidden.reshape(-1, hidden.shape[-1]).bfloat16()
+        logits = torch.nn.functional.linear(flat, gate.weight.bfloat16()).float()
+        scores, chosen = logits.softmax(-1).topk(gate.top_k)
+        return logits, scores / scores.sum(-1, keepdim=True), chosen
+
+    return forward
+
+
+def test_a_router_in_bfloat16_is_named(experts: RecordedRun, tmp_path: Path) -> None:
+    experts.write(1, sampled(experts.versions[0], experts.prompts(), prepare=_round_routers))
+    found = examined(experts, tmp_path / "scratch", step=1)
+    assert only(found) == ("routing", "router_precision")
+
+
+@pytest.mark.slow
+def test_a_stale_matrix_of_one_expert_is_named(experts: RecordedRun, tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.experts.3.down_proj.weight"
+    old = tensors(experts.versions[0])[name]
+    engine = edited_copy(experts.versions[1], tmp_path / "engine", lambda now: now | {name: old})
+    experts.write(2, sampled(engine, experts.prompts(), version=1))
+    found = examined(experts, tmp_path / "scratch", step=2)
+    assert only(found) == ("weights", "stale_tensor")
+    assert f"kept {name} of version 0" in found.findings[0].text
+
+
+def test_a_healthy_mixture_of_experts_has_nothing(experts: RecordedRun, tmp_path: Path) -> None:
+    experts.write(2, sampled(experts.versions[1], experts.prompts(), version=1))
+    assert examined(experts, tmp_path / "scratch", step=2).findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rope", [LLAMA3], ids=["llama3"])
+def test_rotary_embeddings_without_their_scaling_are_named(tmp_path: Path, rope: dict[str, Any]) -> None:
+    run = make_run(tmp_path, "llama", rope_parameters=rope)
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    other = make_run(tmp_path / "engine", "llama", rope_parameters=plain)  # the same seed, so the same weights
+    run.write(1, sampled(other.versions[0], run.prompts()))
+    found = examined(run, tmp_path / "scratch", step=1)
+    assert only(found) == ("layer", "rope_scaling")
+    assert "without its scaling (rope_type=llama3" in found.findings[0].text
+    run.write(1, sampled(run.versions[0], run.prompts()))
+    assert examined(run, tmp_path / "healthy", step=1).findings == []
+
+
+@pytest.mark.slow
+def test_rounding_to_bfloat16_is_no_finding(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "qwen2", "policy.precision=bfloat16")
+    run.write(1, sampled(run.versions[0], run.prompts(), dtype=torch.bfloat16))
+    found = examined(run, tmp_path / "scratch", step=1)
+    assert found.findings == []
+    assert found.gap.mean > 1e-3, "the types do differ"
+
+
+@pytest.mark.slow
+def test_types_of_the_two_sides_that_differ_are_named(dense: RecordedRun, tmp_path: Path) -> None:
+    generation = replace(dense.config.generation, engine=replace(dense.config.generation.engine, dtype="bfloat16"))
+    run = replace(dense, config=replace(dense.config, generation=generation))
+    run.write(1, sampled(run.versions[0], run.prompts(), dtype=torch.bfloat16))
+    assert only(examined(run, tmp_path / "scratch", step=1)) == ("precision", "precision")
+
+
+class SpoiledRank(PolicyRank):
+    """A trainer that multiplies by another matrix in one place than its weights say."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        with torch.no_grad():
+            self.chunks[0].decoder.layers[2].mlp.linear_fc2.weight.mul_(torch.linspace(0.9, 1.1, 96))
+
+
+def test_what_no_suspect_explains_is_found_layer_by_layer(
+    dense: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "PolicyRank", SpoiledRank)
+    dense.write(1, sampled(dense.versions[0], dense.prompts()))
+    found = examined(dense, tmp_path / "scratch", step=1)
+    assert only(found) == ("layer", "first_layer")
+    assert "the trainer computes layers.2.mlp otherwise" in found.findings[0].text
+
+
+def top_4(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits < logits.topk(4).values[-1], -torch.inf)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "computed again"])
+def test_a_filter_that_training_repeats_is_no_difference(dense: RecordedRun, tmp_path: Path, recorded: bool) -> None:
+    """Nor are tokens that it removes in training."""
+    run = replace(dense, config=replace(dense.config, generation=replace(dense.config.generation, top_k=4)))
+    rollouts = sampled(run.versions[0], run.prompts(), choose=top_4)
+    trained = [Learnt(advantages=None, prev_logprobs=one.logprobs.copy()) for one in rollouts]
+    trained[0].prev_logprobs[1] = -np.inf
+    run.write(1, rollouts, trained if recorded else ())
+    found = examined(run, tmp_path / "scratch", step=1)
+    assert found.findings == []
+    assert found.error == pytest.approx(1.0, abs=1e-3)
+    assert any("1 tokens were left out: the filter" in one for one in found.remarks) == recorded
+
+
+@pytest.mark.slow
+def test_a_filter_that_training_does_not_repeat_is_named(dense: RecordedRun, tmp_path: Path) -> None:
+    generation = replace(dense.config.generation, top_k=4, bad_words=["never said"])
+    run = replace(dense, config=replace(dense.config, generation=generation))
+    run.write(1, sampled(run.versions[0], run.prompts(), choose=top_4))
+    found = examined(run, tmp_path / "scratch", step=1)
+    assert only(found) == ("sampling", "sampling_options")
+    assert found.findings[0].key == "generation.top_k"
+
+
+def test_the_command(dense: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense.write(1, sampled(dense.versions[0], dense.prompts(), reported=2.0))
+    run_dir = str(dense.run_dir)
+    assert doctor.main([run_dir, "step=1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["findings"]] == ["temperature"]
+    assert "has temperature 2" in found["findings"][0]["text"]
+    assert doctor.main([run_dir, "step=1", "generation.temperature=2.0"]) == 0, "both sides are at 2 then"
+    assert "nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["{run}", "step=9"], "step=9 is not recorded"),
+        (["{run}", "step=x"], "step=x must be"),
+        (["{run}", "stepp=1"], "stepp=1 is not understood"),
+        (["{run}/no"], "is not the folder of a run"),
+        ([], "give the folder of one run"),
+        (["{run}", "policy.model.path={run}"], "policy.model.path="),
+    ],
+)
+def test_mistakes_of_the_user(
+    dense: RecordedRun, arguments: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense.write(1, sampled(dense.versions[0], dense.prompts()[:4]))
+    assert doctor.main([one.replace("{run}", str(dense.run_dir)) for one in arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_effects_that_add_up_are_found_together() -> None:
+    draw = torch.Generator().manual_seed(0)
+    effects = {str(number): torch.randn(50, generator=draw) for number in range(20)}
+    gap = effects["3"] + effects["11"] + 0.01 * torch.randn(50, generator=draw)
+    assert sorted(pursue(gap, effects)) == ["11", "3"]
+    assert pursue(torch.zeros(50), effects) == []

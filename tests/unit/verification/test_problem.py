@@ -1,0 +1,62 @@
+"""The model that layouts compute, and transformers' results, where its defaults fail or differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.verification.problem import EXPERTS, SMALL, make_batch, prepare_model, solve
+from tests.support.gemma3_config import OLD, in_the_new_spelling
+
+PADDING = 20
+
+
+def made(folder: Path, **changes: object) -> Path:
+    """A small random model, the same one for the same sizes."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SMALL, **changes})).save_pretrained(folder)
+    return folder
+
+
+def test_the_row_of_the_padding_token_gets_its_gradient(tmp_path: Path) -> None:
+    batch = make_batch(SMALL["vocab_size"], 8, 32, 0)
+    ids = batch.fields.token_ids
+    assert ids is not None
+    assert (ids == PADDING).any()
+    without = solve(made(tmp_path, model_type="qwen2"), batch).gradients
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": PADDING}))
+    found = solve(tmp_path, batch).gradients
+    assert found.keys() == without.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, without[name], msg=name)
+
+
+def test_experts_may_have_any_width(tmp_path: Path) -> None:
+    sizes = {**EXPERTS, "intermediate_size": 66, "sliding_window": None}
+    batch = make_batch(SMALL["vocab_size"], 4, 16, 0)
+    truth = solve(made(tmp_path, model_type="mixtral", **sizes), batch)
+    assert truth.gradients["model.layers.0.block_sparse_moe.experts.0.w1.weight"].shape == (66, SMALL["hidden_size"])
+
+
+def test_a_failure_of_transformers_is_one_message(tmp_path: Path) -> None:
+    folder = made(tmp_path, model_type="qwen2")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(RunError, match=f"^transformers cannot compute {tmp_path}: SafetensorError: [^\\n]*$"):
+        solve(folder, make_batch(SMALL["vocab_size"], 4, 16, 0))
+
+
+@pytest.mark.parametrize("raw", [OLD, in_the_new_spelling(OLD)], ids=["old", "new"])
+def test_a_small_copy_has_layers_with_a_window_and_without(raw: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "gemma3_text"}))
+    small = shape_of_folder(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
+    assert small.layers == 4
+    assert set(small.windowed) == {True, False}
+    assert small.window == 16
+    assert small.softmax_scale == 1 / 16

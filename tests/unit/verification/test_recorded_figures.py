@@ -1,0 +1,163 @@
+"""What a run measured is read first, and judged by what can be computed again."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo import doctor
+from megatron_grpo.verification.doctor.recorded_figures import (
+    RecordedFigures,
+    is_beyond,
+    read_run_figures,
+    suspicious_steps,
+)
+from tests.support.recorded_runs import RecordedRun, make_run, sampled
+
+
+def write_metrics(run_dir: Path, *errors: float | None, **more: Any) -> None:
+    rows = [
+        {"step": number, "token_mult_prob_error": error, "token_mult_prob_error_max": error, **more}
+        for number, error in enumerate(errors, start=1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_figures_that_were_not_finite_are_not_missing(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 1.5, None)
+    figures = read_run_figures(tmp_path)
+    assert figures[1].excess == 0.5
+    assert figures[2].error is not None
+    assert math.isnan(figures[2].error)
+    assert figures[2].excess == math.inf
+    assert read_run_figures(tmp_path / "no") == {}
+
+
+def test_suspicious_steps_are_those_that_stand_out_or_were_noticed() -> None:
+    noise = {number: RecordedFigures(error=1.002 + 1e-4 * number) for number in range(1, 8)}
+    two_more = {**noise, 8: RecordedFigures(error=1.2), 9: RecordedFigures(error=9.2)}
+    assert suspicious_steps(noise, "bfloat16", has_older_tokens=False) == []
+    assert suspicious_steps(two_more, "bfloat16", has_older_tokens=False) == [9, 8]
+    assert suspicious_steps(two_more, "bfloat16", has_older_tokens=True) == [9]
+    noticed = {**noise, 8: RecordedFigures(error=1.004, is_off=1.0)}
+    assert suspicious_steps(noticed, "bfloat16", has_older_tokens=True) == [8]
+    wrong = dict.fromkeys(range(4), RecordedFigures(error=9.2)) | {4: RecordedFigures(error=1.0 + 3e-7)}
+    assert suspicious_steps(wrong, "float32", has_older_tokens=False) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "computed", "rounding", "beyond"),
+    [
+        (14837.0, 1e-7, 3e-5, True),
+        (math.inf, 0.5, 0.1, True),
+        (math.nan, 0.5, 0.1, True),
+        (0.003, 0.002, 0.004, False),
+        (8.2, 8.0, 3e-5, False),
+        (2e-4, 1e-7, 6e-5, False),
+        (4e-3, 1e-6, 6e-5, True),
+    ],
+)
+def test_a_recorded_error_has_to_be_explained(recorded: float, computed: float, rounding: float, beyond: bool) -> None:
+    assert is_beyond(recorded, computed, rounding) == beyond
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    run = make_run(tmp_path_factory.mktemp("run"), "qwen3", "policy.parallel.tensor=2", "policy.packing=false")
+    run.add_version()
+    run.write(1, sampled(run.versions[0], run.prompts()))
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    return run
+
+
+def examine(run: RecordedRun, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = doctor.main([str(run.run_dir), *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("error", [14838.0, 9.2, 1.004, None])
+def test_a_run_is_not_healthy_against_its_record(
+    run: RecordedRun, error: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    write_metrics(run.run_dir, 1.0000003, error)
+    code, diagnosis = examine(run, capsys, "step=2")
+    (finding,) = diagnosis["findings"]
+    assert (code, finding["cause"], finding["name"]) == (1, "layout", "recorded_error")
+    assert "python -m megatron_grpo.replay" in finding["key"]
+    assert "policy.parallel.tensor=1" in finding["key"]
+    assert diagnosis["error"] == pytest.approx(1.0, abs=1e-4), "computed here"
+    recorded = diagnosis["recorded_error"]
+    assert recorded == error or (error is None and math.isnan(recorded))
+
+
+def test_the_step_whose_error_stands_out_is_examined(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    write_metrics(run.run_dir, 9.2, 1.0000003)
+    code, diagnosis = examine(run, capsys)
+    assert (code, diagnosis["step"]) == (1, 1)
+    code, diagnosis = examine(run, capsys, "step=2")
+    assert code == 1, "another step of the run is off"
+    assert "step(s) 1 (9.2)" in diagnosis["findings"][0]["text"]
+    write_metrics(run.run_dir, 1.0000003, 1.0000002)
+    code, diagnosis = examine(run, capsys)
+    assert (code, diagnosis["step"], diagnosis["findings"]) == (0, 2, [])
+
+
+def test_every_engine_is_scored_although_few_tokens_are(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second sample of each prompt is of an engine that is a version behind."""
+    right, behind = (sampled(run.versions[number], run.prompts(), version=1) for number in (1, 0))
+    run.write(2, [behind[number] if number % 2 else right[number] for number in range(len(right))])
+    (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    code, diagnosis = examine(run, capsys, "step=2", "tokens=30")
+    assert (code, [one["name"] for one in diagnosis["findings"]]) == (1, ["version_behind"])
+
+
+def test_a_run_that_refused_a_refit_is_not_healthy(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """No step is wrong then: the run ended before the engines served."""
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1))
+    write_metrics(run.run_dir, 1.0000003, 1.0000002)
+    summary = run.run_dir / "summary.json"
+    reason = "version 2 is not served: generation engine 0, worker 1: lm_head.weight differs"
+    summary.write_text(json.dumps({"outcome": "failed", "reason": reason}))
+    code, diagnosis = examine(run, capsys)
+    assert (code, [one["name"] for one in diagnosis["findings"]]) == (1, ["refused_refit"])
+    assert "lm_head.weight differs" in diagnosis["findings"][0]["text"]
+    summary.write_text(json.dumps({"outcome": "completed", "reason": None}))
+    assert examine(run, capsys)[0] == 0
+    canary = {"canary_logprob_error": 4e-3, "throughput": {"canary_limit": 1e-4}}
+    write_metrics(run.run_dir, 1.0000003, 1.0000002, **canary)
+    code, diagnosis = examine(run, capsys)
+    assert (code, diagnosis["findings"][0]["name"]) == (1, "canary")
+    summary.unlink()
+    (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def test_settings_that_engines_reported_are_compared(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def other_epsilon(model: Any) -> None:
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 0.0123
+
+    run.write(2, sampled(run.versions[1], run.prompts(), version=1, prepare=other_epsilon))
+    (run.run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    engines = run.run_dir / "engines.json"
+    engines.write_text(json.dumps([{"model": {"rms_norm_eps": 0.0123, "vocab_size": 99999}, "dtype": "torch.float32"}]))
+    code, diagnosis = examine(run, capsys, "step=2")
+    (finding,) = diagnosis["findings"]
+    assert (code, finding["name"], finding["cause"]) == (1, "engine_settings", "layer")
+    assert "rms_norm_eps=0.0123" in finding["text"]
+    engines.write_text("[")
+    assert doctor.main([str(run.run_dir), "step=2"]) == 2
+    assert "engines.json is damaged" in capsys.readouterr().err
+    engines.unlink()
+    assert replace(run).run_dir.is_dir()

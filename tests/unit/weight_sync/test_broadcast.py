@@ -1,0 +1,154 @@
+"""Broadcasts over real groups, each member in a thread of its own: whole tensors come, and a member that fails keeps
+nobody waiting."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.weight_layouts import training_shards
+from megatron_grpo.platform.device import open_store
+from megatron_grpo.weight_sync import broadcast as receiver
+from megatron_grpo.weight_sync.broadcast import BroadcastReceiver
+from megatron_grpo.weight_sync.groups import Rendezvous
+from megatron_grpo.weight_sync.links import Links, schedule, write_plan
+from megatron_grpo.weight_sync.transfer_plan import plan_pieces, tensor_name
+from tests.support.refit_models import DENSE, full_tensor, made_up_worker
+
+MODEL = {**DENSE, "hidden_size": 32}  # as vLLM computes the size of a head in a folder of Qwen2
+SHAPE = shape_of_config(MODEL)
+ENTRIES = weight_entries(SHAPE)
+SOURCES, RECEIVERS = 2, 2
+BUCKET_BYTES = 1024
+"""So small that most tensors come in several messages."""
+
+
+class MadeUpModel:
+    """Loads whatever comes; a bad one fails at the second call, which vLLM's loader may do."""
+
+    def __init__(self, bad: bool = False) -> None:
+        self._bad = bad
+        self.calls = 0
+        self.loaded: dict[str, Tensor] = {}
+
+    def load_weights(self, tensors: list[tuple[str, Tensor]]) -> None:
+        self.calls += 1
+        if self._bad and self.calls == 2:
+            raise KeyError("no such parameter")
+        self.loaded |= dict(tensors)
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loading(worker: Any) -> Any:
+        around = dict.fromkeys(("begin", "abandon", "finish"), lambda: None)
+        return SimpleNamespace(load=worker.model_runner.get_model().load_weights, **around)
+
+    monkeypatch.setattr(receiver, "ModelReload", loading)
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Callable[..., tuple[list[Links], list[Any]]]]:
+    """Makes the links of a policy with TP2, and two receivers with these models."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    store = open_store("127.0.0.1", 60.0)
+    rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
+    dtypes = ["float32"] * len(ENTRIES)
+    shards, whole = training_shards(ParallelConfig(tensor=2), SHAPE), training_shards(ParallelConfig(), SHAPE)
+    pieces = plan_pieces(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES // 2)
+    write_plan(store, schedule(pieces, BUCKET_BYTES), SOURCES, RECEIVERS, dtypes, shared_memory=False)
+
+    def make(*models: MadeUpModel) -> tuple[list[Links], list[Any]]:
+        workers = [made_up_worker(model) for model in models]
+        for worker in workers:
+            worker.vllm_config.model_config.model = str(tmp_path)
+        with ThreadPoolExecutor(SOURCES + RECEIVERS) as pool:
+            device = torch.device("cpu")
+            sources = [pool.submit(Links, rendezvous, "source", rank, device, ENTRIES) for rank in range(SOURCES)]
+            targets = [pool.submit(BroadcastReceiver, one, rendezvous, rank) for rank, one in enumerate(workers)]
+        return [one.result() for one in sources], [one.result() for one in targets]
+
+    yield make
+    del store  # it lives until the members are connected
+
+
+def _send(links: Links, bad_message: int | None = None) -> None:
+    def fill(number: int, message: Tensor) -> None:
+        if number == bad_message:
+            raise RuntimeError("cannot be merged")
+        for piece, parcel in zip(links.messages[number], links.packed_pieces[number], strict=True):
+            whole = ENTRIES[piece["entry"]].hf[piece["tensor"]].shape(SHAPE)
+            tensor = full_tensor(tensor_name(ENTRIES, piece), whole).view(whole[0], -1)
+            parcel.pack(message, tensor[slice(*piece["rows"]), slice(*piece["columns"])])
+
+    links.send(fill, 1)
+
+
+def _failures(calls: list[Callable[[], object]]) -> list[Exception | None]:
+    """Failures of calls that run at the same time; kept while others still wait, with all that they refer to."""
+
+    def failure(call: Callable[[], object]) -> Exception | None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            return error
+        return None
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        found = list(pool.map(failure, calls))
+    assert time.monotonic() - began < 30, "nobody waits for the timeout of the groups"
+    return found
+
+
+def test_every_worker_receives_all_tensors_whole(members: Any) -> None:
+    models = MadeUpModel(), MadeUpModel()
+    sources, receivers = members(*models)
+    assert _failures([*(partial(_send, one) for one in sources), *(partial(one.receive, 1) for one in receivers)]) == [
+        None
+    ] * (SOURCES + RECEIVERS)
+    for model in models:
+        expected = {
+            tensor.name.format(layer=layer): tensor.shape(SHAPE)
+            for entry in ENTRIES
+            if not entry.copy
+            for tensor in entry.hf
+            for layer in range(SHAPE.layers)
+        }
+        assert model.loaded.keys() == expected.keys()
+        assert all(torch.equal(model.loaded[name], full_tensor(name, shape)) for name, shape in expected.items())
+
+
+def test_everybody_is_told_of_a_worker_that_cannot_load(members: Any) -> None:
+    sources, receivers = members(MadeUpModel(bad=True), MadeUpModel())
+    *senders, bad, other = _failures(
+        [*(partial(_send, one) for one in sources), *(partial(one.receive, 1) for one in receivers)]
+    )
+    assert str(bad) == "'no such parameter'"
+    assert all(isinstance(sender, RuntimeError) for sender in senders)
+    assert isinstance(other, RuntimeError)
+    for one in receivers:
+        with pytest.raises(RuntimeError, match="the links of this rank failed before and were not made anew"):
+            one.receive(1)
+
+
+def test_everybody_is_told_of_a_rank_that_cannot_send(members: Any) -> None:
+    sources, receivers = members(MadeUpModel(), MadeUpModel())
+    bad, other, *workers = _failures(
+        [partial(_send, sources[0], 4), partial(_send, sources[1]), *(partial(one.receive, 1) for one in receivers)]
+    )
+    assert str(bad) == "cannot be merged"
+    assert isinstance(other, RuntimeError)
+    assert all(isinstance(worker, RuntimeError) for worker in workers)

@@ -1,0 +1,256 @@
+"""When the checks after a refit are due, what prompt and limits they have, and what a failed one does to the refit."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from megatron_grpo.config.errors import CanaryError
+from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.config.schema import Config, GenerationConfig, LoraConfig, PolicyConfig
+from megatron_grpo.generation.engine_canary import CanaryPrompt
+from megatron_grpo.models.adapter_check import AdapterCheck
+from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.weight_sync.canary import Canary, CanaryBounds, bounds_of, canary_sequences
+from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
+
+
+def test_the_median_of_the_worst_sequence_decides() -> None:
+    prompt = CanaryPrompt(3, ((5, 6, 7, 8), (9, 8, 7)), expected=((-1.0, -2.0, -3.0), (-4.0, -5.0)), limit=0.1)
+    same = (-4.0, -5.0)
+    assert prompt.require([(-1.0, -2.05, -9.0), same]) == pytest.approx(0.05), "one token may go to another expert"
+    with pytest.raises(CanaryError, match=r"with version 3 of the weights .* differ from the policy's by 0.2 \(median"):
+        prompt.require([(-1.0, -2.2, -3.4), same])
+    with pytest.raises(CanaryError, match=r"0 \(4 tokens\), 0.3 \(3 tokens\)$"):
+        prompt.require([(-1.0, -2.0, -3.0), (-4.3, -5.3)])
+    with pytest.raises(CanaryError, match="by inf"):
+        prompt.require([(math.nan, -2.0, -3.0), same])
+
+
+def test_an_engine_without_the_adapters_is_told_from_one_with_them() -> None:
+    """Both are far within the limit of bfloat16."""
+    prompt = CanaryPrompt(
+        3, ((5, 6, 7, 8),), expected=((-1.0, -2.0, -3.0),), limit=0.5, rounding=0.005, base=((-1.04, -2.04, -2.96),)
+    )
+    assert prompt.require([(-1.01, -2.0, -2.99)]) == pytest.approx(0.01)
+    assert prompt.require([(-1.02, -2.02, -2.98)]) == pytest.approx(0.02), "rounding of half the distance"
+    assert prompt.require([(-0.96, -1.96, -3.04)]) == pytest.approx(0.04), "on the other side"
+    with pytest.raises(CanaryError, match=r"by 0.01 and from the policy's by 0.03 \(medians\), so it has no adapters"):
+        prompt.require([(-1.03, -2.03, -2.97)])
+    still = replace(prompt, base=((-1.001, -2.001, -3.001),))
+    assert still.require([(-1.001, -2.001, -3.001)]) == pytest.approx(0.001), "adapters that move nothing yet"
+
+
+class OneEngine:
+    """A policy of two ranks and an engine, whose calls have made-up results."""
+
+    def __init__(self, lora: int = 0) -> None:
+        self.config = GenerationConfig()
+        shape: Any = SimpleNamespace(layers=0, experts=None)
+        policy = PolicyConfig(lora=LoraConfig(rank=lora))
+        self.settings = RankSettings(config=policy, shape=shape, folder="", decay_steps=1)
+        self.adapters = AdapterCheck([], has_moved=False)
+        self.calls: list[str] = []
+        self.error = 0.001
+        """Difference that the canary finds."""
+
+    def submit(self, method: Any, *args: Any, engines: Any = None) -> list[Any]:
+        name = method if isinstance(method, str) else method.__name__
+        self.calls.append(name)
+        results: dict[str, list[Any]] = {
+            "policy_logprobs": [None, ((-1.0, -2.0),)],
+            "base_logprobs": [None, ((-1.5, -2.5),)],
+            "rank_adapters": [AdapterCheck([], has_moved=False), self.adapters],
+            "policy_fingerprints": [[{}]],
+            "fingerprint_weights": [[]],
+            "admit_weights": [self.error],
+        }
+        if name == "admit_weights":
+            self.prompt = args[0]
+        return results.get(name, [None])
+
+
+class Scripted(WeightTransport):
+    mode: ClassVar[RefitMode] = "reshard"
+    refused = False
+
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        self._linked = engines
+
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        self._begin_checks()
+        self._commit(version, engines, 1.0)
+        return TransferReport(version=version, bytes_sent=1, tensors=1, buckets=1)
+
+    def _complete(self, sends: Any, receives: Any, deadline: float, what: str) -> list[Any]:
+        if self.refused and what.startswith("canary"):
+            raise CanaryFailedError("engine 0 must not serve")
+        return [*sends, *receives.values()]
+
+
+def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_again() -> None:
+    one: Any = OneEngine()
+    config = RefitConfig(canary_share=1.0, weight_check_period=None, retries=3)
+    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+    report = transport.admit(transport.publish(1))
+    assert one.calls == ["policy_logprobs", "commit_weights", "admit_weights"]
+    assert report.checks["canary_logprob_error"] == 0.001
+    one.calls.clear()
+    transport.refused = True
+    with pytest.raises(CanaryFailedError, match="must not serve"):
+        transport.publish(2)
+    assert one.calls.count("commit_weights") == 1
+
+
+def test_engines_are_compared_until_adapters_have_moved() -> None:
+    """Before, the base model is right."""
+    for lora, compared in ((0, [0, 1, 6]), (4, [0, 1, 2, 6])):
+        one: Any = OneEngine(lora)
+        config = RefitConfig(canary=False, weight_check_period=6)
+        transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+        versions = []
+        for version in range(8):
+            one.adapters = AdapterCheck([], has_moved=version >= 2)
+            transport.publish(version)
+            versions += [version] * one.calls.count("fingerprint_weights")
+            assert one.calls.count("rank_adapters") == (lora > 0)
+            one.calls.clear()
+        assert versions == compared
+
+
+def test_adapters_that_are_left_out_end_the_refit_before_its_commit() -> None:
+    one: Any = OneEngine(lora=4)
+    one.adapters = AdapterCheck(["model.layers.0.self_attn.o_proj.weight: published without the layer's adapter"], True)
+    config = RefitConfig(canary=False, weight_check_period=None, retries=3)
+    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+    with pytest.raises(RefitError, match=r"^version 1 is not served: policy rank 1: model\.layers\.0.*o_proj.*without"):
+        transport.publish(1)
+    assert one.calls == ["rank_adapters"]
+
+
+def test_the_canary_has_the_base_models_log_probabilities_too() -> None:
+    one: Any = OneEngine(lora=4)
+    config = RefitConfig(canary_share=1.0, weight_check_period=None)
+    Scripted(one, one, config, Canary(config, ((1, 2, 3),))).publish(1)
+    assert (one.prompt.expected, one.prompt.base) == (((-1.0, -2.0),), ((-1.5, -2.5),))
+    one = OneEngine()
+    Scripted(one, one, config, Canary(config, ((1, 2, 3),))).publish(1)
+    assert one.prompt.base is None
+
+
+def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() -> None:
+    one: Any = OneEngine()
+    one.config = GenerationConfig(placement="colocated")
+    config = RefitConfig(canary_share=1.0, weight_check_period=None)
+    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+    report = transport.publish(1)
+    assert "admit_weights" not in one.calls
+    transport.admit(report)
+    assert one.calls[-1] == "admit_weights"
+    transport.admit(report)
+    assert one.calls.count("admit_weights") == 1
+
+
+def test_the_sequences_follow_from_the_seed_and_fit_the_model() -> None:
+    assert canary_sequences(1, 1000, 2048) == canary_sequences(1, 1000, 2048) != canary_sequences(2, 1000, 2048)
+    sequences = canary_sequences(1, 7, 20)
+    assert max(map(len, sequences)) == 19, "one token is sampled"
+    assert {token for sequence in sequences for token in sequence} <= set(range(7))
+    lengths = [len(sequence) for sequence in canary_sequences(1, 1000, 2048)]
+    assert len(set(lengths)) == len(lengths) >= 3, "a boundary that is taken from a neighbour is wrong"
+
+
+def test_the_canary_keeps_to_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    canary = Canary(RefitConfig(canary_share=0.01), ((1, 2),))
+    followed = []
+    for step in range(24):
+        now[0] += 0.5
+        if canary.is_due():
+            followed.append(step)
+            canary.took(0.02)  # 1% of four steps
+    assert followed == [0, 1, 2, 3, 7, 11, 15, 19, 23], "the first weights, and those of three steps, at once"
+    now[0] += 1000
+    assert canary.is_due()
+    canary.took(0.02)
+    assert not canary.is_due(), "long phases without refits leave no time over"
+    always = Canary(RefitConfig(canary_share=1.0), ((1, 2),))
+    always.took(1e6)
+    assert always.is_due()
+    assert not Canary(RefitConfig(canary=False), ((1, 2),)).is_due()
+
+
+def test_weights_are_compared_at_first_and_at_a_period() -> None:
+    canary = Canary(RefitConfig(weight_check_period=5), ((1, 2),))
+    followed = []
+    for version in range(12):
+        if canary.compares_weights(version, new=version == 3):
+            followed.append(version)
+            canary.compared()
+    assert followed == [0, 1, 3, 5, 10], "the first weights, the first that have changed, those of a new engine"
+    assert not Canary(RefitConfig(weight_check_period=None), ((1, 2),)).compares_weights(0, new=True)
+
+
+def test_checks_that_are_required_follow_the_next_refit() -> None:
+    one: Any = OneEngine()
+    config = RefitConfig(canary_share=1e-6, weight_check_period=1000)
+    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
+    followed = []
+    for version in range(9):
+        if version == 6:
+            transport.require_checks()
+        transport.publish(version)
+        followed.append(("admit_weights" in one.calls, "fingerprint_weights" in one.calls))
+        one.calls.clear()
+    assert followed[:4] == [(True, True), (True, True), (True, False), (True, False)]
+    assert followed[4:] == [(False, False), (False, False), (True, True), (False, False), (False, False)]
+    off = RefitConfig(canary=False, weight_check_period=None)
+    transport = Scripted(one, one, off, Canary(off, ((1, 2, 3),)))
+    transport.require_checks()
+    transport.publish(1)
+    assert one.calls == ["commit_weights"], "checks that the user has switched off stay off"
+
+
+def test_the_limit_follows_the_noise_of_refits_whose_weights_are_right() -> None:
+    one: Any = OneEngine()
+    config = RefitConfig(canary_share=1.0, weight_check_period=5)
+    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
+    limits = []
+    for version, one.error in enumerate([1e-6, 2e-6, 5e-5, 1e-5, 1e-6, 3e-5, 1e-6]):
+        transport.publish(version)
+        limits.append(one.prompt.limit)
+    assert limits[0] == 0.01, "nothing is measured yet"
+    assert limits[1:6] == [1e-4] * 5, "a difference is noise only where all weights were compared, or are the folder's"
+    assert limits[6] == pytest.approx(20 * 3e-5)
+    fixed = RefitConfig(canary_limit=0.2)
+    canary = Canary(fixed, ((1, 2),))
+    canary.measure(1e-6)
+    assert canary.limit == 0.2
+
+
+def test_a_resumed_run_whose_weights_are_not_compared_keeps_the_first_limit() -> None:
+    one: Any = OneEngine()
+    config = RefitConfig(canary_share=1.0, weight_check_period=None)
+    transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),), CanaryBounds(0.01, 1e-4, margin=20.0)))
+    for version in (7, 8):
+        transport.publish(version)
+        assert one.prompt.limit == 0.01
+
+
+def test_the_limit_is_that_of_the_coarser_side() -> None:
+    config = Config()
+    exact: Any = replace(config, policy=replace(config.policy, precision="float32"))
+    assert bounds_of(exact).first < bounds_of(config).first
+    engine = replace(config.generation.engine, dtype="bfloat16")
+    assert bounds_of(replace(exact, generation=replace(config.generation, engine=engine))) == bounds_of(config)
+    for arguments in ({"quantization": "fp8_per_block"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        quantised = replace(config.generation, engine_args=arguments)
+        assert bounds_of(replace(config, generation=quantised)).first > bounds_of(config).first
+    on_cpu = replace(exact, cluster=replace(exact.cluster, gpus_per_node=0))
+    assert bounds_of(on_cpu).first < 4e-3 < bounds_of(exact).first, "attention on GPUs may multiply in TF32"

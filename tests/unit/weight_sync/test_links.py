@@ -1,0 +1,112 @@
+"""Links of real groups, each rank in a thread of its own: what is packed arrives, sent or handed over in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.platform.device import open_store
+from megatron_grpo.weight_sync import links
+from megatron_grpo.weight_sync.groups import Rendezvous
+from megatron_grpo.weight_sync.ipc import HostMemory
+from megatron_grpo.weight_sync.links import BUFFERS, Links, Side, schedule, write_plan
+from megatron_grpo.weight_sync.transfer_plan import plan_pieces
+from tests.support import nccl_like
+from tests.support.refit_models import DENSE
+
+CPU = torch.device("cpu")
+VERSION = 3
+SHAPE = shape_of_config(DENSE)
+SOURCES, TARGETS = 2, 2
+
+
+@pytest.fixture(params=["sent", "one stream", "handed over", "not to be seen"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How messages come: over gloo; one after the other and slowly connected, as over NCCL; in memory; and as between
+    two machines that both share memory."""
+    if request.param == "not to be seen":
+        monkeypatch.setattr(HostMemory, "seen", lambda address: None)
+    if request.param == "one stream":
+        monkeypatch.setattr(links, "join", nccl_like.join)
+    return str(request.param)
+
+
+@pytest.fixture
+def ranks(way: str) -> Iterator[dict[tuple[Side, int], Links]]:
+    """All ranks of a policy with TP2 and an engine with PP2, connected."""
+    store = open_store("127.0.0.1", 60.0)
+    training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
+    dtypes = ["float32"] * len(weight_entries(SHAPE))
+    places = training_shards(training, SHAPE), engine_shards(generation, SHAPE)
+    scheduled = schedule(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
+    write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
+    rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
+    members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]
+    with ThreadPoolExecutor(len(members)) as pool:
+        made = [pool.submit(Links, rendezvous, *member, CPU, weight_entries(SHAPE)) for member in members]
+        yield {member: one.result() for member, one in zip(members, made, strict=True)}
+
+
+def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
+    ranks: dict[tuple[Side, int], Links], way: str
+) -> None:
+    assert all(len(one.messages) > 2 * BUFFERS for one in ranks.values()), "every buffer is used several times"
+    for _ in range(2):  # links last for many refits
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            run = {m: pool.submit(_send if m[0] == "source" else _receive, one) for m, one in ranks.items()}
+            came = {member[1]: one.result() for member, one in run.items() if member[0] == "target"}
+        for target, messages in came.items():
+            for number, content in enumerate(messages):
+                source = ranks["target", target]._peers[number]
+                earlier = ranks["target", target]._peers[:number].count(source)
+                assert torch.equal(content, _content(source, target, earlier, len(content)))
+    for target in range(TARGETS):
+        assert (ranks["target", target]._own is None) == (way == "handed over"), "who is handed all needs no buffers"
+
+
+def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tuple[Side, int], Links]) -> None:
+    def out(_number: int, _buffer: Tensor) -> None:
+        raise RuntimeError("the cable is out")
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        bad = pool.submit(ranks["source", 1].send, out, VERSION)
+        others = [pool.submit(_send, ranks["source", 0])]
+        others += [pool.submit(_receive, ranks["target", target]) for target in range(TARGETS)]
+        for one in (bad, *others):
+            with pytest.raises(RuntimeError):
+                one.result()
+    assert time.monotonic() - began < 20
+    with pytest.raises(RuntimeError, match="failed before and were not made anew"):
+        ranks["source", 1].begin(0)
+
+
+def _content(source: int, target: int, number: int, nbytes: int) -> Tensor:
+    """[nbytes], uint8: what the message of this number over a link holds."""
+    generator = torch.Generator().manual_seed(100 * source + 10 * target + 1000 * number)
+    return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8)
+
+
+def _send(one: Links) -> None:
+    def fill(number: int, buffer: Tensor) -> None:
+        target = one._peers[number]
+        earlier = one._peers[:number].count(target)
+        buffer[:-16] = _content(one._rank, target, earlier, len(buffer) - 16)
+
+    one.send(fill, VERSION)
+
+
+def _receive(one: Links) -> list[Tensor]:
+    """The content of each message."""
+    came: list[Tensor] = []
+    one.receive(lambda _, buffer: came.append(buffer[:-16].clone()), VERSION)
+    return came

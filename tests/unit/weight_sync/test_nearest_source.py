@@ -1,0 +1,44 @@
+"""Plans for engines beside the policy: what a rank has itself comes from nobody else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.weight_sync.transfer_plan import box_of, plan_pieces
+from tests.support.refit_models import DENSE
+
+
+@pytest.mark.parametrize(
+    ("training", "generation"), [({"data": 4}, {"tensor": 2, "data": 2}), ({"tensor": 2, "data": 2}, {"data": 4})]
+)
+def test_beside_each_other_nothing_comes_from_further_than_it_must(
+    training: dict[str, int], generation: dict[str, int]
+) -> None:
+    """Rank n of the policy and rank n of the engines share a device: what it has is not sent by another."""
+    shape = shape_of_config(DENSE)
+    sources = training_shards(ParallelConfig(**training), shape)
+    engine = engine_shards(GenerationParallelConfig(**generation), shape)
+    dtypes = ["float32"] * len(weight_entries(shape))
+    engines = generation["data"]
+    plans = [plan_pieces(shape, sources, engine, engines, dtypes, 2**20, same_devices=same) for same in (True, False)]
+    near, far = (plan["source"] == plan["target"] for plan in plans)
+    assert far.mean() < near.mean() or "tensor" in training, "else the shares have it so already"
+    if "tensor" not in training:
+        assert near.all()
+        return
+    for piece in plans[0][~near]:
+        entry = weight_entries(shape)[piece["entry"]]
+        assert entry.axis is not None, "what is not split is everywhere"
+        parts = [box_of(entry.slices(shape, int(piece["layer"]), part, 2, 0)[piece["tensor"]]) for part in range(2)]
+        own, other = parts[piece["target"] % 2], parts[1 - piece["target"] % 2]
+        inside = [box.row <= piece["rows"][0] and box.column <= piece["columns"][0] for box in (own, other)]
+        held = inside[0] and piece["rows"][1] <= own.row_end and piece["columns"][1] <= own.column_end
+        assert not held
+        assert piece["source"] % 2 != piece["target"] % 2
+    unchanged = [name for name in plans[0].dtype.names or () if name != "source"]
+    assert all(np.array_equal(plans[0][name], plans[1][name]) for name in unchanged)

@@ -1,0 +1,276 @@
+"""Refits through a folder in one process: the driver's, policy's and workers' halves, and models that are dicts.
+
+What vLLM makes of the tensors is shown in tests/integration/test_refit_files.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, RefitConfig
+from megatron_grpo.weight_sync.files import FilesReceiver, FilesTransport, FileWriter, Manifest
+from megatron_grpo.weight_sync.transport import AttemptError, RefitError
+from tests.support.refit_models import made_up_worker
+
+QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+STAGES = ((QUERY, KEY), (UP, NORM))
+"""Names of the tensors of each pipeline stage."""
+
+SIZE = (64, 64)
+BYTES = 4 * 64 * 64
+"""Of a tensor: many times the header of a file."""
+
+
+class Model:
+    """Keeps what it is given; `fails` makes it stop at a tensor."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.loaded: list[str] = []
+        self.fails = ""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.loaded = []
+        for name, tensor in tensors:
+            if name == self.fails:
+                raise RuntimeError("out of memory")
+            self.loaded.append(name)
+            self.weights[name] = tensor.clone()
+
+
+class Policy:
+    """Two stages, of which rank 0 and 2 write."""
+
+    def __init__(self) -> None:
+        self.weights = {name: torch.randn(SIZE) for stage in STAGES for name in stage}
+        self.writers: list[FileWriter] = []
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if function.__name__ == "connect_writer":
+            self.writers = [FileWriter(*args) for _ in range(4)]
+            return [None] * 4
+        part, whole = args
+        return [writer.write(self._tensors(rank), part, rank, whole=whole) for rank, writer in enumerate(self.writers)]
+
+    def _tensors(self, rank: int) -> Iterator[tuple[str, Tensor | None]]:
+        for name in STAGES[rank // 2]:
+            yield name, self.weights[name] if rank % 2 == 0 else None
+
+
+class Generation:
+    """Engines of one worker each, as vLLM's workers call a receiver; what they answer is what went wrong, or None."""
+
+    def __init__(self, engines: int) -> None:
+        self.config = GenerationConfig(parallel=GenerationParallelConfig(data=engines))
+        self.models = [Model() for _ in range(engines)]
+        self.receivers: dict[int, Any] = {}
+        self.connected: list[int] = []
+        self.served: list[int | None] = [None] * engines
+        self.between: Callable[[], None] = lambda: None
+        """Called before a version is received."""
+
+    def submit(self, method: str, *args: Any, engines: Sequence[int]) -> list[Any]:
+        if method == "receive_weights":
+            self.between()
+            return [self._receive(number, *args) for number in engines]
+        for number in engines:
+            if method == "connect_weights":
+                self.connected.append(number)
+                self.receivers[number] = _receiver(self.models[number], args[1])
+            else:
+                self.served[number] = args[0]
+        return [None] * len(engines)
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        for number in lost:
+            self.models[number], self.served[number] = Model(), None
+
+    def _receive(self, number: int, version: int) -> str | None:
+        receiver = self.receivers[number]
+        try:
+            receiver.receive(version)
+        except (ValueError, RuntimeError) as error:
+            receiver.abandon()
+            return f"worker {number}: {error}"
+        return None
+
+
+class InProcess(FilesTransport):
+    """Calls answer at once."""
+
+    @staticmethod
+    def _complete(sends: Any, receives: Mapping[int, Any], deadline: float, what: str) -> list[Any]:
+        if any(receives.values()):
+            raise AttemptError("; ".join(answer for answer in receives.values() if answer), {})
+        return sends
+
+
+class Loading:
+    """In the place of what vLLM's layers need around loading."""
+
+    def __init__(self, worker: Any) -> None:
+        self.begin = self.finish = self.abandon = lambda: None
+        self.load = worker.model_runner.get_model().load_weights
+
+
+@pytest.fixture(autouse=True)
+def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.weight_sync.files.ModelReload", Loading)
+
+
+def _receiver(model: Model, shared: Mapping[str, str]) -> FilesReceiver:
+    return FilesReceiver(made_up_worker(model), shared, 0)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[InProcess, Policy, Generation]:
+    policy, generation = Policy(), Generation(engines=2)
+    config = RefitConfig(mode="files", bucket_mib=0.0001, retries=1)
+    transport: Any = InProcess(policy, generation, config, tmp_path / "run")  # type: ignore[arg-type]
+    transport.connect()
+    return transport, policy, generation
+
+
+def test_every_engine_gets_every_tensor_and_afterwards_what_changed(made: Any) -> None:
+    transport, policy, generation = made
+    report = transport.publish(1)
+    assert (report.tensors, report.bytes_sent, report.retries) == (4, 4 * BYTES, 0)
+    _serve(generation, policy, version=1)
+
+    assert transport.publish(2).tensors == 0
+    assert generation.served == [2, 2]
+
+    policy.weights[KEY] = torch.randn(SIZE)
+    report = transport.publish(3)
+    assert (report.tensors, report.bytes_sent, report.buckets) == (1, BYTES, 1)
+    assert generation.models[0].loaded == [QUERY, KEY], "vLLM joins the two, so both are read"
+    _serve(generation, policy, version=3)
+
+
+def test_an_engine_that_comes_later_reads_everything(made: Any) -> None:
+    transport, policy, _ = made
+    transport.publish(1)
+    policy.weights[NORM] = torch.randn(SIZE)
+    transport.publish(2)
+    shared = {"folder": str(transport._folder), "session": transport._session}
+    model = Model()
+    receiver = _receiver(model, shared)
+    receiver.receive(2)
+    assert all(torch.equal(model.weights[name], policy.weights[name]) for name in policy.weights)
+
+
+def test_a_damaged_file_is_found_before_the_model_is_touched_and_is_written_again(made: Any) -> None:
+    transport, policy, generation = made
+    transport.publish(1)
+    before = {name: tensor.clone() for name, tensor in generation.models[0].weights.items()}
+    policy.weights[UP] = torch.randn(SIZE)
+    seen = []
+
+    def damage() -> None:
+        if not seen:
+            seen.append(generation.models[0].weights)
+            file = max(transport._folder.glob("*/*.safetensors"))
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 16
+            file.write_bytes(data)
+        elif len(seen) == 1:  # the second attempt: what the first has left
+            seen.append(all(torch.equal(generation.models[0].weights[name], before[name]) for name in before))
+
+    generation.between = damage
+    report = transport.publish(2)
+    assert report.retries == 1
+    assert seen[1] is True
+    assert report.tensors == 4, "everything is written again"
+    _serve(generation, policy, version=2)
+
+
+def test_after_a_model_failed_in_the_middle_everything_is_read_again(made: Any) -> None:
+    transport, policy, generation = made
+    transport._retries = 0
+    transport.publish(1)
+    for name in policy.weights:
+        policy.weights[name] = torch.randn(SIZE)
+    generation.models[1].fails = UP
+    with pytest.raises(RefitError, match="worker 1: out of memory"):
+        transport.publish(2)
+    assert generation.served == [1, 1]
+    generation.models[1].fails = ""
+    transport.publish(3)
+    _serve(generation, policy, version=3)
+
+
+def test_an_engine_that_was_replaced_gets_the_version_alone(made: Any) -> None:
+    transport, policy, generation = made
+    transport.publish(1)
+    policy.weights[NORM] = torch.randn(SIZE)
+    transport.publish(2)
+    generation.connected.clear()
+    transport.restore({1: "it died"})
+    assert generation.connected == [1]
+    _serve(generation, policy, version=2)
+    policy.weights[UP] = torch.randn(SIZE)
+    report = transport.publish(3)
+    assert report.tensors == 1, "files are as they were"
+    assert report.replaced == ("generation engine 1 was replaced: it died",)
+    _serve(generation, policy, version=3)
+
+
+def test_connecting_again_begins_anew(made: Any) -> None:
+    transport, policy, generation = made
+    transport.publish(1)
+    generation.connected.clear()
+    transport.connect()
+    assert generation.connected == [0, 1]
+    assert transport.publish(2).tensors == 4
+    _serve(generation, policy, version=2)
+
+
+def test_what_is_superseded_goes_and_does_not_pile_up(made: Any) -> None:
+    transport, policy, _ = made
+    transport._bucket_bytes = 10**6  # a stage in one file, of which a part lives on
+    transport.connect()
+    wholes = 0
+    for version in range(1, 30):
+        policy.weights[KEY] = torch.randn(SIZE)
+        wholes += transport.publish(version).tensors == 4
+        kept = sum(tensor.nbytes for file in transport._folder.glob("*/*") for tensor in load_file(file).values())
+        assert kept <= 3 * sum(tensor.nbytes for tensor in policy.weights.values())
+    assert 1 <= wholes < 20
+    transport.close()
+    assert not transport._folder.exists()
+    transport.close()
+
+
+def test_another_runs_folder_and_another_version_are_refused(made: Any) -> None:
+    transport, _, generation = made
+    transport.publish(1)
+    assert "holds version 1, not 2" in str(generation._receive(0, 2))
+    manifest = Manifest.read(transport._folder)
+    Manifest("another", 2, manifest.tensors).write(transport._folder)
+    assert "another run writes to" in str(generation._receive(0, 2))
+
+
+def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
+    def folder(run_dir: str, directory: str | None) -> Path:
+        config = RefitConfig(mode="files", directory=directory)
+        return FilesTransport(None, None, config, Path(run_dir))._folder  # type: ignore[arg-type]
+
+    assert folder("/a/run", None) == Path("/a/run/refit")
+    shared = {folder(run, "/shared") for run in ("/a/run", "/b/run")}
+    assert len(shared) == 2
+    assert {path.parent for path in shared} == {Path("/shared")}
+
+
+def _serve(generation: Generation, policy: Policy, version: int) -> None:
+    assert generation.served == [version] * 2
+    for model in generation.models:
+        assert model.weights.keys() == policy.weights.keys()
+        assert all(torch.equal(model.weights[name], policy.weights[name]) for name in policy.weights)

@@ -1,0 +1,183 @@
+"""The groups of a refit: a missing peer ends in an error, not a hang, and a failure of one member is told to all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.platform.device import open_store
+from megatron_grpo.weight_sync import groups
+from megatron_grpo.weight_sync.groups import LOOK_S, Rendezvous, Watch, record_failure
+from megatron_grpo.weight_sync.transport import SETTLE_S
+
+
+def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
+    _store, rendezvous = _open(timeout_s=1.0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        groups.join(rendezvous, 0, 2, torch.device("cpu"))
+    assert time.monotonic() - began < 10
+
+
+def test_a_store_that_was_closed_is_not_sought_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes late to an attempt that has failed is back in time for the next one."""
+    assert groups.REACH_S < SETTLE_S
+    monkeypatch.setattr(groups, "REACH_S", 1.0)
+    store, rendezvous = _open(timeout_s=60.0)
+    del store
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1"):
+        rendezvous.store()
+    assert time.monotonic() - began < 20
+
+
+def test_a_key_may_come_later_than_a_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "REACH_S", 0.5)
+    store, rendezvous = _open(timeout_s=60.0)
+    reader = rendezvous.store()
+    threading.Timer(1.5, store.set, ("key", "value")).start()
+    assert reader.get("key") == b"value"
+
+
+def test_a_wait_ends_at_the_deadline_and_a_new_one_begins_anew() -> None:
+    _store, rendezvous = _open(timeout_s=0.5)
+    watch = _watch(rendezvous)
+    for _ in range(2):
+        watch.begin()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"nothing happened until the deadline of 0\.5 s"):
+            watch.until(lambda: False)
+        assert 0.5 <= time.monotonic() - began < 5
+
+
+def test_a_failure_ends_the_waits_of_all_members_and_the_first_one_is_told() -> None:
+    store, rendezvous = _open(timeout_s=60.0)
+    watches = [_watch(rendezvous) for _ in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(watch.until, lambda: False) for watch in watches[:2]]
+        time.sleep(0.1)
+        watches[2].fail("policy rank 1: the cable is out")
+        record_failure(store, "generation engine 0 died")
+        for wait in waits:
+            with pytest.raises(RuntimeError, match=r"^given up, because policy rank 1: the cable is out$"):
+                wait.result(timeout=20 * LOOK_S)
+
+
+def test_a_closed_store_ends_waits_too() -> None:
+    store, rendezvous = _open(timeout_s=60.0)
+    watch = _watch(rendezvous)
+    del store
+    with pytest.raises(RuntimeError):
+        watch.until(lambda: False)
+    watch.fail("nobody is left to be told")
+
+
+def test_a_call_that_blocks_in_a_library_is_left_behind() -> None:
+    store, rendezvous = _open(timeout_s=60.0)
+    watch, blocked = _watch(rendezvous), threading.Event()
+    assert watch.call(max, 3, 4) == 4
+    with pytest.raises(ZeroDivisionError):
+        watch.call(lambda: 1 // 0)
+    record_failure(store, "generation engine 0 died")
+    with pytest.raises(RuntimeError, match="generation engine 0 died"):
+        watch.call(blocked.wait)
+    blocked.set()
+
+
+def test_polling_adds_a_tenth_to_a_wait_and_leaves_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large refit has thousands of turns of a millisecond, and the store has a thousand members."""
+    clock = Clock()
+    monkeypatch.setattr(groups, "time", clock)
+    asked: Any = AskedStore()
+    watch = Watch(asked, timeout_s=1000.0)
+
+    def wait(seconds: float) -> tuple[float, int]:
+        """Seconds that a wait took, and how often it polled."""
+        began, polls = clock.now, 0
+
+        def over() -> bool:
+            nonlocal polls
+            polls += 1
+            return clock.now >= began + seconds
+
+        watch.until(over)
+        return clock.now - began, polls
+
+    for seconds in (1e-4, 1e-3, 1e-2):
+        waited, polls = wait(seconds)
+        assert waited < 1.2 * seconds
+        assert polls < 100, "it does not spin"
+    assert asked.looks == 0
+    wait(10.0)
+    assert 15 <= asked.looks <= 10 / LOOK_S
+
+
+class Clock:
+    """Time that passes in pauses alone."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class AskedStore:
+    """A store without a failure; counts how often it is asked for one."""
+
+    looks = 0
+
+    def check(self, _keys: list[str]) -> bool:
+        self.looks += 1
+        return False
+
+
+def test_an_abort_over_gloo_ends_what_is_pending_here() -> None:
+    _store, rendezvous = _open(timeout_s=60.0)
+    with ThreadPoolExecutor(2) as pool:
+        joined = [pool.submit(groups.join, rendezvous, rank, 2, torch.device("cpu")) for rank in range(2)]
+        mine, theirs = (one.result() for one in joined)
+    pending = mine.recv([torch.zeros(8, dtype=torch.uint8)], 1, 0)
+    time.sleep(0.1)
+    assert not pending.is_completed()
+    mine.abort()
+    with pytest.raises(RuntimeError):
+        pending.wait()
+    theirs.abort()
+
+
+def test_over_nccl_the_communicator_of_all_members_is_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch makes one for each pair, and inside of a send."""
+    _store, rendezvous = _open(timeout_s=60.0)
+    made: list[Any] = []
+
+    class Nccl:
+        Options = dict
+
+        def __init__(self, _store: Any, rank: int, size: int, _options: Any) -> None:
+            made.append((rank, size, os.environ["TORCH_NCCL_BLOCKING_WAIT"]))
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            made.append(device)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    groups.join(rendezvous, 1, 3, torch.device("cuda", 0))
+    assert made == [(1, 3, "1"), torch.device("cuda", 0)]
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def _watch(rendezvous: Rendezvous) -> Watch:
+    return Watch(rendezvous.store(), rendezvous.timeout_s)
+
+
+def _open(timeout_s: float) -> tuple[Any, Rendezvous]:
+    store = open_store("127.0.0.1", timeout_s)
+    return store, Rendezvous(host="127.0.0.1", port=store.port, receivers=1, timeout_s=timeout_s)

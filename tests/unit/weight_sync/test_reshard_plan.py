@@ -1,0 +1,348 @@
+"""Plans of refits shard to shard, carried out on real tensors, against vLLM's layout written out; and large ones by
+arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.families.family import WeightEntry, WeightSlice, padded_vocab
+from megatron_grpo.models.hf_weights import merge_slices, split_parameter
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_layouts import RankShard, cut_blocks, destinations, engine_shards, training_shards
+from megatron_grpo.weight_sync.links import schedule, split_messages
+from megatron_grpo.weight_sync.model_writer import ModelWriter
+from megatron_grpo.weight_sync.transfer_plan import Pieces, aligned, box_of, packed_pieces, plan_pieces, wire_dtypes
+from tests.support.moe_config import QWEN3_MOE
+from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
+
+
+def cut(part: WeightSlice) -> Tensor:
+    whole = full_tensor(part.name, part.shape)
+    return whole if part.axis is None else whole.narrow(part.axis, part.start, part.stop - part.start)
+
+
+def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
+    """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
+    entry, expert = weight_entries(shape)[piece["entry"]], int(piece["expert"])
+    part = place.expert_tensor if entry.per_expert else place.tensor
+    slices = entry.slices(shape, int(piece["layer"]), part.index, part.count, expert)
+    rows = padded_vocab(shape, part.count) // part.count
+    parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
+    whole = split_parameter(entry, parameter, slices, shape)[piece["tensor"]]
+    matrix = whole if whole.dim() == 2 else whole[:, None]
+    box = box_of(slices[piece["tensor"]])
+    rows, columns = piece["rows"] - box.row, piece["columns"] - box.column
+    assert min(rows[0], columns[0]) >= 0
+    assert (rows[1], columns[1]) <= tuple(matrix.shape)
+    return matrix[rows[0] : rows[1], columns[0] : columns[1]]
+
+
+def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
+    dtypes = ["float32"] * len(weight_entries(shape))
+    engine = engine_shards(generation, shape)
+    return plan_pieces(shape, training_shards(training, shape), engine, generation.data, dtypes, bucket // 2)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParallelConfig, int]:
+    family = draw(st.sampled_from(sorted(SHAPES)))
+    shape = shape_of_config(SHAPES[family])
+    pipeline = draw(st.sampled_from([1, 2, 4]))
+    chunks = draw(st.sampled_from([1, 2] if pipeline == 2 else [1]))
+    tensor, data = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
+    expert, expert_tensor = 1, 1
+    if shape.experts is not None:
+        expert = draw(st.sampled_from([n for n in (1, 2, 4) if tensor * data % n == 0]))
+        expert_tensor = draw(st.sampled_from([n for n in (1, 2) if tensor * data % (n * expert) == 0]))
+    training = ParallelConfig(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=chunks,
+        data=data,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        first_stage_layers=draw(st.sampled_from([None, 1])) if pipeline == 2 and chunks == 1 else None,
+    )
+    width = draw(st.sampled_from([1, 2, 4]))
+    generation = GenerationParallelConfig(
+        tensor=width,
+        pipeline=draw(st.sampled_from([1, 2, 3])),
+        data=draw(st.sampled_from([1, 2])),
+        expert=draw(st.sampled_from([1, width])) if shape.experts is not None else 1,
+    )
+    return shape, training, generation, draw(st.sampled_from([96, 1024, 2**20]))
+
+
+@given(cases())
+@settings(deadline=None, max_examples=25)
+def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
+    shape, training, generation, bucket = case
+    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
+    scheduled = schedule(plan(shape, training, generation, bucket), bucket)
+    for target in range(len(engine) * generation.data):
+        place = engine[target % len(engine)]
+        expected = vllm_parameters(shape, place)
+        mine = scheduled[scheduled["target"] == target]
+        model = model_of(expected)
+        writer = ModelWriter(model, torch.float32, shape, place, [mine])
+        for position, piece in enumerate(mine):
+            writer.write(0, position, sent_piece(piece, sources[piece["source"]], shape))
+        held = dict(model.named_parameters())
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+        # As many as there are, all of them right: none came twice.
+        brought = sum(int(np.diff(p["rows"])[0] * np.diff(p["columns"])[0]) for p in mine)
+        padding = (-(-shape.vocab // 64) * 64 - shape.vocab) * shape.hidden
+        assert (
+            sum(t.numel() for t in expected.values()) - 2 * padding
+            <= brought
+            <= sum(t.numel() for t in expected.values())
+        )
+
+
+@given(cases())
+@settings(deadline=None, max_examples=25)
+def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
+    """Ranks that can have a single message under way, each in its own order, get through all of them."""
+    shape, training, generation, bucket = case
+    pieces = plan(shape, training, generation, bucket)
+    scheduled = schedule(pieces, bucket)
+    assert sorted(map(str, scheduled[list(PLANNED)].tolist())) == sorted(map(str, pieces[list(PLANNED)].tolist()))
+    queues = {
+        (side, rank): [
+            (int(pieces["source"][0]), int(pieces["target"][0]))
+            for pieces in split_messages(scheduled[scheduled[side] == rank])
+        ]
+        for side in ("source", "target")
+        for rank in set(scheduled[side].tolist())
+    }
+    while any(queues.values()):
+        ready = [
+            (source, target)
+            for (side, source), queue in queues.items()
+            if side == "source" and queue
+            for _, target in queue[:1]
+            if queues["target", target][:1] == [(source, target)]
+        ]
+        assert ready, "nobody can go on"
+        for source, target in ready:
+            del queues["source", source][0], queues["target", target][0]
+    for message in (
+        m for rank in set(scheduled["source"]) for m in split_messages(scheduled[scheduled["source"] == rank])
+    ):
+        assert aligned(message["bytes"]).sum() <= bucket or len(message) <= 2
+
+
+PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "rows", "columns", "bytes")
+
+DEEPSEEK_V3: dict[str, Any] = LATENT | {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+QWEN3_235B: dict[str, Any] = QWEN3_MOE | {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+LARGE = {
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        ParallelConfig(tensor=8, pipeline=16, data=8, expert=16, first_stage_layers=3, last_stage_layers=2),
+        GenerationParallelConfig(tensor=8, pipeline=4, data=2),
+    ),
+    "qwen3_235b": (
+        QWEN3_235B,
+        ParallelConfig(tensor=4, pipeline=16, data=16, expert=8, first_stage_layers=5, last_stage_layers=5),
+        GenerationParallelConfig(tensor=8, pipeline=2, data=2, expert=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_layouts_by_arithmetic(name: str) -> None:
+    """Boxes that are disjoint and add up to what a rank has cover it, each number once; and senders share the work."""
+    raw, training, generation = LARGE[name]
+    shape = shape_of_config(raw)
+    engine, bucket = engine_shards(generation, shape), 256 * 2**20
+    pieces = plan(shape, training, generation, bucket)
+    for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
+        place = engine[target % len(engine)]
+        mine = pieces[pieces["target"] == target]
+        keys = mine[["entry", "tensor", "layer", "expert"]]
+        order = np.lexsort((mine["columns"][:, 0], mine["rows"][:, 0], *(keys[k] for k in keys.dtype.names[::-1])))
+        ordered = mine[order]
+        same = keys[order][1:] == keys[order][:-1]
+        # Strips of one tensor follow each other in rows, or lie side by side in columns.
+        apart = (ordered["rows"][1:, 0] >= ordered["rows"][:-1, 1]) | (
+            ordered["columns"][1:, 0] >= ordered["columns"][:-1, 1]
+        )
+        assert (apart | ~same).all()
+        assert mine["bytes"].sum() == 4 * owned_numbers(shape, place)
+    load = np.bincount(pieces["source"], weights=pieces["bytes"], minlength=training.world_size)
+    by_stage = load.reshape(training.pipeline, -1)
+    assert (by_stage.max(1) - by_stage.min(1)).max() <= 0.35 * load.mean(), "replicas and neighbours share"
+    assert aligned(np.array([1, 16, 17])).tolist() == [16, 16, 32]
+
+
+def owned_numbers(shape: ModelShape, place: RankShard) -> int:
+    """How many numbers a rank of an engine has, without padding, from the sizes of the model."""
+    total = 0
+    for entry in weight_entries(shape):
+        total += _numbers_of(entry, shape, place)
+    return total
+
+
+def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
+    split = {"vocab", "ffn", "heads", "expert_ffn", "shared_ffn"}
+    split |= {"latent_queries", "latent_keys_values", "latent_values"}
+    if entry.copy:
+        return 0
+    layers = [n for n in place.layers if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(n)]
+    if "{layer}" not in entry.megatron[0]:
+        layers = [0] if (place.embedding if entry.megatron[0].startswith("embedding") else place.end) else []
+    part = place.expert_tensor if entry.per_expert else place.tensor
+    numbers = 0
+    for tensor in entry.hf:
+        size = int(np.prod(tensor.shape(shape)))
+        if "kv_heads" in tensor.dims:
+            size = size // shape.key_value_heads * max(shape.key_value_heads // part.count, 1)
+        elif "vocab" in tensor.dims:
+            assert shape.vocab % 64 == 0, "no rank has padding"
+            size //= part.count
+        elif split & set(tensor.dims):
+            size //= part.count
+        numbers += size
+    experts = place.experts[1] - place.experts[0] if entry.per_expert else 1
+    return numbers * experts * len(layers)
+
+
+def test_a_model_that_is_not_filled_is_refused() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    shape, layouts = shape_of_config({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
+    [place] = engine_shards(layouts[1], shape)
+    model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
+    record_metadata_for_reloading(model)
+    with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
+        ModelWriter(model, torch.float32, shape, place, [plan(shape, *layouts, 2**20)])
+
+
+def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    shape, layouts = (
+        shape_of_config({**DENSE, "vocab_size": 64}),
+        (ParallelConfig(), GenerationParallelConfig(pipeline=2)),
+    )
+    pieces = plan(shape, *layouts, 2**20)
+    for target, place in enumerate(engine_shards(layouts[1], shape)):
+        model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
+        record_metadata_for_reloading(model)
+        ModelWriter(model, torch.float32, shape, place, [pieces[pieces["target"] == target]])
+        if place.end:  # and nobody computes with one that does not come
+            others = pieces[(pieces["target"] == target) & (pieces["rows"][:, 1] != shape.hidden)]
+            with pytest.raises(ValueError, match=r"model.norm.weight: 0 of \d+ numbers"):
+                ModelWriter(model, torch.float32, shape, place, [others])
+
+
+BLOCKED: dict[str, dict[str, Any]] = {
+    "qwen2": DENSE | {"hidden_size": 320, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4},
+    "qwen3_moe": SHAPES["qwen3_moe"]
+    | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    | {"intermediate_size": 256, "moe_intermediate_size": 256},
+    "deepseek_v3": LATENT
+    | {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "q_lora_rank": 128}
+    | {"kv_lora_rank": 136, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128},
+}
+"""Models of few layers whose matrices have ragged last blocks where their ranks leave them."""
+BLOCKED_LAYOUTS = {
+    "tp2 to pp2": (ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)),
+    "pp2 to tp2": (ParallelConfig(pipeline=2), GenerationParallelConfig(tensor=2)),
+}
+
+
+@pytest.mark.parametrize("layouts", BLOCKED_LAYOUTS.values(), ids=BLOCKED_LAYOUTS)
+@pytest.mark.parametrize("family", BLOCKED)
+def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
+    family: str, layouts: tuple[ParallelConfig, GenerationParallelConfig]
+) -> None:
+    """Numbers times scales, as a checkpoint in FP8 is read, are vLLM's parameters but for the rounding of E4M3."""
+    shape, (training, generation) = shape_of_config({**BLOCKED[family], "num_hidden_layers": 2}), layouts
+    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
+    assert list(cut_blocks(shape, sources, engine)) == []
+    dtypes = wire_dtypes(shape, "float32", fp8_blocks=True)
+    scheduled = schedule(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
+    kinds = [getattr(torch, dtype) for dtype in dtypes]
+    for target, place in enumerate(engine):
+        expected = vllm_parameters(shape, place)
+        read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        rounded = set()
+        for message in split_messages(scheduled[scheduled["target"] == target]):
+            laid, size = packed_pieces(message, kinds)
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            for piece, parcel in zip(message, laid, strict=True):
+                parcel.pack(buffer, sent_piece(piece, sources[piece["source"]], shape))
+            for piece, parcel in zip(message, laid, strict=True):
+                values = parcel.numbers(buffer).float()
+                scales = parcel.scales(buffer)
+                if scales is not None:
+                    each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+                    values *= each[: parcel.rows, : parcel.columns]
+                entry = weight_entries(shape)[piece["entry"]]
+                landing = destinations(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
+                parameter = read[landing.parameter]
+                parameter = parameter if landing.expert is None else parameter[landing.expert]
+                parameter = parameter if parameter.dim() == 2 else parameter[:, None]
+                box = box_of(landing.part)
+                row, column = int(piece["rows"][0]) - box.row + landing.row, int(piece["columns"][0]) - box.column
+                parameter[row : row + parcel.rows, column : column + parcel.columns] = values
+                rounded |= {landing.parameter} if scales is not None else set()
+        assert {name for name in expected if "proj" in name and name.endswith("weight")} <= rounded
+        for name, tensor in expected.items():
+            if name not in rounded:
+                assert torch.equal(read[name], tensor), name
+            else:  # 3 bits of mantissa; below 2^-6 of what is scaled, steps of 2^-9
+                step = tensor.abs().maximum(tensor.new_tensor(2.0**-6) * tensor.abs().max() / 448) * 2.0**-4
+                assert (read[name] - tensor).abs().le(step * 1.0001).all(), name
+                assert not torch.equal(read[name], tensor), name
+
+
+def test_ranks_that_would_share_a_block_are_named() -> None:
+    shape = shape_of_config({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
+    layouts = ParallelConfig(tensor=2), GenerationParallelConfig(tensor=4)
+    cuts = list(cut_blocks(shape, training_shards(layouts[0], shape), engine_shards(layouts[1], shape)))
+    assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
+    assert "model.layers.0.mlp.down_proj.weight on rank 1 of an engine: 96 to 192 of (320, 384)" in cuts
+    assert not any("q_proj" in cut for cut in cuts if "engine" in cut)
