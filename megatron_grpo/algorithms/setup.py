@@ -35,6 +35,7 @@ from megatron_grpo.models.source import is_prepared, model_folder
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
+from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.pool import RolloutPool, not_replaced
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
@@ -70,7 +71,10 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         RunError: a process did not start; the message says which.
     """
     with ExitStack() as stack:
-        startup = startup or stack.enter_context(started(config))
+        if startup is None:
+            if config.generates:
+                check_scoring(config)
+            startup = stack.enter_context(started(config))
         run = _bring_up(config, startup, stack)
         startup.write_summary = run.logger.write_summary
         # Only now the folder records the run as started: every step that can fail on a mistake is done.

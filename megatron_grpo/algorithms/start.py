@@ -34,11 +34,15 @@ def start(config: Config, user_objects: UserObjects | None = None, began: float 
     if config.cluster.ray_address is None:
         prepare_ray_environment()
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata warns about its own code
-    from megatron_grpo.run.lifetime import started  # after the checks: Ray takes long to import
+    # Imported late, because NumPy and Ray take long to import.
+    from megatron_grpo.preflight.environment_checks import check_scoring
+    from megatron_grpo.run.lifetime import started
 
     trained = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
     with ThreadPoolExecutor(1, "import") as importer:
         imported = importer.submit(lambda: (pkgutil.resolve_name(trained), pkgutil.resolve_name(SETUP)))
+        if config.generates:
+            check_scoring(config, rewards=user_objects.rewards if user_objects is not None else None)
         with started(config, user_objects, began) as startup:
             with startup.part("imports"):
                 train, setup = imported.result()

@@ -12,13 +12,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_grpo.cluster.futures import gather
+from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.server import ServerEngine
 from megatron_grpo.generation.shutdown import END_S, EngineProcesses, end_processes
-from megatron_grpo.rollouts.engine_client import ENGINE_NAME
 
 SLEEP_S = 60.0
 """Seconds that the other engines have to go to sleep when one has failed to."""

@@ -25,13 +25,14 @@ from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, engine_shards, training_shards
 from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
-from megatron_grpo.planning.dry.stand_in_layers import Quantizable
+from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedAttention, ShapedNorm, shaped_layer
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
+from megatron_grpo.trainer.model.layer_spec import EngineParts
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
@@ -39,6 +40,8 @@ from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, Valu
 from megatron_grpo.weight_sync.links import BUFFERS, schedule, split_messages
 from megatron_grpo.weight_sync.reshard import ShardSender
 from megatron_grpo.weight_sync.transfer_plan import aligned, packed_pieces, plan_pieces, wire_dtypes
+
+SHAPED_PARTS = EngineParts(shaped_layer, ShapedAttention, ShapedNorm)
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def tracked_run(
         mode.follow(tensor)
         return tensor
 
-    platform = Platform("dry", torch.device("cpu"), "fake", host="meta", move=move)
+    platform = Platform("dry", torch.device("cpu"), "fake", host="meta", move=move, layer_parts=SHAPED_PARTS)
     parallel = config.policy.parallel
     destroy_parallel()
     initialize_parallel(parallel, rank=rank, store=FakeStore(), seed=0, timeout_s=60, platform=platform)

@@ -33,6 +33,8 @@ class Platform:
     """Device of tensors in host memory; on a dry platform one that tells them from those on the device."""
     move: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
     """A function that puts an array, [...], of any type, on the device."""
+    layer_parts: Any = None
+    """Layers in place of Transformer Engine's (`trainer.model.layer_spec.EngineParts`), for a dry run."""
 
     @property
     def like_cuda(self) -> bool:

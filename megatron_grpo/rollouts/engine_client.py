@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.cluster.futures import explain, is_lost, overdue, pickled
 from megatron_grpo.cluster.overdue import report_hanging
+from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.rollouts.seeds import RolloutFailure
 
-ENGINE_NAME = "generation engine {}".format
 LOOK_S = 0.5
 """Seconds between two checks for overdue engines."""
 

@@ -17,16 +17,16 @@ from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.cluster.futures import overdue
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.process_names import ENGINE_NAME, WORKER_NAME
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import RolloutsConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.rollouts.engine_client import ENGINE_NAME
 from megatron_grpo.rollouts.rollout import ATTEMPTS
 from megatron_grpo.rollouts.seeds import RolloutPlan, require_few_failures
 from megatron_grpo.rollouts.shards import groups_of
-from megatron_grpo.rollouts.worker_group import WORKER_NAME, WorkerGroup
+from megatron_grpo.rollouts.worker_group import WorkerGroup
 
 COUNTS_S = 20.0
 """Deadline for fetching the counts of all engines, in seconds."""

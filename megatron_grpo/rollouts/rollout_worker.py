@@ -10,6 +10,7 @@ from typing import Any
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import EnvironmentHandle
 from megatron_grpo.generation.vllm_requests import in_bunches
@@ -34,7 +35,7 @@ class RolloutWorker:
         endpoint: EndpointSettings | None,
     ) -> None:
         """`engines` and `environments`: this worker's share, by number and by task name (see `WorkerGroup`)."""
-        begin_process_log(f"rollout worker {index}")
+        begin_process_log(WORKER_NAME(index))
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, n, f"worker{index}") for n, actor in engines.items()])
         self._environments = {name: EnvironmentClient(handle) for name, handle in environments.items()}

@@ -18,6 +18,7 @@ from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, rollouts_fi
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import explain, gather
+from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.environments.environment_processes import EnvironmentPool
 from megatron_grpo.models.routed_experts import RoutedForm
@@ -40,7 +41,6 @@ from megatron_grpo.rollouts.shards import (
 )
 
 ENGINES_PER_WORKER = 8
-WORKER_NAME = "rollout worker {}".format
 
 Item = TypeVar("Item")
 

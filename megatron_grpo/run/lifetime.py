@@ -27,7 +27,6 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_files import SUMMARY_FILE
 from megatron_grpo.observability.summary import RunEnd, killed_run_command, write_summary
-from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.run.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.run.directory import CONFIG_FILE, changes_since_last_start, claimed_run_directory
 from megatron_grpo.run.user_objects import UserObjects
@@ -122,8 +121,6 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
     with ExitStack() as stack:
         stack.enter_context(tolerant_output(of_run=True))
         stack.enter_context(sigterm_interrupts())
-        if config.generates:
-            check_scoring(config, rewards=user_objects.rewards)  # before processes are started
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.keeping)
         checkpointer.keeps = config.logger.needed_by_a_replay

@@ -35,12 +35,12 @@ from torch.distributed import TCPStore
 
 from megatron_grpo.cluster.futures import explain, found_by_canary, gather, is_lost, listed, lost_among
 from megatron_grpo.cluster.overdue import report_hanging
+from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.weight_layouts import engine_shards
-from megatron_grpo.rollouts.engine_client import ENGINE_NAME
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weight_sync.canary import Canary, base_logprobs, policy_logprobs, rank_adapters
 from megatron_grpo.weight_sync.fingerprints import differing, policy_fingerprints
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 SETTLE_S = 15.0
 """Seconds for the other calls to end once one has failed. Those that wait for a transfer end within `groups.LOOK_S`."""
-
-RANK_NAME = "policy rank {}".format
 
 
 class RefitError(RunError):

@@ -104,11 +104,9 @@ class EngineParts:
 
 
 def _engine_parts(platform: Platform) -> EngineParts:
+    if platform.layer_parts is not None:
+        return platform.layer_parts
     # Imported here because Transformer Engine may not be installed.
-    if platform.name == "dry":
-        from megatron_grpo.planning.dry import stand_in_layers as layers
-
-        return EngineParts(layers.shaped_layer, layers.ShapedAttention, layers.ShapedNorm)
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     keep_empty_states()
