@@ -43,7 +43,7 @@ from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.environments import pool as environment_pool
+from megatron_grpo.environments import environment_processes as environment_pool
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.generation import engine_group
 from megatron_grpo.generation.engine import VllmEngine

@@ -17,7 +17,7 @@ from megatron_grpo.batch.figures import MOST_FIGURES
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
-from megatron_grpo.environments import worker as worker_module
+from megatron_grpo.environments import environment_worker as worker_module
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment

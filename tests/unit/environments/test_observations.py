@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.environments import worker as worker_module
+from megatron_grpo.environments import environment_worker as worker_module
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, environment_settings
 from megatron_grpo.preflight.load import compose_config

@@ -16,7 +16,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.data.load_prompts import HeldOutPrompts
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.evaluation import evaluate as module
+from megatron_grpo.evaluation import checkpoint_scores as module
 from megatron_grpo.evaluation.checkpoint_scores import evaluate
 from megatron_grpo.evaluation.request import EvaluatedSet, EvaluationRequest
 from megatron_grpo.preflight.load import compose_config
