@@ -78,4 +78,4 @@ def test_an_environment_of_ones_own_says_what_it_reads(tmp_path: Path) -> None:
     (problem,) = caught.value.problems
     assert problem.subject == f"env.game.type={kind}"
     assert problem.text == f"needs the column limit, which rows of {path} lack; all have number, prompt"
-    check_scoring(of_rows(path, kind, PROMPT, processor="tests.unit.environments.test_needed_columns.of_rows"))
+    check_scoring(of_rows(path, kind, PROMPT, processor="tests.unit.preflight.test_needed_columns.of_rows"))
