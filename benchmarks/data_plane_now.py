@@ -34,10 +34,10 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.worker_group import WorkerGroup
 from megatron_grpo.run.checkpoints import Checkpointer
-from megatron_grpo.trainer import group as rank_group
+from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.actor import RankActor
-from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.trainer.messages import RankPlace, RankSettings, StepShare
+from megatron_grpo.trainer.messages import RankReport, RankSettings, StepShare
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
 
 TOGETHER = 16
@@ -79,8 +79,8 @@ class IdleModel:
 
     is_output_rank = True
 
-    def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
-        """Names of the stored entries that a last pipeline stage uses, as `ModelRank.stored_entries` gives them."""
+    def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
+        """Names of the stored entries that a last pipeline stage uses, as `ModelRank.list_needed_fields` gives them."""
         return ("token_ids", "sampled") if loss_fn is None else ("token_ids", *loss_fn.reads)
 
     def logprobs(self, batch: TokenBatch, microbatches: list[list[int]]) -> torch.Tensor:
@@ -107,11 +107,11 @@ class IdleModel:
 class IdleRank(RankActor):
     """A rank without Megatron-Core: it fetches and returns what a real one does."""
 
-    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
+    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankReport:
         """Every rank is a replica."""
         torch.set_num_threads(1)
         self.model = cast(Any, IdleModel())
-        return RankPlace(data=self.rank, device_name="cpu", startup_s={})
+        return RankReport(data=self.rank, device_name="cpu", startup_s={})
 
 
 class IdleTransport(WeightTransport):
@@ -204,7 +204,7 @@ def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
         decay_steps=config.decay_steps,
         seed=config.loop.seed,
     )
-    with patch.object(rank_group, "RankActor", IdleRank):
+    with patch.object(model_ranks, "RankActor", IdleRank):
         policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)
     stack.callback(policy.shutdown)
     policy.start()

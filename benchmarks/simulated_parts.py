@@ -19,7 +19,7 @@ import torch
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
-from megatron_grpo.trainer.messages import ForwardShare, RankPlace, RankSettings, ReplicaWork, StepShare
+from megatron_grpo.trainer.messages import ForwardShare, RankReport, RankSettings, ReplicaWork, StepShare
 from megatron_grpo.weight_sync.groups import FAILURE, LOOK_S, Rendezvous
 from megatron_grpo.weight_sync.links import Side
 from megatron_grpo.weight_sync.transfer_plan import PIECE
@@ -107,8 +107,8 @@ class SimulatedRank:
         self._calls: Mapping[str, Callable[..., Any]] = {
             "connect_shards": self._connect,
             "send_shards": self._send,
-            "memory.give_up": self._move,
-            "memory.take_back": self._move,
+            "memory.offload": self._move,
+            "memory.onload": self._move,
         }
 
     def set_speed(self, speed: float) -> None:
@@ -122,7 +122,7 @@ class SimulatedRank:
     def import_packages(self) -> None:
         """Nothing to import."""
 
-    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
+    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankReport:
         """Find the rank's place in the layout, in Megatron-Core's order: tp-cp-dp-pp."""
         self._parallel = parallel = settings.config.parallel
         inner = parallel.tensor * parallel.context
@@ -130,7 +130,7 @@ class SimulatedRank:
         self._is_last_stage = stage == parallel.pipeline - 1
         self._has_loss = self._is_last_stage and self._rank % parallel.tensor == 0
         self._is_output = self._has_loss and self._rank % inner == 0
-        return RankPlace(data=data, device_name="cpu", startup_s={})
+        return RankReport(data=data, device_name="cpu", startup_s={})
 
     async def train(
         self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None

@@ -58,10 +58,10 @@ from megatron_grpo.rollouts import worker_group
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.startup import make_transport, start_rollouts
-from megatron_grpo.trainer import group as rank_group
+from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.actor import RankActor
-from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import WeightTransport
 
 OBJECT_STORE_BYTES = 4 * 2**30
@@ -145,7 +145,7 @@ def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
     }
     cluster: Any = LogicalRay(hosts, kinds, callers=[RolloutWorker])
     with ExitStack() as stack:
-        modules = (rank_group, engine_group, worker_group, environment_pool)
+        modules = (model_ranks, engine_group, worker_group, environment_pool)
         stack.enter_context(cluster.in_place_of_ray(modules))
         began = time.perf_counter(), time.process_time()
         run = _bring_up(config, case, stack)

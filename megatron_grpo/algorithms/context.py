@@ -28,7 +28,7 @@ from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
 from megatron_grpo.run.user_objects import Callbacks
-from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue, RankGroup
+from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue, ModelRanks
 from megatron_grpo.weight_sync.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Placement:
     """
 
     def __init__(
-        self, engines: VllmGeneration | None = None, policy: RankGroup | None = None, others: Sequence[RankGroup] = ()
+        self, engines: VllmGeneration | None = None, policy: ModelRanks | None = None, others: Sequence[ModelRanks] = ()
     ) -> None:
         self._engines, self._policy, self._others = engines, policy, others
         self._sampling = False
@@ -201,7 +201,7 @@ class SamplingRun:
             return self.loader.used_up
         return f"the data is used up: {self.config.loop.max_num_epochs} epoch(s)"
 
-    def models(self) -> dict[str, RankGroup]:
+    def models(self) -> dict[str, ModelRanks]:
         """Trained models, by their folder in a checkpoint."""
         return {}
 
@@ -215,7 +215,7 @@ class GRPORun(SamplingRun):
     """Transport of the policy's weights to the engines; None: there are no engines."""
     loss_fn: ClippedPGLossFn
 
-    def models(self) -> dict[str, RankGroup]:
+    def models(self) -> dict[str, ModelRanks]:
         return {POLICY_FOLDER: self.policy}
 
 
@@ -226,7 +226,7 @@ class PPORun(GRPORun):
     value: MegatronValue
     value_loss_fn: MseValueLossFn
 
-    def models(self) -> dict[str, RankGroup]:
+    def models(self) -> dict[str, ModelRanks]:
         return {**super().models(), VALUE_FOLDER: self.value}
 
 

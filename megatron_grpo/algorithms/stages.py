@@ -36,11 +36,11 @@ from megatron_grpo.rollouts.rollout_metrics import (
     rollout_metrics,
     task_metrics,
 )
-from megatron_grpo.trainer.group import (
+from megatron_grpo.trainer.model_ranks import (
     MegatronPolicy,
     MegatronValue,
+    ModelRanks,
     NonFiniteGradientError,
-    RankGroup,
     RefusedStepError,
     TrainResult,
 )
@@ -190,7 +190,7 @@ def learn_values(
 def _train(
     config: Config,
     batch: StepBatch,
-    model: RankGroup,
+    model: ModelRanks,
     loss_fn: LossFunction,
     minibatch: int | None,
     guard: StepGuard,
@@ -205,7 +205,7 @@ def _train(
 
 
 def train_in_minibatches(
-    model: RankGroup, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
+    model: ModelRanks, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult | None:
     """Train `iterations` passes over the batch, with one optimizer step for every `samples` sequences, in order.
 

@@ -32,7 +32,7 @@ from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
-from megatron_grpo.trainer.model.layer_spec import EngineParts
+from megatron_grpo.trainer.model.layer_spec import TeParts
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
@@ -41,7 +41,7 @@ from megatron_grpo.weight_sync.links import BUFFERS, schedule, split_messages
 from megatron_grpo.weight_sync.reshard import ShardSender
 from megatron_grpo.weight_sync.transfer_plan import aligned, packed_pieces, plan_pieces, wire_dtypes
 
-SHAPED_PARTS = EngineParts(shaped_layer, ShapedAttention, ShapedNorm)
+SHAPED_PARTS = TeParts(shaped_layer, ShapedAttention, ShapedNorm)
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ def _move(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases: C
     """The phases around the engines' turns, a refit and a checkpoint."""
     if "offload" in phases:
         with mode.phase("offload"):
-            rank.memory.give_up(weights=True)
+            rank.memory.offload(weights=True)
         with mode.phase("onload"):
-            rank.memory.take_back()
+            rank.memory.onload()
     if "refit" in phases and isinstance(rank, DryRank):
         with mode.phase("refit"), torch.no_grad():
             number = dist.get_rank()

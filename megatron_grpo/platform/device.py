@@ -34,7 +34,7 @@ class Platform:
     move: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
     """A function that puts an array, [...], of any type, on the device."""
     layer_parts: Any = None
-    """Layers in place of Transformer Engine's (`trainer.model.layer_spec.EngineParts`), for a dry run."""
+    """Layers in place of Transformer Engine's (`trainer.model.layer_spec.TeParts`), for a dry run."""
 
     @property
     def like_cuda(self) -> bool:

@@ -33,7 +33,7 @@ from megatron_grpo.run.checkpoint_files import (
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
 if TYPE_CHECKING:
-    from megatron_grpo.trainer.group import RankGroup
+    from megatron_grpo.trainer.model_ranks import ModelRanks
 
 _DAMAGED = "damaged_step_"
 _LEAST_FREE = 2**20
@@ -48,7 +48,7 @@ class PendingSave:
     folder: Path
     state: Mapping[str, Any]
     loader_state: Mapping[str, Any]
-    writers: Sequence[RankGroup]
+    writers: Sequence[ModelRanks]
     """Models whose ranks write in the background."""
     began: float
     """time.monotonic() when the save began."""
@@ -123,7 +123,7 @@ class Checkpointer:
         step: int,
         state: Mapping[str, Any],
         loader_state: Mapping[str, Any],
-        models: Mapping[str, RankGroup],
+        models: Mapping[str, ModelRanks],
         *,
         background: bool = False,
     ) -> None:

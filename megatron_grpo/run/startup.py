@@ -23,8 +23,8 @@ from megatron_grpo.models.source import model_folder
 from megatron_grpo.rollouts.endpoint import endpoint_settings
 from megatron_grpo.rollouts.pool import Restore, RolloutPool, not_replaced
 from megatron_grpo.rollouts.worker_group import WorkerGroup
-from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
 from megatron_grpo.trainer.messages import RankSettings, training_filter
+from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.files import FilesTransport

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
-from megatron_grpo.trainer.messages import ForwardShare, RankPlace, RankSettings, ReplicaWork
+from megatron_grpo.trainer.messages import ForwardShare, RankReport, RankSettings, ReplicaWork
 
 if TYPE_CHECKING:
     from megatron_grpo.batch.step_batch import StepBatch
@@ -72,7 +72,7 @@ class RankActor:
         self._imports_s += time.monotonic() - began
 
     @phase("start")
-    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
+    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankReport:
         """Join the group, build the model and load this rank's weights."""
         self.import_packages()
         began = time.monotonic()
@@ -98,7 +98,7 @@ class RankActor:
         )
         self.model = (PolicyRank if settings.shape.value_head is None else ValueRank)(settings)
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
-        return RankPlace(
+        return RankReport(
             data=parallel_state.get_data_parallel_rank(),
             device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
@@ -150,7 +150,7 @@ class RankActor:
 
         from megatron_grpo.batch.token_batch import TokenBatch
 
-        wanted = [name for name in self.model.stored_entries(loss_fn) if name in batch.fields]
+        wanted = [name for name in self.model.list_needed_fields(loss_fn) if name in batch.fields]
         with phase("fetch tokens"):  # waits for shards that are still in transfer
             arrays = iter(ray.get([reference for name in wanted for reference in batch.fields[name]]))
         return TokenBatch.of_replica(batch, {name: [next(arrays) for _ in batch.shards] for name in wanted})

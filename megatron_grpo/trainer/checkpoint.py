@@ -235,7 +235,7 @@ def _replicas() -> dist.ProcessGroup:
 def sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     """A rank's entries of a checkpoint, without random state and a moved reference; `is_loading`: for loading."""
     metadata = dict(_METADATA)  # Megatron adds its process groups
-    model = sharded_weights(rank.whole_chunks(), metadata)
+    model = sharded_weights(rank.gather_chunks(), metadata)
     optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,

@@ -93,7 +93,7 @@ def capture_states(
     sources = [_sources(rank, batch, indices, places) for indices in microbatches]
     handles = [
         module.register_forward_hook(_Hook(point, sources, keep, rank.config.parallel.sequence))
-        for chunk in rank.whole_chunks()
+        for chunk in rank.gather_chunks()
         for point, module in _points(chunk)
     ]
     try:

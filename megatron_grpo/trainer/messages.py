@@ -46,7 +46,7 @@ def training_filter(generation: GenerationConfig) -> TokenFilter | None:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankReport:
     """A rank's report after its start; `data` is its data-parallel rank."""
 
     data: int

@@ -117,7 +117,7 @@ class MicrobatchMaker:
             segments=Segments(
                 of_token=move(sequence[tokens]),
                 sizes=move(np.bincount(sequence[wanted], minlength=len(selected)).astype(np.float32)),
-                join=joined_over_context if self._parallel.context > 1 else None,
+                join=sum_over_context if self._parallel.context > 1 else None,
             ),
             flat=flat,
         )
@@ -146,7 +146,7 @@ def _nothing(batch: TokenBatch) -> TokenBatch:
     return TokenBatch([1], TokenFields(**zeros))
 
 
-def joined_over_context(values: Tensor) -> Tensor:
+def sum_over_context(values: Tensor) -> Tensor:
     """Sum of values, [...], floating point, over the context-parallel ranks that share the sequences; all get it."""
     total = values.clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())

@@ -50,7 +50,7 @@ class DeviceMemory:
             raise RuntimeError("the weights are in host memory while engines use the device")
 
     @torch.no_grad()
-    def give_up(self, weights: bool) -> None:
+    def offload(self, weights: bool) -> None:
         """Move the optimizer's state to host memory and drop gradients; collective over data-parallel ranks.
 
         Storages that are already empty stay empty.
@@ -60,7 +60,7 @@ class DeviceMemory:
         """
         if self._without_weights:
             return
-        self._rank.whole_chunks()  # completes all-gathers of updated weights that are still pending
+        self._rank.gather_chunks()  # completes all-gathers of updated weights that are still pending
         of_weights = self._storages(weights_of(self._rank))
         state, gradients = self._storages(optimizer_state_of(self._rank)), self._storages(gradients_of(self._rank))
         # In float32 the weights that the optimizer updates are the model's own.
@@ -80,7 +80,7 @@ class DeviceMemory:
         logger.info("%.1f MiB released so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def onload(self) -> None:
         """Restore everything; gradients are zero."""
         for key, (storage, nbytes) in self._emptied.items():
             storage.resize_(nbytes)

@@ -28,7 +28,7 @@ from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.disagreement import is_beyond_limit
 from megatron_grpo.trainer.messages import RankSettings, StepShare
-from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
+from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, sum_over_context
 from megatron_grpo.trainer.model.build import DecoderModel, build_model
 from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.lora import adapters_off
@@ -87,7 +87,7 @@ class ModelRank(ABC):
         if reference.offload:
             move_to_host(self.reference, self.platform)
 
-    def whole_chunks(self) -> list[DecoderModel]:
+    def gather_chunks(self) -> list[DecoderModel]:
         """The chunks with up-to-date weights; collective over data-parallel ranks.
 
         All code that reads weights outside of training calls this: after a step, parameters that other ranks have
@@ -101,8 +101,8 @@ class ModelRank(ABC):
         return self.chunks
 
     def parameters(self) -> list[Any]:
-        """All parameters of `whole_chunks` (collective); trained parameters have a `main_grad`."""
-        return [parameter for chunk in self.whole_chunks() for parameter in chunk.parameters()]
+        """All parameters of `gather_chunks` (collective); trained parameters have a `main_grad`."""
+        return [parameter for chunk in self.gather_chunks() for parameter in chunk.parameters()]
 
     @property
     def is_output_rank(self) -> bool:
@@ -121,7 +121,7 @@ class ModelRank(ABC):
         Also returns the tokens' fields, which the head may add to (entropy).
         """
 
-    def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
+    def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the batch fields that this rank's pipeline stage reads, so that nothing else travels to it.
 
         Token ids go to the first and the last stage, recorded experts to every stage with routers. Without a loss
@@ -211,7 +211,7 @@ class ModelRank(ABC):
         result = found.new_zeros(sum(batch.lengths) + 1)  # the last entry takes the rows of no token (index -1)
         result[places.to(result.device)] = found
         if self.config.parallel.context > 1:  # each rank has the values of its own tokens, and 0 elsewhere
-            result = joined_over_context(result)
+            result = sum_over_context(result)
         return result[:-1].cpu() if self.is_output_rank else None
 
     def _run_schedule(
@@ -308,7 +308,7 @@ class PolicyRank(ModelRank):
         With a filter (`RankSettings.token_filter`) over the tokens that it keeps; -inf for a token that it removes.
         """
         with self.recorder.watching(batch, microbatches):
-            return self._forward_tokens(self.whole_chunks(), batch, microbatches)
+            return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
     def whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """As `logprobs`, over the whole vocabulary whatever the filter."""
@@ -335,7 +335,7 @@ class PolicyRank(ModelRank):
         with self.without_filter():
             if self.reference is None:
                 with adapters_off(self.chunks):
-                    return self._forward_tokens(self.whole_chunks(), batch, microbatches)
+                    return self._forward_tokens(self.gather_chunks(), batch, microbatches)
             with on_device(self.reference, self.platform.device) if reference.offload else nullcontext():
                 return self._forward_tokens(self.reference, batch, microbatches)
 
@@ -344,7 +344,7 @@ class PolicyRank(ModelRank):
         """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
         assert self.reference is not None, "the reference policy was not loaded"
         # In float32, rounded once at the end: in bfloat16 the difference and its product would be rounded as well.
-        for reference, chunk in zip(self.reference, self.whole_chunks(), strict=True):
+        for reference, chunk in zip(self.reference, self.gather_chunks(), strict=True):
             for moved, weight in zip(reference.parameters(), chunk.parameters(), strict=True):
                 moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
@@ -397,7 +397,7 @@ class ValueRank(ModelRank):
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token under the current weights, as `_forward_tokens` returns it."""
-        return self._forward_tokens(self.whole_chunks(), batch, microbatches)
+        return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
     def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         """[rows, hidden] to values before each token, [rows], float32."""

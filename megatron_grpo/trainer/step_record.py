@@ -132,7 +132,7 @@ class StepRecorder:
     def begin(self) -> None:
         """Note the weights, and from now on the gradient of each optimizer step (`add_gradient`)."""
         rank, settings = self._rank, self._rank.config.optimizer
-        weights = iter_hf_tensors(rank.whole_chunks(), rank.shape)
+        weights = iter_hf_tensors(rank.gather_chunks(), rank.shape)
         self._figures, self._steps = list(_figures("weight", 0, weights)), 0
         follows = not (settings.precision_aware or settings.cpu_offload)
         own = rank.optimizer.own_weights() if follows else iter(())

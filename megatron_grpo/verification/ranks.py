@@ -118,7 +118,7 @@ def _loss(shares: list[dict[str, Tensor]]) -> float:
 
 def _whole(rank: PolicyRank) -> dict[str, Tensor]:
     """The rank's weights, unsharded, by their names in transformers."""
-    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.whole_chunks(), rank.shape)
+    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.gather_chunks(), rank.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 

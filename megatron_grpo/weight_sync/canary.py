@@ -191,4 +191,4 @@ def base_logprobs(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) -> L
 
 def rank_adapters(rank: PolicyRank) -> AdapterCheck:
     """Compare the weights that a rank publishes with what its adapted layers compute (`check_adapters`)."""
-    return check_adapters(rank.whole_chunks(), rank.shape)
+    return check_adapters(rank.gather_chunks(), rank.shape)

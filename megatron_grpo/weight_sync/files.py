@@ -31,7 +31,7 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.hf_folder import save_tensors
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.observability.run_files import written_whole
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.engine_layers import ModelReload
 from megatron_grpo.weight_sync.transport import AttemptError, TransferReport, WeightTransport
@@ -187,7 +187,7 @@ def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredT
     from torch.distributed import get_rank
 
     assert _writer is not None, "connect_writer() comes first"
-    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape)
+    tensors = iter_hf_tensors(rank.gather_chunks(), rank.shape)
     try:
         return _writer.write(tensors, part, get_rank(), whole=whole)
     finally:

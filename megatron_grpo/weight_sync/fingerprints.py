@@ -260,7 +260,7 @@ def policy_fingerprints(rank: PolicyRank, engine: Sequence[RankShard]) -> list[d
     activation = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
     experts = _Experts(rank.shape.hidden, activation[rank.shape.activation])
     found: list[dict[str, Fingerprint]] = [{} for _ in engine]
-    for name, tensor in iter_hf_tensors(rank.whole_chunks(), rank.shape):
+    for name, tensor in iter_hf_tensors(rank.gather_chunks(), rank.shape):
         prints: dict[tuple[int, int], Fingerprint] = {}
         for number, part in parts[name] if tensor is not None else ():
             assert tensor is not None

@@ -60,7 +60,7 @@ class ShardSender:
         first = self._shard.experts[0]
         self._bound = {
             (numbers[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
-            for bound in bound_entries(self._rank.whole_chunks(), self._rank.shape)
+            for bound in bound_entries(self._rank.gather_chunks(), self._rank.shape)
         }
         self._links.send(self._fill, version)
         self._key, self._tensors = None, []

@@ -41,7 +41,7 @@ from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.weight_layouts import engine_shards
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.canary import Canary, base_logprobs, policy_logprobs, rank_adapters
 from megatron_grpo.weight_sync.fingerprints import differing, policy_fingerprints
 from megatron_grpo.weight_sync.groups import record_failure

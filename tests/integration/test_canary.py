@@ -20,9 +20,9 @@ from megatron_grpo.config.schema import LoraConfig, ModelConfig, ParallelConfig,
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync import reshard
 from megatron_grpo.weight_sync.canary import Canary, canary_sequences
 from megatron_grpo.weight_sync.reshard import ReshardTransport

@@ -16,8 +16,8 @@ from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from megatron_grpo.weight_sync.transport import RefitError
 from tests.integration.vllm_helpers import (

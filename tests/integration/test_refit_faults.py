@@ -20,7 +20,7 @@ from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.hf_weights import load_hf_weights
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import SETTLE_S, PolicyLostError, RefitError
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids

@@ -12,7 +12,7 @@ import ray
 
 from megatron_grpo.config.schema import RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from megatron_grpo.weight_sync.files import FilesTransport
 from megatron_grpo.weight_sync.reshard import ReshardTransport

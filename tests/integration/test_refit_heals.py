@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.files import FilesTransport
 from megatron_grpo.weight_sync.reshard import ReshardTransport
 from megatron_grpo.weight_sync.transport import RefitError

@@ -17,7 +17,7 @@ from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.hf_weights import load_hf_weights
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from megatron_grpo.weight_sync.reshard import ReshardTransport
 from megatron_grpo.weight_sync.transport import WeightTransport

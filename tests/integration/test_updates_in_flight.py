@@ -21,8 +21,8 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
-from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
 

@@ -37,7 +37,7 @@ def make_rank(layout: Layout, model: TinyModel, precision: Precision, **settings
 
 
 def check(rank: PolicyRank) -> AdapterCheck:
-    return check_adapters(rank.whole_chunks(), rank.shape)
+    return check_adapters(rank.gather_chunks(), rank.shape)
 
 
 @contextmanager

@@ -64,15 +64,15 @@ def turns_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) ->
         for rank in (moved, resident):
             rank.train(*train_arguments(layout))
         before = nbytes(of_training(moved))
-        moved.memory.give_up(weights=False)
+        moved.memory.offload(weights=False)
         told.append(before > 0 and nbytes(of_training(moved)) == 0)
         told.append(same_tensors(whole_tensors(moved), whole_tensors(resident)))
-        moved.memory.give_up(weights=True)
+        moved.memory.offload(weights=True)
         chunks = [*moved.chunks, *(moved.reference or [])]
         told.append(nbytes(parameter for chunk in chunks for parameter in chunk.parameters()) == 0)
         with pytest.raises(RuntimeError, match="the weights are in host memory"):
-            moved.whole_chunks()
-        moved.memory.take_back()
+            moved.gather_chunks()
+        moved.memory.onload()
         told.append(nbytes(of_training(moved)) == before)
         told.append(
             all(map(torch.equal, map(on_host, chunks), map(on_host, [*resident.chunks, *(resident.reference or [])])))

@@ -88,7 +88,7 @@ def publish_on_rank(
         rank.train(*train_arguments(layout))
     rank.checkpoint.save(str(folder / "checkpoints" / "step_3" / "megatron"))
     layers = {id(layer.weight): layer for layer in adapted_layers(rank).values()}
-    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, partial(expected_weight, layers))
+    tensors = iter_hf_tensors(rank.gather_chunks(), rank.shape, partial(expected_weight, layers))
     links: Any = RecordedLinks(rank)
     with torch.no_grad():
         ShardSender(rank, training_shards(layout.parallel, rank.shape)[dist.get_rank()], links).send(1)

@@ -228,7 +228,7 @@ def entries_on_rank(layout: Layout, tiny: TinyModel, replays: bool) -> tuple[lis
     engine = make_engine(layout, tiny, moe=replace(REPLAY, replay_routing=replays))
     _, _, loss_fn, _ = train_arguments(layout)
     assert isinstance(loss_fn, ClippedPGLossFn)
-    return list(engine.stored_entries(None)), list(engine.stored_entries(loss_fn))
+    return list(engine.list_needed_fields(None)), list(engine.list_needed_fields(loss_fn))
 
 
 def test_stages_with_experts_fetch_the_record(model: TinyModel) -> None:

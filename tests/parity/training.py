@@ -47,7 +47,7 @@ def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunct
         batch: with every entry.
         loss_fn: of an optimizer step; None: the pass only computes outputs.
     """
-    names = {*model.stored_entries(loss_fn)}
+    names = {*model.list_needed_fields(loss_fn)}
     if "sampled" in names:
         names |= {"loss_mask", "positive", "weight"}
     return TokenBatch(batch.lengths, TokenFields(**{n: v for n, v in batch.fields.present().items() if n in names}))
@@ -63,7 +63,7 @@ def rank_share(batch: TokenBatch, layout: Layout) -> tuple[TokenBatch, list[list
 
 def whole_tensors(engine: PolicyRank | ValueRank) -> dict[str, Tensor]:
     """This rank's part of the weights, under the names and in the shapes of transformers."""
-    tensors = iter_hf_tensors(engine.whole_chunks(), engine.shape)
+    tensors = iter_hf_tensors(engine.gather_chunks(), engine.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 

@@ -17,7 +17,7 @@ from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.group import TrainResult, cost_of
+from megatron_grpo.trainer.model_ranks import TrainResult, derive_cost
 from tests.support.fake_rollouts import add_entry, by_sequence
 from tests.support.token_fields import in_rectangles
 
@@ -55,7 +55,7 @@ class FakeModel(ABC):
 
     @property
     def cost(self) -> Cost:
-        return cost_of(self.shape)
+        return derive_cost(self.shape)
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
         self.log.append(f"{self.name} learns")

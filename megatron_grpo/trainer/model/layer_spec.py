@@ -94,7 +94,7 @@ def layer_spec(
 
 
 @dataclass(frozen=True, slots=True)
-class EngineParts:
+class TeParts:
     """Transformer Engine's modules, or shape-only ones in their place."""
 
     layer: Callable[..., ModuleSpec]
@@ -103,7 +103,7 @@ class EngineParts:
     norm: type
 
 
-def _engine_parts(platform: Platform) -> EngineParts:
+def _engine_parts(platform: Platform) -> TeParts:
     if platform.layer_parts is not None:
         return platform.layer_parts
     # Imported here because Transformer Engine may not be installed.
@@ -111,7 +111,7 @@ def _engine_parts(platform: Platform) -> EngineParts:
 
     keep_empty_states()
     layer = partial(get_gpt_layer_with_transformer_engine_spec, moe_grouped_gemm=True)
-    return EngineParts(layer, TEDotProductAttention, TENorm)
+    return TeParts(layer, TEDotProductAttention, TENorm)
 
 
 @cache
@@ -132,7 +132,7 @@ def keep_empty_states() -> None:
     layer._split_extra_state = split_unless_empty
 
 
-def _one_layer(shape: ModelShape, experts: int | None, engine: EngineParts | None, *, whole: bool) -> ModuleSpec:
+def _one_layer(shape: ModelShape, experts: int | None, engine: TeParts | None, *, whole: bool) -> ModuleSpec:
     """The spec of one layer with this number of experts; None: with a dense feed-forward network.
 
     `whole`: whether all of the layer is Transformer Engine's, rather than its attention alone.

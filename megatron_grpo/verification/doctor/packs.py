@@ -15,7 +15,7 @@ from megatron_grpo.batch.rollout_files import read_recorded, rollouts_file
 from megatron_grpo.batch.step_batch import StepBatch, assign
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.group import cost_of, planned
+from megatron_grpo.trainer.model_ranks import assign_microbatches, derive_cost
 from megatron_grpo.verification.doctor.evidence import Rollout
 from megatron_grpo.verification.doctor.law import Tokens, residual
 from megatron_grpo.verification.doctor.suspects.side import Candidate, Side, Suspect
@@ -34,11 +34,11 @@ def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> P
         return {}
     _, groups = read_recorded(rollouts_file(run_dir, step))
     trajectories = [trajectory for group in groups for trajectory in group]
-    batch, cost = StepBatch.of_outcomes(config, [trajectory.outcome for trajectory in trajectories]), cost_of(shape)
+    batch, cost = StepBatch.of_outcomes(config, [trajectory.outcome for trajectory in trajectories]), derive_cost(shape)
     batch.shards = assign(config, batch, cost)
     tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
     packs: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
-    for plan in planned(config.policy, cost, batch, np.arange(len(batch)), tokens):
+    for plan in assign_microbatches(config.policy, cost, batch, np.arange(len(batch)), tokens):
         for pack in plan:
             ids = [torch.from_numpy(np.array(trajectories[number].token_ids, dtype=np.int64)) for number in pack]
             for index, number in enumerate(pack):

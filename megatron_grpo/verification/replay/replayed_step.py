@@ -28,15 +28,21 @@ from megatron_grpo.preflight.layout_checks import split_rules
 from megatron_grpo.preflight.rules import broken
 from megatron_grpo.run.directory import POLICY_FOLDER
 from megatron_grpo.run.startup import policy_settings
-from megatron_grpo.trainer.group import Microbatches, TrainResult, cost_of, planned, shares_of
 from megatron_grpo.trainer.hidden_states import Piece, assembled
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model_ranks import (
+    StepMicrobatches,
+    TrainResult,
+    assign_microbatches,
+    derive_cost,
+    split_among_replicas,
+)
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.doctor.layer_outputs import logprobs_and_states
 from megatron_grpo.verification.processes import run_on_ranks
 from megatron_grpo.verification.replay.record import RecordedStep
 
-Plan = list[Microbatches]
+Plan = list[StepMicrobatches]
 """For each replica its microbatches, each the numbers of its sequences in the step."""
 
 
@@ -122,13 +128,13 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         generation = given(batch.fields.generation_logprobs)
         beyond, _ = inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
         step.in_loss &= ~beyond.numpy()
-    cost = cost_of(settings.shape)
+    cost = derive_cost(settings.shape)
     step.shards = assign(config, step, cost)
     _add_fields(record, step, batch)
     policy = config.policy
     forward_tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
     steps = [
-        (planned(policy, cost, step, sequences, policy.microbatch_tokens), GlobalCounts.of(step, sequences))
+        (assign_microbatches(policy, cost, step, sequences, policy.microbatch_tokens), GlobalCounts.of(step, sequences))
         for _ in range(config.passes_per_step)
         for sequences in step.minibatches(policy.train_global_batch_samples or len(step))
         if step.response_tokens[sequences][step.in_loss[sequences]].sum()
@@ -139,9 +145,9 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         settings=settings,
         checkpoint=None if record.checkpoint is None else str((record.checkpoint / POLICY_FOLDER).absolute()),
         batch=batch,
-        members=[np.concatenate(step.shards[mine]) for mine in shares_of(step, policy.parallel.data)],
+        members=[np.concatenate(step.shards[mine]) for mine in split_among_replicas(step, policy.parallel.data)],
         captured=_captured(record, hidden_tokens),
-        logprobs=planned(policy, cost, step, np.arange(len(step)), forward_tokens),
+        logprobs=assign_microbatches(policy, cost, step, np.arange(len(step)), forward_tokens),
         steps=steps,
         loss=config.loss_fn,
         uses_prev=config.needs_prev_logprobs,

@@ -170,12 +170,12 @@ def offload(rank: PolicyRank) -> None:
     rank.optimizer.zero_grad()
     gc.collect()
     before = torch.cuda.memory_allocated()
-    rank.memory.give_up(weights=False)
-    rank.memory.give_up(weights=True)
+    rank.memory.offload(weights=False)
+    rank.memory.offload(weights=True)
     gc.collect()
     left = torch.cuda.memory_allocated()
     assert left < 2 * 2**20, f"{left / 2**20:.2f} MiB of {before / 2**20:.2f} stay"  # histories of scales, small tables
-    rank.memory.take_back()
+    rank.memory.onload()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
 

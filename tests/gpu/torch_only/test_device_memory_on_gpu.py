@@ -28,10 +28,10 @@ def turn_on_rank(layout: Layout, model: TinyModel, precision: str) -> dict[str, 
     weights = nbytes(parameter for chunk in rank.chunks for parameter in chunk.parameters())
     held = [torch.cuda.memory_allocated()]
     for with_weights in (False, True):
-        rank.memory.give_up(weights=with_weights)
+        rank.memory.offload(weights=with_weights)
         held.append(torch.cuda.memory_allocated())
     reserved = torch.cuda.memory_reserved()
-    rank.memory.take_back()
+    rank.memory.onload()
     after = whole_tensors(rank)
     same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
     learns = rank.train(*train_arguments(layout)).grad_norm > 0

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.trainer.messages import RankPlace, StepShare
+from megatron_grpo.trainer.messages import RankReport, StepShare
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 
-PLACES = [RankPlace(data=0, device_name="cpu", startup_s={})] + [
-    RankPlace(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
+PLACES = [RankReport(data=0, device_name="cpu", startup_s={})] + [
+    RankReport(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
 ]
 PLANS = [[np.array([3, 0]), np.array([5])], [np.array([1]), np.array([4, 2])]]
 """Of each replica the sequences of its microbatches, by number."""

@@ -19,7 +19,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
 from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.losses.policy_loss import add_derived_metrics
-from megatron_grpo.trainer.group import NonFiniteGradientError, TrainResult
+from megatron_grpo.trainer.model_ranks import NonFiniteGradientError, TrainResult
 from tests.support.fake_models import FakePolicy, Lesson, fetched
 from tests.support.fake_rollouts import FakeRollouts, add_entry
 from tests.support.trajectories import make_trajectory

@@ -284,7 +284,7 @@ def test_the_default_is_not_applied_to_older_tokens(given: list[str], stops: boo
 
 def test_a_refused_step_leaves_the_value_model_as_it_was(tmp_path: Path) -> None:
     """Also where only the ranks of the policy know the error."""
-    from megatron_grpo.trainer.group import RefusedStepError
+    from megatron_grpo.trainer.model_ranks import RefusedStepError
 
     run, log = make_run(tmp_path, "ppo.policy_training_start_step=0")
     assert isinstance(run, PPORun)

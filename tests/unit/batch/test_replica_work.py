@@ -19,9 +19,9 @@ from megatron_grpo.batch.packing import OF_TOKENS
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import STORED_DTYPES, TokenBatch, TokenFields
 from megatron_grpo.config.schema import ParallelConfig, PolicyConfig
-from megatron_grpo.trainer import group
-from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.trainer.messages import RankPlace
+from megatron_grpo.trainer import model_ranks
+from megatron_grpo.trainer.messages import RankReport
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from tests.support.token_fields import as_lists
 
 Arrays = dict[str, NDArray[Any]]
@@ -188,8 +188,8 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
     policy._config = PolicyConfig(parallel=ParallelConfig(data=2, tensor=2))
     monkeypatch.setattr(MegatronPolicy, "cost", OF_TOKENS)
     policy.actors = ["a", "b", "c", "d"]
-    policy._places = [RankPlace(data=replica, device_name="cpu", startup_s={}) for replica in (0, 0, 1, 1)]
-    monkeypatch.setattr(group, "ray", SimpleNamespace(put=lambda work: work))
+    policy._places = [RankReport(data=replica, device_name="cpu", startup_s={}) for replica in (0, 0, 1, 1)]
+    monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))
     batch = make_step()
     plans = policy._plan(batch, np.array([1, 2, 3, 4, 5, 7]), microbatch_tokens=32)
     assert [sorted(np.concatenate(plan).tolist()) for plan in plans] == [[1, 3, 4], [2, 5, 7]]

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_grpo.models.families import forward_flops, shape_of_config, weight_entries
 from megatron_grpo.models.families.family import global_entries
-from megatron_grpo.trainer.group import cost_of
+from megatron_grpo.trainer.model_ranks import derive_cost
 from tests.support.gemma3_config import LINEAR, OLD, in_the_new_spelling
 from tests.support.tiny_models import BUILDERS
 
@@ -103,4 +103,4 @@ def test_forward_flops_are_those_that_torch_counts_but_for_the_pairs_that_nobody
 def test_a_sequence_costs_what_it_computes(window: int) -> None:
     shape = replace(shape_of_config(OLD), window=window)
     lengths = [1, 2, 3, 511, 512, 513, 514, 5000]
-    assert cost_of(shape).of(np.array(lengths)).tolist() == [forward_flops(shape, [length]) for length in lengths]
+    assert derive_cost(shape).of(np.array(lengths)).tolist() == [forward_flops(shape, [length]) for length in lengths]

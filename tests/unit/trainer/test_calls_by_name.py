@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.trainer.offload import DeviceMemory
 from megatron_grpo.trainer.rank import PolicyRank
 
@@ -34,4 +34,4 @@ def test_ranks_have_the_methods_that_the_driver_calls(monkeypatch: pytest.Monkey
     policy.offload(weights=True)
     policy.onload()
     policy.sync_reference(0.5)
-    assert called == ["save", "is_written", "finish", "load", "give_up", "take_back", "sync_reference"]
+    assert called == ["save", "is_written", "finish", "load", "offload", "onload", "sync_reference"]

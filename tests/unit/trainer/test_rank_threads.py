@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.trainer import group as rank_group
-from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.messages import RankSettings
+from megatron_grpo.trainer.model_ranks import MegatronPolicy
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_half_of_the_cores_are_left_to_engines_that_sample_meanwhile(
             threads.append(count)
 
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(rank_group.ray, "remote", lambda _: Actor)
+    monkeypatch.setattr(model_ranks.ray, "remote", lambda _: Actor)
     shape: Any = None
     settings = RankSettings(
         config=PolicyConfig(model=ModelConfig(path="none"), parallel=ParallelConfig(data=ranks), threads=asked),

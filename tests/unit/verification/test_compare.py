@@ -13,7 +13,7 @@ import torch
 
 from megatron_grpo.batch.replay_files import StateFigure, StepFigures, TensorFigure
 from megatron_grpo.config.schema import Fp8Config, PolicyConfig
-from megatron_grpo.trainer.group import TrainResult
+from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.trainer.step_record import sketch
 from megatron_grpo.verification.replay.compare import TOLERANCES, Difference, compare, recorded, tolerances
 from megatron_grpo.verification.replay.record import RecordedStep, open_step

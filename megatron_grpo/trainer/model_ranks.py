@@ -24,7 +24,7 @@ from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metric
 from megatron_grpo.models.families import forward_flops
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.actor import RankActor
-from megatron_grpo.trainer.messages import RankPlace, RankSettings, StepShare
+from megatron_grpo.trainer.messages import RankReport, RankSettings, StepShare
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class RefusedStepError(RunError):
         self.metrics = metrics
 
 
-def cost_of(shape: ModelShape) -> Cost:
+def derive_cost(shape: ModelShape) -> Cost:
     """Floating-point operations of a sequence's forward pass in a model of these sizes.
 
     Coefficients come from `forward_flops`, which is linear in tokens and in query-key pairs of both kinds of layers.
@@ -81,20 +81,20 @@ def cost_of(shape: ModelShape) -> Cost:
     return Cost(of(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
 
 
-Microbatches = list[NDArray[np.int64]]
+StepMicrobatches = list[NDArray[np.int64]]
 """For each microbatch of a replica the numbers, in the step, of its sequences: [sequences], int64."""
 
 
-def shares_of(batch: StepBatch, replicas: int) -> list[slice]:
+def split_among_replicas(batch: StepBatch, replicas: int) -> list[slice]:
     """For each replica the slice of shards that it works on; all slices are equally long."""
     each, left = divmod(len(batch.shards), replicas)
     assert not left, "every replica has whole shards"
     return [slice(start, start + each) for start in range(0, len(batch.shards), each)]
 
 
-def planned(
+def assign_microbatches(
     config: PolicyConfig, cost: Cost, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int
-) -> list[Microbatches]:
+) -> list[StepMicrobatches]:
     """Plan each replica's microbatches from the wanted sequences in its shards.
 
     Args:
@@ -104,7 +104,7 @@ def planned(
         sequences: [chosen], int64: numbers of the wanted sequences.
         microbatch_tokens: most tokens of a microbatch, padding included.
     """
-    shares = shares_of(batch, config.parallel.data)
+    shares = split_among_replicas(batch, config.parallel.data)
     is_wanted = np.zeros(len(batch), dtype=np.bool_)
     is_wanted[sequences] = True
     held = [np.sort(np.concatenate(batch.shards[mine])) for mine in shares]
@@ -117,7 +117,7 @@ SETTLE_S = 3.0
 """Seconds to wait, once a rank has failed, for the ends of other ranks to become known."""
 
 
-class RankGroup:
+class ModelRanks:
     """A model spread over a Ray worker group, one actor per rank of tensor * pipeline * context * data.
 
     Args:
@@ -145,7 +145,7 @@ class RankGroup:
             actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, threads)
             for rank in range(world)
         ]
-        self._places: list[RankPlace] = []
+        self._places: list[RankReport] = []
         self._starting: list[ray.ObjectRef] = []
 
     def start(self) -> None:
@@ -210,7 +210,7 @@ class RankGroup:
     @property
     def cost(self) -> Cost:
         """Floating-point operations of a sequence's forward pass."""
-        return cost_of(self.shape)
+        return derive_cost(self.shape)
 
     @property
     def device_name(self) -> str:
@@ -243,11 +243,11 @@ class RankGroup:
 
     def offload(self, *, weights: bool) -> None:
         """Move the optimizer's state to host memory, with `weights` the weights too, and drop gradients."""
-        self._gather(self.submit("memory.give_up", weights), "moving to host memory")
+        self._gather(self.submit("memory.offload", weights), "moving to host memory")
 
     def onload(self) -> None:
         """Move weights and optimizer state back to the devices; gradients are zero."""
-        self._gather(self.submit("memory.take_back"), "moving back from host memory")
+        self._gather(self.submit("memory.onload"), "moving back from host memory")
 
     def begin_record(self) -> None:
         """Note the weights, and from now on the gradient of every optimizer step, until `end_record`."""
@@ -265,7 +265,7 @@ class RankGroup:
         """Sketch the hidden states of the watched tokens in the next pass for log-probabilities (`end_states`)."""
         watched = watched_tokens(int(batch.lengths.sum()))
         watches = []
-        for mine in shares_of(batch, self._config.parallel.data):
+        for mine in split_among_replicas(batch, self._config.parallel.data):
             numbers = token_places(batch.lengths, np.concatenate(batch.shards[mine]))
             places = np.flatnonzero(np.isin(numbers, watched))
             watches.append((places, numbers[places]))
@@ -304,7 +304,7 @@ class RankGroup:
             others = [name(rank) for rank in lost if name(rank) not in text]
             raise ModelLostError(f"{text}; {listed(others)} is gone" if others else text) from error
 
-    def _suspects(self, batch: StepBatch, plans: Sequence[Microbatches], shares: Sequence[StepShare]) -> list[int]:
+    def _suspects(self, batch: StepBatch, plans: Sequence[StepMicrobatches], shares: Sequence[StepShare]) -> list[int]:
         """Numbers of the sequences that may have caused a gradient that is not finite.
 
         Candidates are the sequences of microbatches whose loss is not finite, or all if every loss is finite. Returned
@@ -340,22 +340,22 @@ class RankGroup:
         finite[np.concatenate(batch.shards)] = np.concatenate([share.finite for share in shares])
         return [part for share in shares for part in share.shards], finite
 
-    def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[Microbatches]:
-        """Plan each replica's microbatches (`planned`)."""
-        return planned(self._config, self.cost, batch, sequences, microbatch_tokens)
+    def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
+        """Plan each replica's microbatches (`assign_microbatches`)."""
+        return assign_microbatches(self._config, self.cost, batch, sequences, microbatch_tokens)
 
-    def _works(self, batch: StepBatch, plans: Sequence[Microbatches]) -> list[tuple[Any, ray.ObjectRef]]:
+    def _works(self, batch: StepBatch, plans: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
         """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""
         works = []
         places = np.zeros(len(batch), dtype=np.int64)
-        for mine, plan in zip(shares_of(batch, len(plans)), plans, strict=True):
+        for mine, plan in zip(split_among_replicas(batch, len(plans)), plans, strict=True):
             numbers = np.concatenate(batch.shards[mine])
             places[numbers] = np.arange(len(numbers))
             works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
         return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
 
 
-class MegatronPolicy(RankGroup):
+class MegatronPolicy(ModelRanks):
     """The policy; its checkpoints hold the reference policy too once the reference has moved."""
 
     label = "policy"
@@ -391,7 +391,7 @@ class MegatronPolicy(RankGroup):
         self._gather(self.submit("sync_reference", alpha), "moving the reference policy")
 
 
-class MegatronValue(RankGroup):
+class MegatronValue(ModelRanks):
     """The value model of PPO."""
 
     label = "value model"
