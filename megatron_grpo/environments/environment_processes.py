@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,37 @@ from megatron_grpo.environments.interface import EnvironmentSettings
 
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import EnvironmentConfig
+
+STARTUP_S = 900.0
+"""Deadline in seconds for the start of an environment process, and of all rollout workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStatus:
+    """What an environment process answers once it is up."""
+
+    node_id: str
+    """Ray's id of the machine."""
+    pid: int
+    multi_turn: bool
+    has_agent: bool
+    reads_token_ids: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentProcess:
+    """A running process of an environment."""
+
+    actor: Any
+    """Ray actor (`EnvironmentWorker`)."""
+    status: EnvironmentStatus
+
+    def kill(self) -> None:
+        """End the process at once, even if it hangs."""
+        ray.kill(self.actor)
+        if self.status.node_id == ray.get_runtime_context().get_node_id():
+            with suppress(ProcessLookupError):
+                os.kill(self.status.pid, signal.SIGKILL)  # a stopped process does not react to Ray
 
 
 @dataclass(slots=True)
@@ -27,7 +61,7 @@ class EnvironmentHandle:
     """Names of figures (without suspect/): a response with one of these above 0 loses its reward."""
     prompts: PromptFormat
     """Rendering of the task's conversations, for its agents."""
-    processes: list[Any]
+    actors: list[Any]
     """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
     arguments: tuple[Any, ...] = field(repr=False)
     """Arguments of `EnvironmentWorker`: name, configuration, settings, reference to reward functions of a script."""
@@ -51,7 +85,7 @@ class EnvironmentPool:
     settings: EnvironmentSettings
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that a script passed, by their entry in reward_funcs; they are not imported."""
-    _processes: list[Any] = field(default_factory=list, init=False)
+    _actors: list[Any] = field(default_factory=list, init=False)
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
         """Begin to start the processes, and divide them among `shares` rollout workers; each gets at least one."""
@@ -60,9 +94,9 @@ class EnvironmentPool:
         settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects, self.settings.prompts)
         handles = [EnvironmentHandle(*settings, [], arguments) for _ in range(shares)]
         for number in range(count):
-            process = handles[0].spawn()
-            self._processes.append(process)
-            handles[number % shares].processes.append(process)
+            actor = handles[0].spawn()
+            self._actors.append(actor)
+            handles[number % shares].actors.append(actor)
         return handles
 
     def _references(self) -> Any:
@@ -73,14 +107,14 @@ class EnvironmentPool:
 
             for folder in self.config.reward_model_folders:
                 rewards[folder], workers = start_reward_model(folder, self.config.reward_model)
-                self._processes += workers
+                self._actors += workers
         return ray.put(rewards) if rewards else None
 
     def shutdown(self) -> None:
         """End the processes; idempotent. Processes started by a rollout worker end with that worker."""
-        for process in self._processes:
-            ray.kill(process)
-        self._processes = []
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
 
 
 def build_environments(

@@ -20,14 +20,16 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.prompt_renderer import PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
+from megatron_grpo.environments.environment_processes import STARTUP_S, EnvironmentStatus
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
 
 Value = TypeVar("Value")
 
-STARTUP_S = 800.0
-"""Deadline for loading a reward model, in seconds; shorter than the deadline of the environment's own start-up."""
+# Deadline in seconds for loading a reward model. It ends before the deadline of the process that waits for the model,
+# so that the message names the model.
+REWARD_MODEL_STARTUP_S = STARTUP_S - 100.0
 
 
 class EnvironmentWorker:
@@ -58,32 +60,30 @@ class EnvironmentWorker:
     def _renderer(self) -> PromptRenderer:
         return PromptRenderer(self._settings.load_tokenizer(), self._settings.prompts)
 
-    def ready(self) -> dict[str, Any]:
-        """Make the environment; must be called first. Returns the process's node and pid, and kind of environment."""
+    def ready(self) -> EnvironmentStatus:
+        """Make the environment; must be called first."""
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
-                reward.wait_ready(STARTUP_S)
+                reward.wait_ready(REWARD_MODEL_STARTUP_S)
         self._environment = create_environment(self._config, self._settings, self._rewards)
-        return {
-            "node": ray.get_runtime_context().get_node_id(),
-            "pid": os.getpid(),
-            "multi_turn": self._environment.multi_turn,
-            "agent": self._environment.agent,
-            "reads_token_ids": self._environment.reads_token_ids,
-        }
+        return EnvironmentStatus(
+            node_id=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            multi_turn=self._environment.multi_turn,
+            has_agent=self._environment.agent,
+            reads_token_ids=self._environment.reads_token_ids,
+        )
 
     @phase("score")
-    def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
-        """Call several methods of this actor, each given by name and arguments; returns the list of results."""
-        return pickled([getattr(self, method)(*arguments) for method, arguments in jobs])
+    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
+        """Call several methods of this class, each with its arguments; returns the list of results."""
+        return pickled([method(self, *arguments) for method, arguments in calls])
 
-    def reset(
-        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]
-    ) -> tuple[bytes | None, str | None]:
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
         """Return the first state of a rollout, pickled, or the message of an exception."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
-    def step(self, state: bytes, response: str, last_token: int) -> tuple[Turn | None, str | None]:
+    def step(self, state: bytes, response: str, last_token: int) -> Turn | str:
         """Return the turn after a response, with its observation as tokens, or the message of an exception."""
         return self._attempt(lambda: self._turn(state, response, last_token))
 
@@ -100,18 +100,18 @@ class EnvironmentWorker:
 
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
-    ) -> tuple[bytes | None, str | None]:
+    ) -> bytes | str:
         """Run the agent; returns the state of the rollout, pickled, or the message of an exception."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
         """Return a score or an error message for each sample. If scoring them together raises, each is scored alone."""
         requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in requests]
-        together, _ = self._attempt(lambda: self._score(requests))
-        if together is not None:
-            return list(together)
-        alone = [self._attempt(partial(self._score, [one])) for one in requests]
-        return [scores[0] if scores is not None else str(reason) for scores, reason in alone]
+        scores = self._attempt(partial(self._score, requests))
+        if not isinstance(scores, str):
+            return list(scores)
+        attempts = [self._attempt(partial(self._score, [request])) for request in requests]
+        return [attempt if isinstance(attempt, str) else attempt[0] for attempt in attempts]
 
     def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         returns = self._environment.score(requests)
@@ -119,13 +119,13 @@ class EnvironmentWorker:
             raise RunError(f"{len(returns)} scores for {len(requests)} responses")
         return [_plain(one) for one in returns]
 
-    def _attempt(self, call: Callable[[], Value]) -> tuple[Value | None, str | None]:
+    def _attempt(self, call: Callable[[], Value]) -> Value | str:
         try:
-            return call(), None
+            return call()
         except RunError as error:
-            return None, f"environment {self._name}: {error}"
+            return f"environment {self._name}: {error}"
         except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
-            return None, f"environment {self._name}: {type(error).__name__}: {error}"
+            return f"environment {self._name}: {type(error).__name__}: {error}"
 
 
 def _plain(given: EnvironmentReturn) -> EnvironmentReturn:

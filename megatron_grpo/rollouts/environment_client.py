@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
-import ray
 from ray.exceptions import RayActorError, RayError
 
 from megatron_grpo.cluster.futures import explain, overdue, pickled
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
-from megatron_grpo.environments.environment_processes import EnvironmentHandle
+from megatron_grpo.environments.environment_processes import (
+    STARTUP_S,
+    EnvironmentHandle,
+    EnvironmentProcess,
+    EnvironmentStatus,
+)
+from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.rollouts.seeds import RolloutFailure
 
-STARTUP_S = 900.0
-"""Deadline in seconds for the start of an environment process, and of all rollout workers."""
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,8 @@ logger = logging.getLogger(__name__)
 class _Call:
     """A call that is queued or waits for its answer."""
 
-    method: str
+    method: Callable[..., Any]
+    """Method of `EnvironmentWorker`."""
     arguments: tuple[Any, ...]
     answer: asyncio.Future[Any]
     alone: bool = False
@@ -67,22 +71,26 @@ class EnvironmentClient:
 
     async def start(self) -> None:
         """Wait until every process is up; SamplingError if one does not start."""
-        for described in await asyncio.gather(*(self._describe(process) for process in self._handle.processes)):
-            self.multi_turn, self.agent = described["multi_turn"], described["agent"]
-            self.reads_token_ids = described["reads_token_ids"]
-            self._keep(self._serve(described))
+        for process in await asyncio.gather(*map(self._wait_ready, self._handle.actors)):
+            self.multi_turn, self.agent = process.status.multi_turn, process.status.has_agent
+            self.reads_token_ids = process.status.reads_token_ids
+            self._keep(self._serve(process))
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
         """Return the first state of a rollout; None in a single-turn environment."""
-        return await self._ask_or_fail("reset", prompt, extra_env_info) if self.multi_turn else None
+        if not self.multi_turn:
+            return None
+        return await self._ask_or_fail(EnvironmentWorker.reset, prompt, extra_env_info)
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn:
         """Return the turn after a response, given its last token too; a single-turn environment ends the rollout."""
-        return await self._ask_or_fail("step", state, response, last_token) if self.multi_turn else Turn()
+        if not self.multi_turn:
+            return Turn()
+        return await self._ask_or_fail(EnvironmentWorker.step, state, response, last_token)
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
         """Run the environment's agent, with a process to itself, and return the state of the rollout."""
-        return await self._ask_or_fail("act", prompt, extra_env_info, access, alone=True)
+        return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
         """Return for each sample a score, or the reason why a second attempt failed too.
@@ -91,44 +99,51 @@ class EnvironmentClient:
             SamplingError: a process died and could not be replaced.
         """
         try:
-            scored: list[Scored] = await self._ask("score", requests)
+            return await self._ask(EnvironmentWorker.score, requests)
         except RolloutFailure:
-            scored = await asyncio.gather(*map(self._score_alone, requests))
-        return scored
+            return await asyncio.gather(*map(self._score_alone, requests))
 
     async def _score_alone(self, request: EnvironmentRequest) -> Scored:
         try:
-            scored: list[Scored] = await self._ask("score", [request], alone=True)
+            scored = await self._ask(EnvironmentWorker.score, [request], alone=True)
         except RolloutFailure as failure:
             return str(failure)
         return scored[0]
 
-    async def _ask_or_fail(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+    async def _ask_or_fail(
+        self,
+        method: Callable[[EnvironmentWorker, *Arguments], Answer | str],
+        *arguments: *Arguments,
+        alone: bool = False,
+    ) -> Answer:
         try:
-            value, failure = await self._ask(method, *arguments, alone=alone)
+            answer = await self._ask(method, *arguments, alone=alone)
         except RolloutFailure:
             if alone:
                 raise
-            value, failure = await self._ask(method, *arguments, alone=True)
-        if failure is not None:
-            raise RolloutFailure(failure)
-        return value
+            answer = await self._ask(method, *arguments, alone=True)
+        if isinstance(answer, str):
+            raise RolloutFailure(answer)
+        return answer
 
-    async def _ask(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+    async def _ask(
+        self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, alone: bool = False
+    ) -> Answer:
         """Return the answer to a call; RolloutFailure: its process was lost, perhaps because of a call sent with it."""
         if self._broken is not None:
             raise self._broken
         call = _Call(method, arguments, asyncio.get_running_loop().create_future(), alone)
         self._queue.append(call)
         self._work.set()
-        return await call.answer
+        answer: Answer = await call.answer
+        return answer
 
     def _take(self) -> list[_Call]:
         """Take the next calls for one process: its share of the queue, or a single call that must be sent by itself."""
         while self._queue and self._queue[0].answer.done():
             self._queue.popleft()  # its caller is cancelled
         taken: list[_Call] = []
-        share = -(-len(self._queue) // len(self._handle.processes))
+        share = -(-len(self._queue) // len(self._handle.actors))
         while self._queue and len(taken) < share and not (taken and self._queue[0].alone):
             taken.append(self._queue.popleft())
             if taken[-1].alone:
@@ -137,7 +152,7 @@ class EnvironmentClient:
             self._work.clear()
         return taken
 
-    async def _serve(self, process: dict[str, Any]) -> None:
+    async def _serve(self, process: EnvironmentProcess) -> None:
         """Send calls to one process, and replace it when it fails."""
         calls: list[_Call] = []
         try:
@@ -146,10 +161,10 @@ class EnvironmentClient:
                 calls = self._take()
                 reason = await self._run(process, calls) if calls else None
                 if reason is not None:
-                    self._kill(process)
+                    process.kill()
                     for call in calls:
                         call.settle(RolloutFailure(reason))
-                    process = await self._describe(self._handle.spawn())
+                    process = await self._wait_ready(self._handle.spawn())
         except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
             broken = error if isinstance(error, SamplingError) else SamplingError(text)
@@ -157,21 +172,21 @@ class EnvironmentClient:
             for call in [*calls, *self._queue]:
                 call.settle(broken)
 
-    async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
+    async def _run(self, process: EnvironmentProcess, calls: list[_Call]) -> str | None:
         """Send calls to a process; None: it answered; else the reason why it did not."""
-        name, timeout_s = self._handle.name, self._handle.timeout_s
+        name, timeout_s, pid = self._handle.name, self._handle.timeout_s, process.status.pid
         jobs = pickled([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):
-                answers = await process["actor"].run.remote(jobs)
+                answers = await process.actor.run.remote(jobs)
         except TimeoutError:
-            who = f"environment {name} worker {process['pid']}"
+            who = f"environment {name} worker {pid}"
             late = await asyncio.to_thread(overdue, "scoring", [who], timeout_s)
             logger.warning("%s", late)
             self.remarks.append(f"{late}; another process takes its place")
             return f"environment {name}: no answer within env.{name}.timeout_s={timeout_s:g} s"
         except RayActorError:
-            self.remarks.append(f"environment {name} worker {process['pid']} ended; another process takes its place")
+            self.remarks.append(f"environment {name} worker {pid} ended; another process takes its place")
             return f"environment {name}: its process ended over this response"
         except RayError as error:  # for example an answer that cannot be pickled, or a lack of memory
             return f"environment {name}: its process {explain(error)}"
@@ -179,24 +194,18 @@ class EnvironmentClient:
             call.settle(answer)
         return None
 
-    async def _describe(self, actor: Any) -> dict[str, Any]:
-        """Wait until a process is up; returns its description, with its actor."""
+    async def _wait_ready(self, actor: Any) -> EnvironmentProcess:
+        """Wait until a process is up."""
         name = self._handle.name
         try:
             async with asyncio.timeout(STARTUP_S):
-                described = await actor.ready.remote()
+                status: EnvironmentStatus = await actor.ready.remote()
         except TimeoutError:
             text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
             raise SamplingError(text) from None
         except RayError as error:
             raise SamplingError(f"environment {name}: a process {explain(error)} as it started") from error
-        return {**described, "actor": actor}
-
-    def _kill(self, process: dict[str, Any]) -> None:
-        ray.kill(process["actor"])
-        if process["node"] == ray.get_runtime_context().get_node_id():
-            with suppress(ProcessLookupError):
-                os.kill(process["pid"], signal.SIGKILL)  # a stopped process does not react to Ray
+        return EnvironmentProcess(actor, status)
 
     def _keep(self, work: Any) -> None:
         task = asyncio.create_task(work)

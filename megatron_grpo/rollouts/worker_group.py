@@ -20,10 +20,9 @@ from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import explain, gather
 from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.environments.environment_processes import EnvironmentPool
+from megatron_grpo.environments.environment_processes import STARTUP_S, EnvironmentPool
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.endpoint import EndpointSettings
-from megatron_grpo.rollouts.environment_client import STARTUP_S
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.rollouts.shards import (
     Compute,

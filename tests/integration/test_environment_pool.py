@@ -14,6 +14,7 @@ from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
 from megatron_grpo.environments.environment_processes import EnvironmentHandle, EnvironmentPool, build_environments
+from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 
@@ -54,7 +55,7 @@ def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) 
 
 def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes() -> None:
     with handles(EnvironmentConfig(type="addition", num_workers=3)) as (handle,):
-        assert len(handle.processes) == 3
+        assert len(handle.actors) == 3
         results = scored(handle, [job(*("025" if i % 3 == j % 3 else "026" for j in range(i))) for i in range(1, 8)])
     for i, result in enumerate(results, start=1):
         assert result == [EnvironmentReturn(float(i % 3 == j % 3), i % 3 == j % 3) for j in range(i)]
@@ -66,11 +67,10 @@ def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes(
 )
 def test_every_user_has_processes_of_its_own(workers: int, shares: int, expected: list[int]) -> None:
     with handles(EnvironmentConfig(type="addition", num_workers=workers), shares) as shared:
-        assert [len(handle.processes) for handle in shared] == expected
-        processes = [process for handle in shared for process in handle.processes]
-        assert len({described["pid"] for described in ray.get([one.ready.remote() for one in processes])}) == sum(
-            expected
-        )
+        assert [len(handle.actors) for handle in shared] == expected
+        actors = [actor for handle in shared for actor in handle.actors]
+        pids = {status.pid for status in ray.get([actor.ready.remote() for actor in actors])}
+        assert len(pids) == sum(expected)
 
 
 def test_the_math_environment_works_and_keeps_its_time_limit_inside_an_actor() -> None:
@@ -91,6 +91,6 @@ def test_a_process_can_be_made_in_the_place_of_another() -> None:
     (handle,) = pool.start()
     spare = handle.spawn()
     ray.get(spare.ready.remote())
-    assert ray.get(spare.run.remote([("score", (job("025"),))])) == [[EnvironmentReturn(1.0, True)]]
+    assert ray.get(spare.run.remote([(EnvironmentWorker.score, (job("025"),))])) == [[EnvironmentReturn(1.0, True)]]
     ray.kill(spare)
     pool.shutdown()

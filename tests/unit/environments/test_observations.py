@@ -87,15 +87,14 @@ def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, mon
     settings = EnvironmentSettings(tokenizer=str(folder), prompts=PromptFormat())
     worker = EnvironmentWorker("talking", worker_module.EnvironmentConfig(), settings)
     worker._environment = Talking()
-    state, _ = worker.reset("", {})
+    state = worker.reset("", {})
     assert isinstance(state, bytes)
-    assert worker.step(state, "no", 0) == (None, "environment talking: KeyError: 'no'")
-    first, failure = worker.step(state, "yes", IDS["<e>"])
-    assert failure is None
-    assert first is not None
+    assert worker.step(state, "no", 0) == "environment talking: KeyError: 'no'"
+    first = worker.step(state, "yes", IDS["<e>"])
+    assert isinstance(first, Turn)
     assert (first.done, words(first.observation)) == (False, "<s> tool : go on <e> <s> assistant :")
-    last, _ = worker.step(first.state, "yes", IDS["<e>"])
-    assert last is not None
+    last = worker.step(first.state, "yes", IDS["<e>"])
+    assert isinstance(last, Turn)
     assert (last.done, len(last.observation)) == (True, 0)
     job = [
         EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info={}, state=turn.state)
@@ -127,19 +126,19 @@ def test_tokens_that_an_environment_gives_as_a_list_are_tokens(folder: Path, mon
     worker = silent(folder, monkeypatch)
     given: Any = [5, 7]
     monkeypatch.setattr(Silent, "step", lambda *_: Turn(done=False, state=None, observation=given))
-    state, _ = worker.reset("", {})
-    assert state is not None
-    turn, _ = worker.step(state, "yes", IDS["<e>"])
-    assert turn is not None
+    state = worker.reset("", {})
+    assert isinstance(state, bytes)
+    turn = worker.step(state, "yes", IDS["<e>"])
+    assert isinstance(turn, Turn)
     assert (turn.observation.dtype, turn.observation.tolist()) == (np.int32, [5, 7])
 
 
 def test_a_message_without_text_is_a_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = silent(folder, monkeypatch)
-    state, _ = worker.reset("", {})
-    assert state is not None
-    turn, _ = worker.step(state, "yes", IDS["<e>"])
-    assert turn is not None
+    state = worker.reset("", {})
+    assert isinstance(state, bytes)
+    turn = worker.step(state, "yes", IDS["<e>"])
+    assert isinstance(turn, Turn)
     assert words(turn.observation) == "<s> tool : <e> <s> assistant :"
 
 

@@ -15,6 +15,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.environments.environment_processes import EnvironmentStatus
+from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.seeds import RolloutFailure
 
@@ -29,15 +31,16 @@ class FakeProcess:
         self.ready = SimpleNamespace(remote=self._ready)
         self.run = SimpleNamespace(remote=self._run)
 
-    async def _ready(self) -> dict[str, Any]:
+    async def _ready(self) -> EnvironmentStatus:
         if not self.comes_up:
             raise RayTaskError("ready", "", RunError("reward function f is gone"))
-        return {"node": "here", "pid": self.pid, "multi_turn": True, "agent": False, "reads_token_ids": False}
+        return EnvironmentStatus(node_id="here", pid=self.pid, multi_turn=True, has_agent=False, reads_token_ids=False)
 
     async def _run(self, packed: Any) -> list[Any]:
-        jobs: list[tuple[str, tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
+        jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
         texts = [
-            tuple(one.response for one in first) if method == "score" else (first,) for method, (first, *_) in jobs
+            tuple(request.response for request in first) if method is EnvironmentWorker.score else (first,)
+            for method, (first, *_) in jobs
         ]
         self.calls.append(texts)
         await asyncio.sleep(0)
@@ -49,11 +52,11 @@ class FakeProcess:
         return [self._answer(method, arguments) for method, arguments in jobs]
 
     @staticmethod
-    def _answer(method: str, arguments: tuple[Any, ...]) -> Any:
-        if method == "score":
+    def _answer(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        if method is EnvironmentWorker.score:
             responses = [one.response for one in arguments[0]]
             return ["it raised" if one == "raise" else EnvironmentReturn(float(len(one)), True) for one in responses]
-        return (Turn(state=arguments), None) if arguments[0] != "raise" else (None, "it raised")
+        return Turn(state=arguments) if arguments[0] != "raise" else "it raised"
 
 
 class Handle:
@@ -63,7 +66,7 @@ class Handle:
         self.name, self.timeout_s = "task", 0.2
         self.leave_out_suspects: list[str] = []
         self.prompts = PromptFormat()
-        self.processes = list(processes)
+        self.actors = list(processes)
         self.spares = list(spares)
         self.spawned: list[FakeProcess] = []
 
@@ -102,9 +105,9 @@ def test_what_waits_goes_out_together_and_is_shared_out() -> None:
     handle = Handle(FakeProcess(), FakeProcess())
     groups = [("a" * (number + 1), "b") for number in range(8)]
     assert scores(handle, *groups) == [[number + 1.0, 1.0] for number in range(8)]
-    asked = [group for process in handle.processes for call in process.calls for group in call]
+    asked = [group for process in handle.actors for call in process.calls for group in call]
     assert sorted(asked) == sorted(groups), "each once"
-    assert [len(process.calls[0]) for process in handle.processes] == [4, 2]
+    assert [len(process.calls[0]) for process in handle.actors] == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_only_what_a_process_is_lost_over_twice_fails(
 ) -> None:
     handle = Handle(*(FakeProcess() for _ in range(processes)))
     assert scores(handle, ("a", bad, "ccc"), ("dddd",), (bad,)) == [[1.0, reason, 3.0], [4.0], [reason]]
-    everyone = [*handle.processes, *handle.spawned]
+    everyone = [*handle.actors, *handle.spawned]
     assert len(killed) == len(handle.spawned)
     attempts = [call for process in everyone for call in process.calls if any(bad in group for group in call)]
     assert sum(sum(group.count(bad) for group in call) for call in attempts) == 4, "two attempts at each of the two"
@@ -146,7 +149,7 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
         assert [one.reward for one in await kept] == [1.0]  # type: ignore[union-attr]
 
     asyncio.run(scene())
-    assert handle.processes[0].calls == [[("y",)]]
+    assert handle.actors[0].calls == [[("y",)]]
 
 
 def test_resets_and_steps_are_calls_too() -> None:
