@@ -22,7 +22,7 @@ from megatron_grpo.algorithms.checkpointer import Checkpointer
 from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run import GRPORun
-from megatron_grpo.algorithms.save_state import default_grpo_save_state
+from megatron_grpo.algorithms.save_state import make_save_state
 from megatron_grpo.algorithms.train_loop import train_steps
 from megatron_grpo.config.compose import compose_config
 from megatron_grpo.config.model_shape import ModelShape
@@ -180,7 +180,7 @@ def _bring_up(config: Any, sizes: Sizes, stack: ExitStack) -> GRPORun:
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,
         checkpointer=Checkpointer(run_dir, config.checkpointing),
-        state=default_grpo_save_state(),
+        state=make_save_state(),
         batch_cache=[],
     )
 

@@ -14,10 +14,10 @@ import ray
 import torch
 from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, start_ray
 
-from megatron_grpo.algorithms.context import GRPORun, Placement, default_grpo_save_state
+from megatron_grpo.algorithms.context import GRPORun, Placement, make_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loop import StepReport, train_steps
-from megatron_grpo.algorithms.records import RolloutDumps, run_facts
+from megatron_grpo.algorithms.records import RolloutDumps, describe_run
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.batch.trajectory import Span
@@ -179,7 +179,7 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         placement=Placement(),
         rollouts=rollouts,
         settings=SamplingSettings(max_new_tokens=config.generation.max_new_tokens),
-        dumps=RolloutDumps(rollouts, config.logger, run_dir, run_facts(config, Path(config.policy.model.path))),
+        dumps=RolloutDumps(rollouts, config.logger, run_dir, describe_run(config, Path(config.policy.model.path))),
         loader=PromptLoader(
             cast(Prompts, MadeUpPrompts(sizes)),
             prompts_per_batch=sizes.prompts,
@@ -189,8 +189,8 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,
         checkpointer=Checkpointer(run_dir, config.checkpointing),
-        state=default_grpo_save_state(),
-        waiting=[],
+        state=make_save_state(),
+        batch_cache=[],
     )
 
 

@@ -3,10 +3,10 @@
     python benchmarks/prob_error.py [--steps 40] [override ...]
 
 Two parts are timed by themselves, since both are far below the scatter of steps: the judgement on the driver in each
-step (`notice`), and the decision of the ranks (`is_beyond_limit`), which is repeated on all ranks of the run while
-nothing else is computed. `ratio` is (step + both) / step. Pairs of neighbouring steps, with and without both and
-alternately first, show that nothing else is added. The canary keeps to its share of the time; a pack of sequences is
-timed beside its first sequence alone.
+step (`assess_agreement`), and the decision of the ranks (`is_beyond_limit`), which is repeated on all ranks of the
+run while nothing else is computed. `ratio` is (step + both) / step. Pairs of neighbouring steps, with and without both
+and alternately first, show that nothing else is added. The canary keeps to its share of the time; a pack of sequences
+is timed beside its first sequence alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ prepare_ray_environment()  # before anything imports Ray
 import ray  # noqa: E402
 
 from megatron_grpo.algorithms import grpo  # noqa: E402
-from megatron_grpo.algorithms.prob_error import NOTHING  # noqa: E402
+from megatron_grpo.algorithms.prob_error import NO_FINDING  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
 
 WARM_UP_STEPS = 3
@@ -53,13 +53,13 @@ def time_decisions(rank: Any, repeats: int) -> float:
 
 def measure(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the quickstart in this process and time its steps."""
-    notice, judged = grpo.notice, []
+    assess_agreement, judged = grpo.assess_agreement, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
-        noticed = notice(*arguments)
+        assessment = assess_agreement(*arguments)
         judged.append(time.perf_counter() - began)
-        return noticed
+        return assessment
 
     with tempfile.TemporaryDirectory() as folder:
         options = ["+exp=quickstart", f"run_dir={folder}/run", "logger.progress=false", "checkpointing=none"]
@@ -70,7 +70,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
             pack = canary.sequences
 
             def step(*, watched: bool, packed: bool = True) -> Any:
-                vars(grpo)["notice"] = timed if watched else lambda *_: NOTHING
+                vars(grpo)["assess_agreement"] = timed if watched else lambda *_: NO_FINDING
                 config.refit.prob_error_limit = limit if watched else None
                 canary.sequences = pack if packed else pack[:1]
                 number = run.state["total_steps"] + 1

@@ -39,7 +39,7 @@ from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.refit_plan import RefitSummary, refit_summary
-from megatron_grpo.run.startup import make_transport
+from megatron_grpo.run.launch import make_transport
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import TransferReport

@@ -33,10 +33,10 @@ from simulated_cluster import LogicalRay, start_hosts
 from simulated_engine import SimulatedEngine
 from simulated_parts import SimulatedRank, Times
 
-from megatron_grpo.algorithms.context import GRPORun, Placement, default_grpo_save_state
+from megatron_grpo.algorithms.context import GRPORun, Placement, make_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loop import StepReport, train_steps
-from megatron_grpo.algorithms.records import RolloutDumps, run_facts
+from megatron_grpo.algorithms.records import RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.cluster.process_log import driver_log
@@ -57,7 +57,7 @@ from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts import worker_group
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.run.checkpoints import Checkpointer
-from megatron_grpo.run.startup import make_transport, start_rollouts
+from megatron_grpo.run.launch import make_transport, start_rollouts
 from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.messages import RankSettings
@@ -231,14 +231,14 @@ def _bring_up(config: Config, case: Case, stack: ExitStack) -> GRPORun:
         placement=placement,
         rollouts=rollouts,
         settings=settings,
-        dumps=RolloutDumps(rollouts, config.logger, run_dir, run_facts(config, folder)),
+        dumps=RolloutDumps(rollouts, config.logger, run_dir, describe_run(config, folder)),
         loader=loader,
         val_prompts=[],
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,
         checkpointer=Checkpointer(run_dir, config.checkpointing),
-        state=default_grpo_save_state(),
-        waiting=[],
+        state=make_save_state(),
+        batch_cache=[],
         buffer=buffer,
     )
 

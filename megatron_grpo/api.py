@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.algorithms.start import start
+from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.output import tolerant_output
@@ -111,8 +111,8 @@ def train(
         settled = checked.require()
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
-        with files.moved_in():
-            start(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), began)
+        with files.move_in():
+            run_algorithm(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks), began)
     return FinishedRun(Path(settled.run_dir))
 
 
@@ -138,9 +138,9 @@ def _checked(
     overrides += environment_overrides(environments)
     overrides += _data_overrides(files, run_dir, *datasets, bool(rewards))
     checked = check_overrides(overrides)
-    checked.problems = [files.in_words(problem) for problem in checked.problems]
-    checked.remarks = [files.in_words(remark) for remark in checked.remarks]
-    files.settle(checked.require())
+    checked.problems = [files.name_arguments(problem) for problem in checked.problems]
+    checked.remarks = [files.name_arguments(remark) for remark in checked.remarks]
+    files.settle_paths(checked.require())
     return checked
 
 
@@ -160,8 +160,8 @@ def _data_overrides(files: ScriptData, run_dir: str, training: Any, validation: 
     def keep(dataset: Any, name: str, argument: str) -> tuple[str, set[str]]:
         if isinstance(dataset, str | Path):
             return str(dataset), set()
-        path, columns = _kept(dataset, files.path(run_dir, name), argument)
-        return str(files.keep(Path(path), argument)), columns
+        path, columns = _kept(dataset, files.reserve_path(run_dir, name), argument)
+        return str(files.select_file(Path(path), argument)), columns
 
     written = []
     columns: set[str] = set()

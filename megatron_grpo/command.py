@@ -9,7 +9,7 @@ from typing import Literal
 
 import yaml
 
-from megatron_grpo.algorithms.start import start
+from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import FAILED, MISTAKE, answered, help_text, interrupted
@@ -21,8 +21,8 @@ from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.models.source import is_prepared, local_folder
 from megatron_grpo.preflight.load import check_overrides, summary
 from megatron_grpo.preflight.tokenizer_checks import has_tokenizer
-from megatron_grpo.run.checkpoints import Checkpointer, checkpoint_to_start_from
-from megatron_grpo.run.directory import data_remarks
+from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
+from megatron_grpo.run.directory import compare_data
 
 Task = Literal["train", "check", "show"]
 
@@ -59,7 +59,7 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     if task == "check":
         print(f"configuration is fine: {summary(config, _check_start(config))}")
     elif task == "train":
-        start(config)
+        run_algorithm(config)
     return 0
 
 
@@ -88,10 +88,10 @@ def _check_start(config: Config) -> Path | None:
         )
 
         check_scoring(config)
-    for remark in data_remarks(Path(config.run_dir), config):  # a start prints them among the changes
+    for remark in compare_data(Path(config.run_dir), config):  # a start prints them among the changes
         print(remark, flush=True)
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
-    start_from = checkpoint_to_start_from(checkpointer, config)
+    start_from = find_start_checkpoint(checkpointer, config)
     folder = local_folder(config.policy.model.path)
     if config.generates and not is_prepared(config) and folder is not None and has_tokenizer(folder):
         from megatron_grpo.preflight.conversation_checks import (

@@ -19,7 +19,7 @@ from megatron_grpo.config.typed import converted
 from megatron_grpo.models.source import model_folder
 from megatron_grpo.observability.summary import reason_of_end
 from megatron_grpo.run.directory import CONFIG_FILE
-from megatron_grpo.run.recorded_config import config_of_run
+from megatron_grpo.run.recorded_config import load_run_config
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.doctor.examination import Diagnosis
@@ -56,7 +56,7 @@ def _run(arguments: Sequence[str]) -> int:
         raise ValueError(f"{run_dir} is not the folder of a run")
     if not (run_dir / CONFIG_FILE).exists() and (reason := reason_of_end(run_dir)) is not None:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
-    config = config_of_run(run_dir, overrides)
+    config = load_run_config(run_dir, overrides)
     model = model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")

@@ -20,10 +20,10 @@ from megatron_grpo.config.section import PathText
 from megatron_grpo.config.typed import converted
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.source import model_folder
-from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify
-from megatron_grpo.run.checkpoints import named_checkpoint
+from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
+from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
-from megatron_grpo.run.model_card import push
+from megatron_grpo.run.model_card import push_to_hub
 
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized] [push_to_hub=NAME]
@@ -51,7 +51,7 @@ def _export(arguments: Sequence[str]) -> int:
     """Check command line, checkpoint and model before torch is imported, then write the model."""
     given = _read_arguments(arguments)
     checkpoint, output = (Path(given[name]) for name in _PATHS)
-    checkpoint = named_checkpoint(checkpoint)
+    checkpoint = resolve_checkpoint(checkpoint)
     weights, form = checkpoint / POLICY_FOLDER, given.get("format", "hf")
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
@@ -72,7 +72,7 @@ def _export(arguments: Sequence[str]) -> int:
             f"{source}: {text} tokenizer belong to the export: put it back, or correct the path in that file"
         )
     shape = shape_of_folder(source)
-    remark = verify(checkpoint)  # last, because a large checkpoint takes a while
+    remark = verify_checkpoint(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
     logging.disable(logging.WARNING)  # packages log their fallbacks
@@ -98,7 +98,7 @@ def _export(arguments: Sequence[str]) -> int:
         text = "serve the base model with it" if form == "peft" else f"which is that of {output} too"
         print(f"the run's prompts were rendered by {template}, {text}")
     if _PUSH in given:
-        print(f"sent to {push(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
+        print(f"sent to {push_to_hub(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0
 
 

@@ -26,7 +26,7 @@ from megatron_grpo.planning.trace import tracing
 from megatron_grpo.planning.whole import Plan, fp8_problems_of, profile, submit_plan
 from megatron_grpo.preflight.load import compose_config, compose_for_search
 from megatron_grpo.preflight.model_file_checks import unusable_model
-from megatron_grpo.run.recorded_config import config_of_run
+from megatron_grpo.run.recorded_config import load_run_config
 
 USAGE = """\
 python -m megatron_grpo.plan +exp=NAME cluster.gpu=h100 [cluster.nodes=N] [key=value …] [--search]
@@ -178,7 +178,7 @@ def _config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
     for one in overrides:
         if one.partition("=")[0] not in ("cluster.gpu", "policy.model.path"):
             raise ValueError(f"{one}: calibrate takes cluster.gpu and policy.model.path")
-    config = config_of_run(run_dir, overrides)
+    config = load_run_config(run_dir, overrides)
     config.plan.lengths_from = str(run_dir)
     return config
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar
 
 from megatron_grpo.algorithms.prob_error import ProbErrorState
-from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepGuard
+from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepCheck
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup
@@ -148,7 +148,7 @@ class PPOSaveState(GRPOSaveState):
     """Progress of a PPO run, with the same fields as for GRPO."""
 
 
-def default_grpo_save_state() -> GRPOSaveState:
+def make_save_state() -> GRPOSaveState:
     """Progress of a run before its first step."""
     return GRPOSaveState(
         consumed_samples=0,
@@ -179,26 +179,26 @@ class SamplingRun:
     checkpointer: Checkpointer
     state: GRPOSaveState
     """Progress of the run; sampling updates its counts of prompts and generation batches."""
-    waiting: list[SampledGroup]
+    batch_cache: list[SampledGroup]
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
     buffer: SampleBuffer | None = None
     """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Callbacks of a script."""
 
-    def guard(self, groups: Sequence[SampledGroup], step: int, data: str = "training") -> StepGuard:
+    def make_check(self, groups: Sequence[SampledGroup], step: int, data: str = "training") -> StepCheck:
         """Build the check for non-finite values of a step; `data` names the data set of the prompts, for messages."""
-        return StepGuard(self.run_dir, self.rollouts.tokens.fetch, groups, step, data)
+        return StepCheck(self.run_dir, self.rollouts.tokens.fetch, groups, step, data)
 
-    def position(self) -> dict[str, Any]:
+    def loader_state(self) -> dict[str, Any]:
         """State of the loader after the last prompts that a step has taken, without those in the sample buffer."""
         return self.loader.state_dict() if self.buffer is None else self.buffer.position
 
     @property
-    def used_up(self) -> str:
+    def end_of_data(self) -> str:
         """Message for a run that ends because its prompts, or the steps of its recording, are used up."""
         if isinstance(self.loader, RecordedSteps):
-            return self.loader.used_up
+            return self.loader.end_of_data
         return f"the data is used up: {self.config.loop.max_num_epochs} epoch(s)"
 
     def models(self) -> dict[str, ModelRanks]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, SomeRun
-from megatron_grpo.algorithms.validation import observe, reason_to_stop, validate
+from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop, validate
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
@@ -68,7 +68,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
         raise RunError(f"{file} cannot be written: {reason}; {_where_to_continue(run)}") from error
     except RunError as error:
         with _only_noted(run, "the rollouts of the step that failed could not be written"):
-            run.dumps.leave()
+            run.dumps.write_all()
         with _only_noted(run, "the checkpoint that was being written could not be completed"):
             run.checkpointer.finish()
         if isinstance(error, ModelLostError):
@@ -81,7 +81,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     limits, state = run.config.loop, run.state
     _tell_progress(run)
-    run.callbacks.tell("on_start", state["total_steps"], run.run_dir)
+    run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
     _catch_up_on_validation(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
@@ -98,14 +98,14 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
                 run.logger.log_step(number, error.metrics, {"total": seconds}, {})
             raise
         if report is None:
-            run.logger.end_early("data_used_up", run.used_up)
-            run.logger.note(run.used_up)
+            run.logger.end_early("data_used_up", run.end_of_data)
+            run.logger.note(run.end_of_data)
             break
         _advance(run, report)
         metrics = _finish_step(run, report)
         run.checkpointer.advance()
     _finish_training(run, metrics)
-    run.callbacks.tell("on_end", state["total_steps"])
+    run.callbacks.notify("on_end", state["total_steps"])
 
 
 @contextmanager
@@ -147,7 +147,7 @@ class Snapshot:
     @staticmethod
     def of(run: SamplingRun) -> Snapshot:
         """Copy the driver's part of a checkpoint."""
-        return Snapshot(copy.deepcopy(run.state), copy.deepcopy(run.position()), list(run.waiting))
+        return Snapshot(copy.deepcopy(run.state), copy.deepcopy(run.loader_state()), list(run.batch_cache))
 
 
 def _save(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot, *, wait: bool = False) -> None:
@@ -184,14 +184,14 @@ def _save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
         RunError: the checkpoint is damaged or cannot be written.
     """
     step = run.state["total_steps"]
-    state = read_state(run.checkpointer.path(step))
+    state = read_state(run.checkpointer.locate(step))
     state["metrics"] |= metrics
     for key in ("val_step", "val_reward", "val_accuracy", "early_stop"):
         state["save_state"][key] = run.state[key]
     try:
-        run.checkpointer.update(step, state)
+        run.checkpointer.replace_state(step, state)
     except OSError as error:
-        raise RunError(f"the validation cannot be added to {run.checkpointer.path(step)}: {error}") from error
+        raise RunError(f"the validation cannot be added to {run.checkpointer.locate(step)}: {error}") from error
 
 
 def _tell_progress(run: SamplingRun) -> None:
@@ -212,13 +212,13 @@ def _catch_up_on_validation(run: SamplingRun) -> None:
     if not due or run.state.get("val_step") == step:
         return
     validated = _validated(run)
-    if validated and step in run.checkpointer.steps():
+    if validated and step in run.checkpointer.list_steps():
         _save_validation(run, validated)
 
 
 def _stopped_early(run: SamplingRun) -> bool:
-    reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
-    if reason is None and run.callbacks.stop:
+    reason = find_stop_reason(run.state["early_stop"], run.config.loop.early_stop)
+    if reason is None and run.callbacks.wants_stop:
         reason = "a callback of the script says so"
     if reason is None and _asked_to_stop(run):
         reason = f"the file {STOP_FILE} is in the run's folder"
@@ -234,7 +234,7 @@ def _asked_to_stop(run: SamplingRun) -> bool:
 
 
 def _advance(run: SamplingRun, report: StepReport) -> None:
-    state, epoch = run.state, run.position()["epoch"]
+    state, epoch = run.state, run.loader_state()["epoch"]
     if epoch > state["current_epoch"]:
         state["current_epoch"] = epoch
         state["current_step"] = 0
@@ -266,10 +266,10 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         failure = failure or error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     if failure is None:
-        run.callbacks.tell("on_step", step, metrics)
+        run.callbacks.notify("on_step", step, metrics)
     _remark(run, step, report)
     if run.config.logger.log_completions and failure is None:
-        run.logger.show_completions(step, run.dumps.some(step))
+        run.logger.show_completions(step, run.dumps.read_rows(step))
     failure = failure or _ranking_problem(run, metrics)
     if failure is not None:
         if not isinstance(failure, ModelLostError):
@@ -277,7 +277,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         raise failure
     begins_a_replay = run.config.logger.needed_by_a_replay(step) and step < loop.max_num_steps
     due = step % run.config.checkpointing.save_period == 0 or begins_a_replay or report.saves
-    if run.config.saves and (due or run.callbacks.save):
+    if run.config.saves and (due or run.callbacks.wants_checkpoint):
         _save(run, metrics, Snapshot.of(run))
     return metrics
 
@@ -338,13 +338,13 @@ def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapsho
         return
     with _only_noted(run, f"step {step} could not be saved"):
         run.checkpointer.finish()
-        if step not in run.checkpointer.steps():
+        if step not in run.checkpointer.list_steps():
             _save(run, metrics, snapshot, wait=True)
 
 
 def _where_to_continue(run: SamplingRun) -> str:
     """Message that names the checkpoint from which a run that ends now can continue."""
-    steps = run.checkpointer.steps()
+    steps = run.checkpointer.list_steps()
     if not steps:
         return "there is no checkpoint: the run begins anew when it is started again"
     return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
@@ -353,7 +353,7 @@ def _where_to_continue(run: SamplingRun) -> str:
 def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     """Validate and save after the last step, unless that was done; `metrics`: the metrics of the last step."""
     run.checkpointer.finish()
-    step, saved = run.state["total_steps"], run.checkpointer.steps()
+    step, saved = run.state["total_steps"], run.checkpointer.list_steps()
     validated: dict[str, float] = {}
     if run.config.loop.val_at_end and run.state.get("val_step") != step and not _asked_to_stop(run):
         try:
@@ -380,7 +380,7 @@ def _validated(run: SamplingRun) -> dict[str, float]:
     if metrics:
         run.state["val_step"] = run.state["total_steps"]
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
-        observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
+        update_early_stop(run.state["early_stop"], metrics, run.config.loop.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics, timer.seconds)
-        run.callbacks.tell("on_validation", run.state["total_steps"], metrics)
+        run.callbacks.notify("on_validation", run.state["total_steps"], metrics)
     return metrics

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import PPORun, PPOSaveState
 from megatron_grpo.algorithms.loop import StepReport, train_steps
-from megatron_grpo.algorithms.prob_error import notice, oldest_age
+from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
     add_logprobs,
+    build_batch,
+    compute_learning_metrics,
+    compute_sampling_metrics,
     learn,
     learn_values,
-    learning_metrics,
+    make_report,
     publish,
-    report,
-    sampling_metrics,
-    training_batch,
 )
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.algorithms.validation import validate
@@ -50,30 +50,30 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     if samples is None:
         return None
     run.placement.offload_engines(timer)
-    guard = run.guard(samples.groups, number)
+    check = run.make_check(samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
-        batch = training_batch(config, samples.groups, rollouts, policy.cost)
-        batch.prob_error_limit = config.prob_error_limit(oldest_age(run, samples.outcomes))
-        run.dumps.hold(number, samples.groups, batch, samples.facts(run.position()))
-    of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
+        batch = build_batch(config, samples.groups, rollouts, policy.cost)
+        batch.prob_error_limit = config.prob_error_limit(compute_oldest_age(run, samples.outcomes))
+        run.dumps.hold(number, samples.groups, batch, samples.facts(run.loader_state()))
+    of_logprobs = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)
-    guard.require_finite("values", finite | ~batch.in_loss, batch)
+    check.require_finite("values", finite | ~batch.in_loss, batch)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
-    guard.require_finite("advantages", finite | ~batch.in_loss, batch)
+    check.require_finite("advantages", finite | ~batch.in_loss, batch)
     run.dumps.begin()
     learned = None
     if (
         number > config.ppo.policy_training_start_step
     ):  # first, since it may refuse the step, which then changes nothing
         with timer.phase("train"):
-            learned = learn(config, batch, policy, run.loss_fn, guard)
+            learned = learn(config, batch, policy, run.loss_fn, check)
     with timer.phase("train_value"):
-        of_values = learn_values(config, batch, run.value, run.value_loss_fn, guard)
-    of_learning = learning_metrics(learned, batch)
-    noticed = notice(run, number, of_learning, samples.outcomes)
+        of_values = learn_values(config, batch, run.value, run.value_loss_fn, check)
+    of_learning = compute_learning_metrics(learned, batch)
+    assessment = assess_agreement(run, number, of_learning, samples.outcomes)
     transfer = publish(run.transport, run.placement, number, timer)
-    metrics = {**sampling_metrics(config, samples, scores), **of_logprobs, **of_learning, **of_values}
-    return report(run, samples, metrics, learned, transfer, timer.seconds, noticed)
+    metrics = {**compute_sampling_metrics(config, samples, scores), **of_logprobs, **of_learning, **of_values}
+    return make_report(run, samples, metrics, learned, transfer, timer.seconds, assessment)

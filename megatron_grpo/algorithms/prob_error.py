@@ -3,7 +3,7 @@
 The figure is token_mult_prob_error, the mean over a step's tokens of exp(|training - generation|): 1 when both give the
 sampled tokens the same probabilities. Its excess over 1 is rounding. The noise of a run is that of its first steps, and
 stays the reference, so that an error that grows slowly leaves it, too. Until these steps are measured, and as the
-smallest bound, there are figures by precision, so that a run that is wrong from its first step on is noticed.
+smallest bound, there are figures by precision, so that a run that is wrong from its first step on is assessment.
 
 Tokens of older weights (asynchronous runs) also differ by what the policy has learnt since. Rounding is nothing beside
 that, and the exponential of such differences has a tail that jumps by a factor of ten from step to step in healthy
@@ -31,7 +31,7 @@ from megatron_grpo.rollouts.rollout_metrics import age_metrics
 
 if TYPE_CHECKING:
     from megatron_grpo.algorithms.context import GRPORun
-    from megatron_grpo.algorithms.records import StepGuard
+    from megatron_grpo.algorithms.records import StepCheck
     from megatron_grpo.batch.step_batch import StepBatch
     from megatron_grpo.batch.trajectory import Outcome
     from megatron_grpo.config.schema import Config
@@ -109,13 +109,13 @@ def noise_kind(config: Config) -> str:
     return f"{config.coarsest_precision}{hides}"
 
 
-def empty_state(kind: str) -> ProbErrorState:
+def make_prob_error_state(kind: str) -> ProbErrorState:
     """The state of a run that has measured nothing."""
     return ProbErrorState(precision=kind, fresh=[], stale=[], calm_steps=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class NoiseComparison:
     """Judgement of one step."""
 
     figure: str
@@ -132,9 +132,9 @@ class Observation:
         return {**({name: self.bound} if math.isfinite(self.bound) else {}), IS_OFF: float(self.is_off)}
 
 
-def observe(
+def compare_with_noise(
     state: ProbErrorState, bounds: NoiseBounds, metrics: Mapping[str, float], age: int, limit: float | None
-) -> Observation:
+) -> NoiseComparison:
     """Judge a step by the noise so far, and add the step to the noise if it is within the bound.
 
     Args:
@@ -156,7 +156,7 @@ def observe(
         memory.append(max(value, 0.0))
         del memory[:-keep]
     figure, bound = (DIVERGENCE, bound) if age > 0 else (ERROR, 1.0 + bound)
-    return Observation(figure, bound, is_off, _advance_episode(state, is_off))
+    return NoiseComparison(figure, bound, is_off, _advance_episode(state, is_off))
 
 
 def _advance_episode(state: ProbErrorState, is_off: bool) -> bool:
@@ -171,7 +171,7 @@ def _advance_episode(state: ProbErrorState, is_off: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Assessment:
     """What a step adds to its report because of its probability error."""
 
     metrics: Mapping[str, float]
@@ -180,10 +180,10 @@ class Notice:
     """Whether a checkpoint after the step lets the doctor examine the next one."""
 
 
-NOTHING = Notice({})
+NO_FINDING = Assessment({})
 
 
-def notice(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Notice:
+def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Assessment:
     """Judge the error of a step that has been learnt, before its weights are published.
 
     If an episode begins, both checks of weights follow the refit of this step. The state of the run is updated.
@@ -200,28 +200,30 @@ def notice(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequ
         if run.state["total_steps"]:  # a first step begins it, also one that lacks the error
             of = "the checkpoint has none" if state is None else f"that of the checkpoint is of {state['precision']}"
             remarks.append(f"the noise of {ERROR} is measured from this step on, since {of}")
-        run.state["prob_error"] = state = empty_state(kind)
+        run.state["prob_error"] = state = make_prob_error_state(kind)
     if ERROR not in metrics:
-        return Notice({}, remarks)
-    age = oldest_age(run, outcomes)
-    seen = observe(state, NoiseBounds.of(config, run.policy.shape), metrics, age, config.prob_error_limit(age))
+        return Assessment({}, remarks)
+    age = compute_oldest_age(run, outcomes)
+    seen = compare_with_noise(
+        state, NoiseBounds.of(config, run.policy.shape), metrics, age, config.prob_error_limit(age)
+    )
     if not config.generates:  # recorded tokens may be of other weights on purpose
-        return Notice(seen.metrics)
+        return Assessment(seen.metrics)
     if not seen.begins_episode:
-        return Notice(seen.metrics, remarks)
+        return Assessment(seen.metrics, remarks)
     if run.transport is not None:
         run.transport.require_checks()
-    can_examine = step == 1 or step - 1 in run.checkpointer.steps()
+    can_examine = step == 1 or step - 1 in run.checkpointer.list_steps()
     remarks.append(_warning(run, step, metrics, seen, can_examine))
-    return Notice(seen.metrics, remarks, saves=config.saves and not can_examine)
+    return Assessment(seen.metrics, remarks, saves=config.saves and not can_examine)
 
 
-def oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
+def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
     """Updates between the weights that drew the oldest token of a step and those that train on it."""
     return int(age_metrics(outcomes, run.state["total_steps"])["trajectory_age_max"])
 
 
-def _warning(run: GRPORun, step: int, metrics: Mapping[str, float], seen: Observation, can_examine: bool) -> str:
+def _warning(run: GRPORun, step: int, metrics: Mapping[str, float], seen: NoiseComparison, can_examine: bool) -> str:
     """The one message of an episode."""
     config, refit = run.config, run.config.refit
     doctor = f"{doctor_command(run.run_dir, step)} names the reason"
@@ -243,7 +245,7 @@ def _warning(run: GRPORun, step: int, metrics: Mapping[str, float], seen: Observ
 
 
 def require_agreement(
-    config: Config, batch: StepBatch, rollouts: RolloutPool, guard: StepGuard, timer: StepTimer
+    config: Config, batch: StepBatch, rollouts: RolloutPool, check: StepCheck, timer: StepTimer
 ) -> None:
     """Refuse a step whose prev_logprobs are beyond the hard limit, before anything is learnt from it.
 
@@ -259,7 +261,7 @@ def require_agreement(
     with timer.phase("logprobs"):
         error, worst = rollouts.tokens.compute(_measure_error, batch, entries, batch.in_loss)
     if error_without_worst(error, worst, tokens) > limit:
-        refuse(config, batch, guard, {ERROR: error, WORST: worst})
+        refuse_step(config, batch, check, {ERROR: error, WORST: worst})
 
 
 def _measure_error(
@@ -273,19 +275,19 @@ def _measure_error(
     return {}, (float(errors.double().mean()), float(errors.max()))
 
 
-def refuse(config: Config, batch: StepBatch, guard: StepGuard, metrics: Mapping[str, float]) -> NoReturn:
+def refuse_step(config: Config, batch: StepBatch, check: StepCheck, metrics: Mapping[str, float]) -> NoReturn:
     """End the run before it learns from a step.
 
     Args:
         config: the run's configuration.
         batch: the step's batch, which has a limit.
-        guard: number of the step, and the run's folder.
+        check: number of the step, and the run's folder.
         metrics: metrics of the error, for the step's line in metrics.jsonl.
 
     Raises:
         DisagreementError: always.
     """
-    limit, step = batch.prob_error_limit, guard.step
+    limit, step = batch.prob_error_limit, check.step
     assert limit is not None
     rollouts = (
         "its rollouts are recorded" if config.logger.rollouts == "all" else "logger.rollouts=all records rollouts"
@@ -293,7 +295,7 @@ def refuse(config: Config, batch: StepBatch, guard: StepGuard, metrics: Mapping[
     text = (
         f"step {step}: {ERROR} is {metrics[ERROR]:.6g} (largest of a token: {metrics[WORST]:.6g}), more than "
         f"refit.prob_error_limit={limit:g}: training and generation disagree about the probabilities of the sampled "
-        f"tokens. Nothing was learnt from the step, and {rollouts}. {doctor_command(guard.run_dir, step)} names the "
+        f"tokens. Nothing was learnt from the step, and {rollouts}. {doctor_command(check.run_dir, step)} names the "
         "reason; refit.prob_error_limit=null learns all the same"
     )
     figures = {BOUND: limit, IS_OFF: 1.0, "optimizer_steps": 0.0, "valid_tokens": float(batch.loss_tokens)}

@@ -60,7 +60,7 @@ class RecordedSteps(Batches):
         """Continue after the step at which the recorded run's loader had this state."""
         self._position, self.epoch = state, int(state["epoch"])
 
-    def require_reach(self, step: int) -> None:
+    def require_start(self, step: int) -> None:
         """Check that the recording does not begin after `step`, the run's next one.
 
         Raises:
@@ -71,7 +71,7 @@ class RecordedSteps(Batches):
             raise ConfigError([Problem(f"debug.rollouts_from={self.path}", f"{text}the recorded run started from")])
 
     @property
-    def used_up(self) -> str:
+    def end_of_data(self) -> str:
         """Message for a run that ends because the recording has no further step."""
         return f"the recording is used up: {self.path} ends with step {max(self.files)}"
 
@@ -119,20 +119,20 @@ class RolloutDumps:
         if step in self._writing:
             self._rollouts.tokens.wait_dump(self._writing.pop(step))
 
-    def leave(self) -> None:
+    def write_all(self) -> None:
         """Write the rollouts of a failed step, and wait until all are on disk; RunError: they could not be written."""
         if self._held is not None:
             self.begin()
         for step in list(self._writing):
             self.finish(step)
 
-    def some(self, step: int) -> list[dict[str, Any]]:
+    def read_rows(self, step: int) -> list[dict[str, Any]]:
         """Read logger.num_completions_to_print rows from the file of a step's rollouts."""
         rows = rows_of_file(step, rollouts_file(self._run_dir, step))
         return one_a_group(rows, self._config.num_completions_to_print)
 
 
-def run_facts(config: Config, folder: Path) -> RunFacts:
+def describe_run(config: Config, folder: Path) -> RunFacts:
     """Facts about a run for its files of rollouts; `folder`: the folder of the policy's model."""
     loop = config.loop
     return RunFacts(
@@ -150,7 +150,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StepGuard:
+class StepCheck:
     """Checks the values of one step; a non-finite value ends the run, and its responses are written to a file."""
 
     run_dir: Path

@@ -62,7 +62,7 @@ class StepSamples:
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     """Sample the groups of the next step, or read them from a recording; None: the data, or the recording, is used up.
 
-    Groups of a step that dynamic sampling could not fill stay in run.waiting, for a continuation with more epochs.
+    Groups of a step that dynamic sampling could not fill stay in run.batch_cache, for a continuation with more epochs.
 
     Raises:
         SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
@@ -71,7 +71,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
     """
     if isinstance(run.loader, RecordedSteps):
         return _recorded(run, run.loader, timer)
-    samples, loop = StepSamples(carried=len(run.waiting)), run.config.loop
+    samples, loop = StepSamples(carried=len(run.batch_cache)), run.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
     while groups := _next_groups(run, batches, timer):
@@ -84,9 +84,9 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
         known |= {id(group): score(run.config, group.outcomes) for group in groups}
         kept = torch.cat([known[id(group)].kept for group in groups])
         selected = dynamic_sampling(
-            groups, kept, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=run.waiting
+            groups, kept, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=run.batch_cache
         )
-        run.waiting[:] = selected.batch_cache
+        run.batch_cache[:] = selected.batch_cache
         without_signal += selected.without_signal
         surplus += selected.surplus
         used = {id(group) for group in (*selected.groups, *selected.batch_cache)}
@@ -104,9 +104,9 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
         if gen_batches >= loop.dynamic_sampling_max_gen_batches:
             section = run.config.algorithm
             raise SamplingError(
-                f"dynamic sampling found {len(run.waiting)} of the {loop.num_prompts_per_step} prompts of a step in "
-                f"{section}.dynamic_sampling_max_gen_batches={gen_batches} generation batches: the samples of nearly "
-                f"every prompt get the same reward; choose easier or harder prompts, more "
+                f"dynamic sampling found {len(run.batch_cache)} of the {loop.num_prompts_per_step} prompts of a step "
+                f"in {section}.dynamic_sampling_max_gen_batches={gen_batches} generation batches: the samples of "
+                f"nearly every prompt get the same reward; choose easier or harder prompts, more "
                 f"{section}.num_generations_per_prompt, or a higher limit"
             )
     else:
@@ -126,12 +126,12 @@ def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> St
         return None
     with timer.phase("recording"):
         facts, groups = run.rollouts.tokens.load(recorded.files[step])
-    run.guard(groups, step).require_finite_samples()
+    run.make_check(groups, step).require_finite_samples()
     samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
     samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped
     samples.metrics = dict(facts.dynamic_sampling) if loop.use_dynamic_sampling else {}
     recorded.load_state_dict(facts.position)
-    run.waiting.clear()
+    run.batch_cache.clear()
     state["generation_batches"] += int(facts.dynamic_sampling.get(_GEN_BATCHES, 1))
     state["consumed_samples"] += len(samples.sampled) // loop.num_generations_per_prompt
     return samples
@@ -152,7 +152,7 @@ def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: St
         return None
     state["generation_batches"] += 1
     state["consumed_samples"] += len(groups)
-    run.guard(groups, state["total_steps"] + 1).require_finite_samples()
+    run.make_check(groups, state["total_steps"] + 1).require_finite_samples()
     return groups
 
 

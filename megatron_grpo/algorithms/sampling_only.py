@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.stages import learning_metrics, sampling_metrics
+from megatron_grpo.algorithms.stages import compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.step_advantages import score
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.data.processors import DatumSpec
@@ -32,11 +32,11 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.position()))
+    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.loader_state()))
     run.dumps.begin()
     outcomes = samples.outcomes
-    metrics = sampling_metrics(config, samples, samples.scores or score(config, outcomes))
-    metrics |= learning_metrics(None, StepBatch.of_outcomes(config, outcomes))
+    metrics = compute_sampling_metrics(config, samples, samples.scores or score(config, outcomes))
+    metrics |= compute_learning_metrics(None, StepBatch.of_outcomes(config, outcomes))
     timing = timer.seconds
     speed = processed([outcome.tokens for outcome in outcomes], timing)
     return StepReport(metrics, dict(timing), {**speed, **samples.engines}, samples.sampled)

@@ -18,9 +18,9 @@ from megatron_grpo.algorithms.context import (
     Placement,
     PPORun,
     SamplingRun,
-    default_grpo_save_state,
+    make_save_state,
 )
-from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, run_facts
+from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.batch.generation_requests import sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
@@ -40,8 +40,7 @@ from megatron_grpo.prepare.models import prepare
 from megatron_grpo.rollouts.pool import RolloutPool, not_replaced
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
-from megatron_grpo.run.lifetime import Startup, started
-from megatron_grpo.run.startup import (
+from megatron_grpo.run.launch import (
     Models,
     make_transport,
     restore_from_folder,
@@ -49,6 +48,7 @@ from megatron_grpo.run.startup import (
     start_models,
     start_rollouts,
 )
+from megatron_grpo.run.lifetime import Startup, open_run
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.transport import WeightTransport
@@ -60,7 +60,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
 
     Args:
         config: the run's configuration, checked.
-        startup: the start-up from `lifetime.started`, which also ends Ray; None: this function starts and ends Ray.
+        startup: the start-up from `open_run`, which also ends Ray; None: this function starts and ends Ray.
 
     Yields:
         A GRPORun, for algorithm=ppo a PPORun. With debug.train=false a SamplingRun without models, whose engines have
@@ -74,7 +74,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         if startup is None:
             if config.generates:
                 check_scoring(config)
-            startup = stack.enter_context(started(config))
+            startup = stack.enter_context(open_run(config))
         run = _bring_up(config, startup, stack)
         startup.write_summary = run.logger.write_summary
         # Only now the folder records the run as started: every step that can fail on a mistake is done.
@@ -138,7 +138,7 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
 class _Progress:
     """Progress of a run when it starts."""
 
-    state: GRPOSaveState = field(default_factory=default_grpo_save_state)
+    state: GRPOSaveState = field(default_factory=make_save_state)
     resumed: bool = False
     waiting: list[list[Trajectory]] = field(default_factory=list)
     """Groups that dynamic sampling keeps for the next step."""
@@ -204,7 +204,7 @@ def _sampling_run(
     for note in data.notes:
         logger.note(note)
     callbacks = Callbacks(startup.user_objects.callbacks)
-    startup.checkpointer.on_publish = partial(callbacks.tell, "on_checkpoint")
+    startup.checkpointer.on_publish = partial(callbacks.notify, "on_checkpoint")
     startup.checkpointer.note = logger.note
     buffer = None
     if config.loop.async_grpo.enabled:
@@ -216,13 +216,13 @@ def _sampling_run(
         placement=placement,
         rollouts=rollouts,
         settings=settings,
-        dumps=RolloutDumps(rollouts, config.logger, startup.run_dir, run_facts(config, folder)),
+        dumps=RolloutDumps(rollouts, config.logger, startup.run_dir, describe_run(config, folder)),
         loader=data.loader,
         val_prompts=data.val_prompts,
         logger=logger,
         checkpointer=startup.checkpointer,
         state=state,
-        waiting=rollouts.tokens.put(progress.waiting),
+        batch_cache=rollouts.tokens.put(progress.waiting),
         buffer=buffer,
         callbacks=callbacks,
     )
@@ -242,5 +242,5 @@ def _resume(path: Path | None, config: Config, models: Models, loader: Batches) 
         waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
         progress = _Progress(state["save_state"], True, waiting if config.loop.use_dynamic_sampling else [])
     if isinstance(loader, RecordedSteps):
-        loader.require_reach(progress.state["total_steps"] + 1)
+        loader.require_start(progress.state["total_steps"] + 1)
     return progress

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.context import GRPORun, Placement
 from megatron_grpo.algorithms.loop import StepReport
-from megatron_grpo.algorithms.prob_error import NOTHING, Notice, refuse, require_agreement
-from megatron_grpo.algorithms.records import StepGuard
+from megatron_grpo.algorithms.prob_error import NO_FINDING, Assessment, refuse_step, require_agreement
+from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_advantages import Scores
 from megatron_grpo.batch.packing import OF_TOKENS, Cost
@@ -47,9 +47,7 @@ from megatron_grpo.trainer.model_ranks import (
 from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
 
 
-def training_batch(
-    config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS
-) -> StepBatch:
+def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS) -> StepBatch:
     """Lay the rollouts of a step out in shards, one for each replica of the policy, and put them into the object store.
 
     Args:
@@ -65,7 +63,7 @@ def training_batch(
 
 
 def add_logprobs(
-    config: Config, batch: StepBatch, policy: MegatronPolicy, rollouts: RolloutPool, guard: StepGuard, timer: StepTimer
+    config: Config, batch: StepBatch, policy: MegatronPolicy, rollouts: RolloutPool, check: StepCheck, timer: StepTimer
 ) -> dict[str, float]:
     """Add prev_logprobs and reference_logprobs if the step needs them; leave inconsistent responses out of the loss.
 
@@ -78,28 +76,28 @@ def add_logprobs(
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it.
     everywhere = config.loss_fn.use_kl_in_reward
-    recorded = config.logger.replays(guard.step)
+    recorded = config.logger.replays(check.step)
     if config.needs_prev_logprobs or recorded:
         with timer.phase("logprobs"):
             if recorded:
                 policy.watch_states(batch)
             finite = policy.add_logprobs(batch)
-        guard.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
+        check.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
     if everywhere and config.generation.filters_in_training:  # prev_logprobs lack tokens that the filter removes
         with timer.phase("logprobs"):
             finite = policy.add_whole_logprobs(batch)
-        guard.require_finite("whole_logprobs", finite, batch)
+        check.require_finite("whole_logprobs", finite, batch)
     if config.uses_reference:
         with timer.phase("logprobs"):
             finite = policy.add_reference_logprobs(batch)
-        guard.require_finite("reference_logprobs", finite | ~(batch.in_loss | everywhere), batch)
+        check.require_finite("reference_logprobs", finite | ~(batch.in_loss | everywhere), batch)
     threshold, metrics = config.loop.seq_logprob_error_threshold, {}
     if threshold is not None:
         with timer.phase("logprobs"):
             needed = ("sampled", "prev_logprobs", "generation_logprobs")
             beyond, metrics = rollouts.tokens.compute(_judge_sequences, batch, needed, batch.in_loss, threshold)
         batch.in_loss = batch.in_loss & ~beyond
-    require_agreement(config, batch, rollouts, guard, timer)
+    require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)
 
 
@@ -117,7 +115,7 @@ def _judge_sequences(
 
 
 def learn(
-    config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, guard: StepGuard
+    config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, check: StepCheck
 ) -> TrainResult | None:
     """Do all optimizer steps of the policy on a batch, then update the reference policy if that is due.
 
@@ -128,28 +126,28 @@ def learn(
         RunError: a gradient is not finite; no update was made from it.
         DisagreementError: the policy's log-probabilities are too far from those of generation; no update was made.
     """
-    loop, recorded = config.loop, config.logger.replays(guard.step)
+    loop, recorded = config.loop, config.logger.replays(check.step)
     if not config.needs_prev_logprobs:
         batch.fields.pop("prev_logprobs", None)  # computed for a replay: the step trains as if it had none
     if recorded:
         policy.begin_record()
     minibatch = config.policy.train_global_batch_samples
     try:
-        result = _train(config, batch, policy, loss_fn, minibatch, guard, "the gradient")
+        result = _train(config, batch, policy, loss_fn, minibatch, check, "the gradient")
     except RefusedStepError as error:
         metrics = {name: value for name, value in error.metrics.items() if name != "loss"}
         add_derived_metrics(metrics)
-        refuse(config, batch, guard, metrics)
+        refuse_step(config, batch, check, metrics)
     if recorded:
-        _write_figures(config, policy, result, guard)
-    if loop.sync_ref_model and guard.step % loop.ref_model_sync_steps == 0:
+        _write_figures(config, policy, result, check)
+    if loop.sync_ref_model and check.step % loop.ref_model_sync_steps == 0:
         policy.sync_reference(loop.ref_model_mixup_alpha)
     if result is not None:
         add_derived_metrics(result.metrics)
     return result
 
 
-def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, guard: StepGuard) -> None:
+def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, check: StepCheck) -> None:
     """End the recording of a step and write its figures, unless it had no optimizer step."""
     tensors, states = policy.end_record(), policy.end_states()
     if result is not None:
@@ -162,11 +160,11 @@ def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult |
             config=asdict(config),
             device=policy.device_name,
         )
-        write_figures(figures_file(guard.run_dir, guard.step), figures)
+        write_figures(figures_file(check.run_dir, check.step), figures)
 
 
 def learn_values(
-    config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, guard: StepGuard
+    config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, check: StepCheck
 ) -> dict[str, float]:
     """Do all optimizer steps of the value model on a batch; returns its metrics, none without a token in the loss.
 
@@ -174,7 +172,7 @@ def learn_values(
         RunError: a gradient is not finite; no update was made from it.
     """
     result = _train(
-        config, batch, value, loss_fn, config.value.train_global_batch_samples, guard, "the value model's gradient"
+        config, batch, value, loss_fn, config.value.train_global_batch_samples, check, "the value model's gradient"
     )
     if result is None:
         return {}
@@ -193,7 +191,7 @@ def _train(
     model: ModelRanks,
     loss_fn: LossFunction,
     minibatch: int | None,
-    guard: StepGuard,
+    check: StepCheck,
     what: str,
 ) -> TrainResult | None:
     """Call `train_in_minibatches`; a non-finite gradient ends the run with a message that calls it `what`."""
@@ -201,7 +199,7 @@ def _train(
     try:
         return train_in_minibatches(model, batch, loss_fn, samples=minibatch or len(batch), iterations=iterations)
     except NonFiniteGradientError as error:
-        guard.stop(what, error.sequences)
+        check.stop(what, error.sequences)
 
 
 def train_in_minibatches(
@@ -297,7 +295,7 @@ def _differing_weights(transport: WeightTransport, placement: Placement, timer: 
         return f"the weights could not be compared: {error}"
 
 
-def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
+def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
     """Metrics of all sampled rollouts; groups_without_signal and filtered_reward cover only those that are trained on.
 
     groups_without_signal is the share of prompts whose samples all got the same reward (with GDPO, the same advantage);
@@ -320,7 +318,7 @@ def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> di
     return metrics
 
 
-def learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
+def compute_learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
     """Metrics of the policy's optimizer steps; `learned` is None if there were none."""
     valid_tokens = float(batch.loss_tokens)
     if learned is None:
@@ -335,14 +333,14 @@ def learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str,
     }
 
 
-def report(
+def make_report(
     run: GRPORun,
     samples: StepSamples,
     metrics: Mapping[str, float],
     learned: TrainResult | None,
     transfer: TransferReport | RefitError | None,
     timing: Mapping[str, float],
-    noticed: Notice = NOTHING,
+    assessment: Assessment = NO_FINDING,
 ) -> StepReport:
     """Build the report of a step for the loop: the given metrics, and figures of the refit and of throughput.
 
@@ -353,7 +351,7 @@ def report(
         learned: result of the policy's optimizer steps; None: there were none.
         transfer: report of the refit, or its error; None: there are no engines.
         timing: seconds of the step by phase, and of the whole step as "total".
-        noticed: judgement of the step's probability error.
+        assessment: judgement of the step's probability error.
     """
     config, policy = run.config, run.policy
     passes = 0.0
@@ -371,12 +369,12 @@ def report(
     if learned is not None and learned.gpu_memory_gib:
         speed["gpu_memory_gib"] = learned.gpu_memory_gib
     done = StepReport(
-        {**metrics, **noticed.metrics},
+        {**metrics, **assessment.metrics},
         dict(timing),
         {**speed, **samples.engines},
         samples.sampled,
-        remarks=noticed.remarks,
-        saves=noticed.saves,
+        remarks=assessment.remarks,
+        saves=assessment.saves,
     )
     if isinstance(transfer, RefitError):
         return replace(done, failure=transfer)
@@ -388,5 +386,5 @@ def report(
         "engine_restarts": float(len(transfer.replaced)),
     }
     figures = {**done.throughput, **transfer.checks}
-    remarks = (*noticed.remarks, *transfer.replaced)
+    remarks = (*assessment.remarks, *transfer.replaced)
     return replace(done, metrics={**done.metrics, **sent}, throughput=figures, remarks=remarks)

@@ -117,12 +117,12 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     if config.value_model is not None:
         arguments, entries = (*arguments, batch.in_loss), (*entries, "values")
         if config.ppo.calculate_advantages_on_gpu:
-            added, finite = compute(ppo_token_advantages, batch, entries, arguments)
+            added, finite = compute(compute_ppo_token_advantages, batch, entries, arguments)
             batch.fields |= added
         else:
-            finite = rollouts.tokens.compute(ppo_token_advantages, batch, entries, *arguments)
+            finite = rollouts.tokens.compute(compute_ppo_token_advantages, batch, entries, *arguments)
     elif config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
-        finite = rollouts.tokens.compute(token_advantages, batch, entries, *arguments)
+        finite = rollouts.tokens.compute(compute_token_advantages, batch, entries, *arguments)
     else:
         if scores.parts is not None and scores.weights is not None:
             relative = gdpo_advantages(scores.parts, scores.weights)
@@ -133,7 +133,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     return finite
 
 
-def token_advantages(
+def compute_token_advantages(
     lengths: NDArray[np.int64], arrays: Arrays, config: Config, rewards: Tensor, response_tokens: NDArray[np.int64]
 ) -> tuple[Arrays, NDArray[np.bool_]]:
     """The advantage of every sampled token, 0 for the others; runs in a rollout worker.
@@ -162,7 +162,7 @@ def token_advantages(
         by_response = _relative_to_group(config, rewards - sums).flatten()
         by_token = by_response.repeat_interleave(torch.tensor(of_responses))
     entry = spread(clipped(by_token, config.loop), arrays["sampled"])
-    return {"advantages": entry}, finite_sequences(entry, lengths)
+    return {"advantages": entry}, find_finite_sequences(entry, lengths)
 
 
 def _policy_entry(config: Config) -> str:
@@ -202,7 +202,7 @@ def spread(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
     return entry
 
 
-def finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+def find_finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether all values of a sequence are finite: [sequences], bool, from [tokens], float32, sequences end to end."""
     # Only non-finite values are looked up: nearly always there are none.
     wrong = np.flatnonzero(~np.isfinite(entry))
@@ -222,7 +222,7 @@ def _relative_to_group(config: Config, rewards: Tensor) -> Tensor:
     )
 
 
-def ppo_token_advantages(
+def compute_ppo_token_advantages(
     lengths: NDArray[np.int64],
     arrays: Arrays,
     config: Config,
@@ -258,4 +258,4 @@ def ppo_token_advantages(
     if ppo.adv_estimator.normalize_advantages:
         advantages = whiten(advantages, torch.from_numpy(np.repeat(in_loss, response_tokens)).to(device))
     entry = spread(clipped(advantages.cpu(), ppo), sampled)
-    return {"advantages": entry, "returns": spread(estimate.returns, sampled)}, finite_sequences(entry, lengths)
+    return {"advantages": entry, "returns": spread(estimate.returns, sampled)}, find_finite_sequences(entry, lengths)

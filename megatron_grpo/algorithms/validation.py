@@ -25,7 +25,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
         timer: takes the seconds of generation and scoring; None: nobody needs them.
 
     Returns:
-        Metrics of `held_out_metrics` with the prefix val_; empty without validation data.
+        Metrics of `compute_held_out_metrics` with the prefix val_; empty without validation data.
 
     Raises:
         SamplingError: an engine or an environment failed, or a reward is not finite.
@@ -37,10 +37,12 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
     run.placement.wake_engines(timer)
     loop = run.config.loop
     settings = replace(run.settings, temperature=loop.val_temperature)
-    batches = respond(run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer)
+    batches = sample_responses(
+        run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer
+    )
     groups = [group for batch in batches for group in batch]
     run.rollouts.take_engine_counts()  # discard the engine counters of validation
-    run.guard(groups, run.state["total_steps"], "validation").require_finite_samples()
+    run.make_check(groups, run.state["total_steps"], "validation").require_finite_samples()
     shown = groups[: run.config.logger.num_val_samples_to_print]
     answers = [group[0] for group in run.rollouts.tokens.fetch(shown)]
     run.logger.show_samples(run.val_prompts, answers)
@@ -48,11 +50,11 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
         pairs = zip(run.val_prompts, answers, strict=False)
         rows = [sample_row(prompt_text(prompt), one.to_row()) for prompt, one in pairs]
         run.logger.log_table(run.state["total_steps"], "validation/completions", rows)
-    metrics = held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
+    metrics = compute_held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
     return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}
 
 
-def respond(
+def sample_responses(
     rollouts: RolloutPool,
     prompts: Sequence[DatumSpec],
     samples: int,
@@ -81,7 +83,7 @@ def respond(
         yield rollouts.collect(prompts[start : start + size], plan, timer)
 
 
-def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
+def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
     """Metrics of the responses to some prompts.
 
     Args:
@@ -118,7 +120,7 @@ def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {name: measured[name] for name in VALIDATION_METRICS if name in measured}
 
 
-def observe(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
+def update_early_stop(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
     """Update early stopping with a validation; a validation without the metric (no response was judged) is ignored."""
     if not config.enabled or config.metric_name not in metrics:
         return
@@ -131,7 +133,7 @@ def observe(state: EarlyStopState, metrics: Mapping[str, float], config: EarlySt
     state["waited"] = 0 if improved else state["waited"] + 1
 
 
-def reason_to_stop(state: EarlyStopState, config: EarlyStopConfig) -> str | None:
+def find_stop_reason(state: EarlyStopState, config: EarlyStopConfig) -> str | None:
     """Message that says why training ends early; None: training goes on."""
     if not config.enabled or state["last"] is None:
         return None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_grpo.algorithms.validation import respond
+from megatron_grpo.algorithms.validation import sample_responses
 from megatron_grpo.batch.generation_requests import sampling_settings
 from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
@@ -33,7 +33,7 @@ from megatron_grpo.observability.run_files import json_line, read_lines, write_j
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.startup import start_engines, start_rollouts
+from megatron_grpo.run.launch import start_engines, start_rollouts
 
 RESULTS_FILE = "results.json"
 
@@ -92,7 +92,7 @@ def _answer(
     settings = replace(sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
     size = max(1, config.loop.val_batch_size // request.samples)
     prompts = iter(held_out.prompts)
-    for groups in respond(
+    for groups in sample_responses(
         rollouts, held_out.prompts, request.samples, settings, seed=config.loop.seed, size=size, timer=timer
     ):
         for group, trajectories, prompt in zip(groups, rollouts.tokens.fetch(groups), prompts, strict=False):

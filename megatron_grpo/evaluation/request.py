@@ -18,9 +18,9 @@ from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_checks import report_of_rows
 from megatron_grpo.preflight.machine_checks import evaluation_problems
-from megatron_grpo.run.checkpoints import named_checkpoint
+from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import POLICY_FOLDER
-from megatron_grpo.run.recorded_config import composes, config_of_run
+from megatron_grpo.run.recorded_config import is_composition, load_run_config
 
 DATA_KEY = "data.val_path"
 
@@ -106,7 +106,7 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
         if not own.get(name):
             raise ConfigError([Problem(f"{name}=PATH", "is missing; --help shows what there is")])
     checkpoint, output = (Path(os.path.expanduser(own[name])) for name in ("checkpoint", "output"))
-    checkpoint = named_checkpoint(checkpoint)
+    checkpoint = resolve_checkpoint(checkpoint)
     is_run = (checkpoint / POLICY_FOLDER).is_dir()
     if not is_run and not (checkpoint / "config.json").is_file():
         text = "is neither a checkpoint (RUN_DIR/checkpoints/step_N) nor a folder in Hugging Face format"
@@ -114,7 +114,7 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
     config = (
-        config_of_run(checkpoint.resolve().parent.parent, overrides)
+        load_run_config(checkpoint.resolve().parent.parent, overrides)
         if is_run
         else _of_command_line(checkpoint, overrides)
     )
@@ -154,7 +154,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[st
             files += [one.strip() for one in value.removeprefix("[").removesuffix("]").split(",") if one.strip()]
         elif name == OPTION:
             overrides.append(argument if equals else f"{argument}={next(rest, '')}")
-        elif equals and (name.startswith("+") or "." in name or composes(name)):
+        elif equals and (name.startswith("+") or "." in name or is_composition(name)):
             overrides.append(argument)
         else:
             known = (*_OWN, DATA_KEY)

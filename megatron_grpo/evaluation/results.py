@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.algorithms.validation import held_out_metrics
+from megatron_grpo.algorithms.validation import compute_held_out_metrics
 from megatron_grpo.batch.trajectory import Outcome, Trajectory
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.environments.math_answers import final_answer
@@ -198,7 +198,7 @@ def set_results(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
         agreed = [consensus_at_k(own, right[number], k) for own, number in zip(votes, enough, strict=True)]
         results[f"pass@{k}"] = {**bootstrap_interval(passed), "prompts": len(enough)}
         results[f"cons@{k}"] = {**bootstrap_interval(agreed), "prompts": len(enough)}
-    return {**results, "metrics": held_out_metrics(answered.prompts, answered.outcomes)}
+    return {**results, "metrics": compute_held_out_metrics(answered.prompts, answered.outcomes)}
 
 
 def comparison(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from megatron_grpo.preflight.layout_checks import engine_layout_problems
 from megatron_grpo.preflight.model_checks import fp8_machine_problems, quantization_machine_problems
 from megatron_grpo.preflight.model_file_checks import model_problems, unused_tensors
 from megatron_grpo.preflight.rules import Rule, as_problems, broken
-from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start, in_use
+from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
 
 
 def folder_problems(config: Config) -> Iterator[Problem]:
@@ -68,11 +68,11 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
     if lock.exists() and not os.access(lock, os.W_OK):
         yield Problem(f"run_dir={config.run_dir}", f"{lock} is another user's; choose another run_dir")
         return
-    if in_use(config.run_dir):
+    if is_in_use(config.run_dir):
         yield Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")
         return
     try:
-        changes_since_last_start(folder, config)
+        compare_with_last_start(folder, config)
     except ConfigError as error:
         yield from error.problems
     except OSError as error:

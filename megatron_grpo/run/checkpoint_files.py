@@ -64,7 +64,7 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, or one of its bytes is not as it was written.
         OSError: the file is there and cannot be read.
     """
-    with missing_is_an_error(path):
+    with missing_file_errors(path):
         written = path.read_bytes()
     line = _CHECKSUM_LINE.match(written)
     if line is None or xxh3_128(written[line.end() :]).hexdigest().encode() != line[1]:
@@ -75,7 +75,7 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def missing_is_an_error(path: Path) -> Iterator[None]:
+def missing_file_errors(path: Path) -> Iterator[None]:
     """Turn the absence of a checkpoint's file, found while the body reads it, into a CheckpointError that names it."""
     try:
         yield
@@ -93,7 +93,7 @@ def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
     """Size and digest of a file, read in pieces."""
     digest, size = xxh3_128(), 0
     buffer = memoryview(bytearray(_READ_BYTES))
-    with missing_is_an_error(path), path.open("rb", buffering=0) as file:
+    with missing_file_errors(path), path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             if cancelled():
                 raise CancelledError
@@ -115,7 +115,7 @@ def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path],
         pool.shutdown(cancel_futures=True)
 
 
-def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
+def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
     """Complete a folder that holds the models: add the driver's files, last the manifest, and sync all to disk.
 
     The manifest has the size and digest of every file except the state, which has its own digest, so that the state
@@ -156,7 +156,7 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
         write_text(folder / STATE_FILE, json.dumps(dict(state)))
 
 
-def verify(folder: Path, stop: Event | None = None) -> str | None:
+def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
     """Read all of a checkpoint and compare it with what was written.
 
     Args:
@@ -179,7 +179,7 @@ def verify(folder: Path, stop: Event | None = None) -> str | None:
         raise LaterFormatError(f"{folder} {text}")
     expected: dict[Path, dict[str, Any]] = {folder / name: record for name, record in manifest["files"].items()}
     for path, record in expected.items():  # sizes first: reading them costs nothing
-        with missing_is_an_error(path):
+        with missing_file_errors(path):
             size = path.stat().st_size
         if path.is_dir():
             raise CheckpointError(f"{path} is missing: a folder is in its place")
@@ -208,7 +208,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     if (folder / MANIFEST_FILE).exists():
         return read_with_checksum(path)
-    with missing_is_an_error(path):
+    with missing_file_errors(path):
         content = path.read_bytes()
     try:
         state = json.loads(content)
@@ -232,7 +232,7 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
 
     path = folder / LOADER_FILE
     try:
-        with missing_is_an_error(path):
+        with missing_file_errors(path):
             state = torch.load(path, weights_only=True)
     except (CheckpointError, OSError):
         raise
@@ -246,12 +246,12 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
 
 def _verify_without_manifest(folder: Path) -> str:
     """Check a checkpoint from before manifests: no file is missing or empty. Returns a remark for the user."""
-    with missing_is_an_error(folder):
+    with missing_file_errors(folder):
         if not any(folder.iterdir()):
             raise CheckpointError(f"{folder} is empty")
     read_state(folder)
     for name in (LOADER_FILE, *(f"{POLICY_FOLDER}/{name}" for name in _MODEL_FILES)):
-        with missing_is_an_error(folder / name):
+        with missing_file_errors(folder / name):
             if (folder / name).stat().st_size == 0:
                 raise CheckpointError(f"{folder / name} is empty")
     read_loader_state(folder)

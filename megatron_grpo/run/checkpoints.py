@@ -25,10 +25,10 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
     CheckpointError,
-    complete,
+    finalize,
     read_state,
     replace_state,
-    verify,
+    verify_checkpoint,
 )
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
@@ -67,7 +67,7 @@ class Checkpointer:
 
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
         self.config, self._look_only = config, look_only
-        self.keeps: Callable[[int], bool] = lambda step: False
+        self.keep_forever: Callable[[int], bool] = lambda step: False
         """Says which checkpoints, by step, are never deleted."""
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
         """Called for every checkpoint that is complete."""
@@ -77,7 +77,7 @@ class Checkpointer:
         """The checkpoint that is being written while the run goes on."""
         self.folder = run_dir / "checkpoints"
 
-    def find(self, stop: Event | None = None) -> Path | None:
+    def find_start(self, stop: Event | None = None) -> Path | None:
         """Find the checkpoint to start from according to checkpointing.resume, and verify all its files.
 
         A run that started from another run's checkpoint and has saved since continues from its own newest intact one,
@@ -92,7 +92,7 @@ class Checkpointer:
                 it has later checkpoints than the one to start from, which this run would mix with its own.
             RunError: a file cannot be read, or a later version wrote the checkpoint.
         """
-        resume, steps = self.config.resume, self.steps()
+        resume, steps = self.config.resume, self.list_steps()
         path = None if resume in ("auto", "none") else Path(resume).resolve()
         of_another_run = path is not None and path.parent != self.folder.resolve()
         if resume == "auto" or (of_another_run and (steps or self._set_aside())):
@@ -109,12 +109,12 @@ class Checkpointer:
             raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
         return path
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Steps of the run's checkpoints in ascending order; their files are not verified."""
         names = (entry.name.removeprefix("step_") for entry in self.folder.glob("step_*"))
         return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
-    def path(self, step: int) -> Path:
+    def locate(self, step: int) -> Path:
         """Folder of the checkpoint after `step` steps."""
         return self.folder / f"step_{step}"
 
@@ -171,7 +171,7 @@ class Checkpointer:
                         model.finish_checkpoint()
                 pool = ThreadPoolExecutor(1, "checkpoint-digests")
                 files = (pending.folder, pending.step, pending.state, pending.loader_state)
-                pending.driver_files = pool.submit(complete, *files)
+                pending.driver_files = pool.submit(finalize, *files)
                 pool.shutdown(wait=False)
         elif pending.driver_files.done():
             self.finish()
@@ -189,18 +189,18 @@ class Checkpointer:
             if pending.driver_files is None:
                 for model in pending.writers:
                     model.finish_checkpoint()
-                complete(pending.folder, pending.step, pending.state, pending.loader_state)
+                finalize(pending.folder, pending.step, pending.state, pending.loader_state)
             else:
                 pending.driver_files.result()
             self._remove(pending.step)
-            pending.folder.rename(self.path(pending.step))
+            pending.folder.rename(self.locate(pending.step))
             sync(self.folder)
             self._prune()
-            self.on_publish(pending.step, self.path(pending.step))
+            self.on_publish(pending.step, self.locate(pending.step))
         self.pending = None
         seconds = time.monotonic() - pending.began
         how = f"in the background, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
-        self.note(f"saved {self.path(pending.step)} {how}")
+        self.note(f"saved {self.locate(pending.step)} {how}")
 
     @contextmanager
     def _writing(self, step: int, folder: Path) -> Iterator[None]:
@@ -218,13 +218,13 @@ class Checkpointer:
             told = isinstance(error, ModelLostError) or (isinstance(error, RunError) and not full)
             if told or not isinstance(error, OSError | RuntimeError):  # torch raises RuntimeError when the disk is full
                 raise
-            reason, steps = "the disk is full" if full else error, self.steps()
-            last = f"{self.path(steps[-1])} is the last checkpoint" if steps else "there is no earlier checkpoint"
-            raise RunError(f"{self.path(step)} cannot be written: {reason}; {last}") from error
+            reason, steps = "the disk is full" if full else error, self.list_steps()
+            last = f"{self.locate(steps[-1])} is the last checkpoint" if steps else "there is no earlier checkpoint"
+            raise RunError(f"{self.locate(step)} cannot be written: {reason}; {last}") from error
 
-    def update(self, step: int, state: Mapping[str, Any]) -> None:
+    def replace_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Atomically replace the driver's state in a checkpoint, then prune: new metrics may change the ranking."""
-        replace_state(self.path(step), state)
+        replace_state(self.locate(step), state)
         self._prune()
 
     def remove_leftovers(self) -> None:
@@ -241,23 +241,23 @@ class Checkpointer:
                 empty folder and begin anew over the run's files.
         """
         damaged: dict[int, CheckpointError] = {}
-        for step in reversed(self.steps()):
+        for step in reversed(self.list_steps()):
             try:
-                remark = verify(self.path(step), stop)
+                remark = verify_checkpoint(self.locate(step), stop)
             except CheckpointError as error:
                 damaged[step] = error
                 continue
             except OSError as error:  # the content may be intact, and readable at another try
                 text = "make it readable, or rename it to go on from the one before"
-                raise RunError(f"{self.path(step)} cannot be read: {error}; {text}") from None
+                raise RunError(f"{self.locate(step)} cannot be read: {error}; {text}") from None
             for bad_step, reason in damaged.items():
-                _tell(f"{reason}; {self.path(bad_step)} {self._put_aside(bad_step)}")
+                _tell(f"{reason}; {self.locate(bad_step)} {self._put_aside(bad_step)}")
             if damaged:
                 verb = "would go on" if self._look_only else "going on"
-                _tell(f"{verb} from {self.path(step)}, the newest checkpoint that is intact")
+                _tell(f"{verb} from {self.locate(step)}, the newest checkpoint that is intact")
             if remark:
                 _tell(remark)
-            return self.path(step)
+            return self.locate(step)
         if not (damaged or self._set_aside()):
             return None
         found = [str(error) for error in damaged.values()] or [f"{path} was set aside" for path in self._set_aside()]
@@ -277,7 +277,7 @@ class Checkpointer:
         try:
             if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
                 raise ConfigError([Problem(subject, f"is not a checkpoint: it has no {STATE_FILE}")])
-            remark = verify(path, stop)
+            remark = verify_checkpoint(path, stop)
         except CheckpointError as error:
             raise ConfigError([Problem(subject, f"cannot be started from: {error}; name another checkpoint")]) from None
         except OSError as error:
@@ -298,31 +298,31 @@ class Checkpointer:
             again += 1
             target = self.folder / f"{_DAMAGED}{step}.{again}"
         try:
-            self.path(step).rename(target)
+            self.locate(step).rename(target)
         except OSError as error:
-            raise RunError(f"{self.path(step)} is damaged and cannot be set aside: {error}") from None
+            raise RunError(f"{self.locate(step)} is damaged and cannot be set aside: {error}") from None
         sync(self.folder)
         return f"is set aside as {target.name}"
 
     def _prune(self) -> None:
         if self.config.keep_top_k is None:
             return
-        steps = self.steps()
-        for step in {*self.ranked(steps)[self.config.keep_top_k :]} - {steps[-1]}:
-            if not self.keeps(step):
+        steps = self.list_steps()
+        for step in {*self.rank(steps)[self.config.keep_top_k :]} - {steps[-1]}:
+            if not self.keep_forever(step):
                 self._remove(step)
 
-    def ranked(self, steps: Sequence[int]) -> list[int]:
+    def rank(self, steps: Sequence[int]) -> list[int]:
         """Steps of checkpoints that can be read, the best first; of equal ones the newest."""
         scores = {step: score for step in steps if (score := self._score(step)) is not None}
         return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
     def _remove(self, step: int) -> None:
         """Delete a checkpoint if it exists; it is renamed first, so that a checkpoint that can be found is complete."""
-        if self.path(step).exists():
+        if self.locate(step).exists():
             temporary = self.folder / f".removing_step_{step}"
             shutil.rmtree(temporary, ignore_errors=True)
-            self.path(step).rename(temporary)
+            self.locate(step).rename(temporary)
             shutil.rmtree(temporary)
 
     def _score(self, step: int) -> float | None:
@@ -330,7 +330,7 @@ class Checkpointer:
         if self.config.metric_name is None:
             return float(step)
         try:
-            value = read_state(self.path(step))["metrics"].get(self.config.metric_name)
+            value = read_state(self.locate(step))["metrics"].get(self.config.metric_name)
         except (CheckpointError, OSError):
             return None
         if not isinstance(value, int | float) or not math.isfinite(value):  # NaN cannot be sorted
@@ -342,15 +342,15 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # flushed, so that a start that fails later does not rename in silence
 
 
-def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
-    """The checkpoint that a run starts from (`Checkpointer.find`), with the models and adapters that the run trains.
+def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
+    """Find the checkpoint to start from, with the models and adapters that the run trains.
 
     Raises:
         ConfigError: checkpointing.resume selects no usable checkpoint, one without the value model of PPO, or one of a
             run with other adapters.
         RunError: a file cannot be read.
     """
-    path, subject = checkpointer.find(stop), f"checkpointing.resume={config.checkpointing.resume}"
+    path, subject = checkpointer.find_start(stop), f"checkpointing.resume={config.checkpointing.resume}"
     if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
         raise ConfigError([Problem(subject, f"{path} is not a checkpoint of PPO: it has no value model")])
     before, now = None if path is None else _adapters_of_run(path), config.policy.lora.in_words
@@ -377,7 +377,7 @@ BEST, NEWEST = "best", "newest"
 """Names that stand for a checkpoint of a run: the one that checkpointing.metric_name ranks first, and the last one."""
 
 
-def named_checkpoint(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """The checkpoint that a path names, which may be RUN_DIR/checkpoints/best or RUN_DIR/checkpoints/newest.
 
     Raises:
@@ -394,15 +394,15 @@ def named_checkpoint(path: Path) -> Path:
     if config is None:
         raise ConfigError(problems)
     checkpointer = Checkpointer(run_dir, config.keeping, look_only=True)
-    steps = checkpointer.steps()
+    steps = checkpointer.list_steps()
     if not steps:
         raise ValueError(f"checkpoint={path}: {path.parent} has no checkpoint")
     if path.name == NEWEST:
-        return checkpointer.path(steps[-1])
-    ranked = checkpointer.ranked(steps)
+        return checkpointer.locate(steps[-1])
+    ranked = checkpointer.rank(steps)
     if not ranked:
         raise ValueError(f"checkpoint={path}: no checkpoint of {path.parent} has a state that can be read; name one")
-    return checkpointer.path(ranked[0])
+    return checkpointer.locate(ranked[0])
 
 
 def _adapters_of_run(checkpoint: Path) -> str | None:

@@ -46,7 +46,7 @@ and resume."""
 
 
 @contextmanager
-def claimed_run_directory(path: str) -> Iterator[Path]:
+def lock_run_directory(path: str) -> Iterator[Path]:
     """Create or reopen a run's folder and lock it until the run ends; a new folder is removed if it stays empty.
 
     Only the user who starts the run may look into a new folder: it holds prompts, responses and weights.
@@ -80,7 +80,7 @@ def claimed_run_directory(path: str) -> Iterator[Path]:
             _remove_if_unused(folder, made, unused)
 
 
-def in_use(path: str) -> bool:
+def is_in_use(path: str) -> bool:
     """Whether a live run holds the lock of the folder."""
     try:
         with Path(path, LOCK_FILE).open() as lock:
@@ -117,7 +117,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
         ConfigError: the training data is not that of the run in the folder, because it changed during the start-up.
     """
     identity = identify(config)
-    data_remarks(folder, config)
+    compare_data(folder, config)
     if identity.is_comparable:
         write_json(folder / DATA_FILE, identity.as_json())
     if not (folder / MODEL_FILE).exists() and (digest := _digest_of_model(config)) is not None:
@@ -166,7 +166,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
     return values
 
 
-def changes_since_last_start(folder: Path, config: Config) -> list[str]:
+def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     """Differences from the configuration with which the folder's run was last started, one line per key.
 
     Raises:
@@ -191,7 +191,7 @@ def changes_since_last_start(folder: Path, config: Config) -> list[str]:
     reason = next(texts, None) or _model_difference(folder, str(before.get("policy.model.path")), config)
     if reason is not None:
         raise ConfigError([Problem(f"run_dir={folder}", f"holds another run: {reason}; choose another run_dir")])
-    remarks = data_remarks(folder, config)
+    remarks = compare_data(folder, config)
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in different), *remarks]
 
@@ -221,7 +221,7 @@ def _digest_of_model(config: Config) -> str | None:
     return None if model is None else model_digest(model)
 
 
-def data_remarks(folder: Path, config: Config) -> list[str]:
+def compare_data(folder: Path, config: Config) -> list[str]:
     """Remarks on data that changed since the last start of the folder's run, or that cannot be compared.
 
     Raises:

@@ -27,8 +27,8 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_files import SUMMARY_FILE
 from megatron_grpo.observability.summary import RunEnd, killed_run_command, write_summary
-from megatron_grpo.run.checkpoints import Checkpointer, checkpoint_to_start_from
-from megatron_grpo.run.directory import CONFIG_FILE, changes_since_last_start, claimed_run_directory
+from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
+from megatron_grpo.run.directory import CONFIG_FILE, compare_with_last_start, lock_run_directory
 from megatron_grpo.run.user_objects import UserObjects
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Startup:
 
 
 @contextmanager
-def started(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
+def open_run(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
     """Lock the run's folder and start Ray; leaving the context ends all of Ray's processes, also after an error.
 
     Args:
@@ -121,18 +121,18 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
     with ExitStack() as stack:
         stack.enter_context(tolerant_output(of_run=True))
         stack.enter_context(sigterm_interrupts())
-        run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
+        run_dir = stack.enter_context(lock_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.keeping)
-        checkpointer.keeps = config.logger.needed_by_a_replay
-        changes = changes_since_last_start(run_dir, config)
+        checkpointer.keep_forever = config.logger.needed_by_a_replay
+        changes = compare_with_last_start(run_dir, config)
         one_machine = config.cluster.ray_address is None
         stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=one_machine))
-        search = stack.enter_context(in_background(lambda stop: checkpoint_to_start_from(checkpointer, config, stop)))
+        search = stack.enter_context(in_background(lambda stop: find_start_checkpoint(checkpointer, config, stop)))
         cluster = RayCluster(config.cluster)
         samples, report = config.samples_per_step, config.logger.report
         summary = partial(write_summary, run_dir, samples_per_step=samples)
         startup = Startup(run_dir, checkpointer, search, changes, cluster, user_objects, summary, began, parts)
-        stack.enter_context(end_recorded(startup, report=report))
+        stack.enter_context(record_end(startup, report=report))
         remove_if_killed: Remove | None = None
         if one_machine:
             remove_if_killed = stack.enter_context(
@@ -145,7 +145,7 @@ def started(config: Config, user_objects: UserObjects | None = None, began: floa
 
 
 @contextmanager
-def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
+def record_end(startup: Startup, *, report: bool) -> Iterator[None]:
     """Write summary.json if the body fails, and report.html however the body ends.
 
     Errors of this writing are logged and raise nothing, so that they do not hide why the run ended. The summary of an

@@ -57,7 +57,7 @@ def _rows(config: dict[str, Any]) -> str:
     return ", ".join(one["path"] for one in data["train_sets"].values()) or str(data["train_path"])
 
 
-def push(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool) -> str:
+def push_to_hub(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool) -> str:
     """Send a folder, with its card, to a repository on the hub; returns the repository's address.
 
     Args:

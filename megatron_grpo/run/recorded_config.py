@@ -17,12 +17,12 @@ from megatron_grpo.config.typed import typed
 from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
 
 
-def composes(name: str) -> bool:
+def is_composition(name: str) -> bool:
     """Whether an argument of this name chooses an option of a group, or adds a folder of options."""
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
 
 
-def config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
+def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """The configuration with which a run was last started, with some keys changed.
 
     Args:
@@ -38,10 +38,10 @@ def config_of_run(run_dir: Path, overrides: Sequence[str]) -> Config:
         values = read_config_file(file)
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
-    return config_of_values(values, overrides, str(file))
+    return override_values(values, overrides, str(file))
 
 
-def config_of_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+def override_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     """The configuration with these values, by key, and some keys changed; `source`: where they are from, for messages.
 
     Raises:
@@ -49,7 +49,7 @@ def config_of_values(values: dict[str, Any], overrides: Sequence[str], source: s
     """
     algorithm = str(values.get("algorithm", "grpo"))
     for override in overrides:
-        if override.startswith("+") or composes(override.partition("=")[0]):
+        if override.startswith("+") or is_composition(override.partition("=")[0]):
             text = "cannot be composed with the recorded configuration of a run; change single keys, section.key=VALUE"
             raise ConfigError([Problem(override, text)])
         _set(values, override, algorithm)

@@ -18,7 +18,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sources import SourceError, open_source
-from megatron_grpo.run.directory import CONFIG_FILE, LOCK_FILE, claimed_run_directory, in_use
+from megatron_grpo.run.directory import CONFIG_FILE, LOCK_FILE, is_in_use, lock_run_directory
 
 DATA_FOLDER = "data"
 """Subfolder of the run's folder for the datasets of a script."""
@@ -51,14 +51,14 @@ class ScriptData:
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside = None
 
-    def path(self, run_dir: str, name: str) -> Path:
+    def reserve_path(self, run_dir: str, name: str) -> Path:
         """Path, without a suffix, to which a dataset is to be written.
 
         Raises:
             ConfigError: run_dir is in use by a live run, or nothing can be written there.
         """
         if self._aside is None:
-            if in_use(run_dir):
+            if is_in_use(run_dir):
                 raise ConfigError([Problem(f"run_dir={run_dir}", "is in use by another run that is still alive")])
             self._run_dir = Path(os.path.abspath(run_dir))
             existing = next(folder for folder in (self._run_dir, *self._run_dir.parents) if folder.is_dir())
@@ -68,7 +68,7 @@ class ScriptData:
                 raise ConfigError([Problem(f"run_dir={run_dir}", f"cannot be made: {error.strerror}")]) from None
         return self._aside / name
 
-    def keep(self, file: Path, argument: str) -> Path:
+    def select_file(self, file: Path, argument: str) -> Path:
         """The file to read a dataset from: the one in the run's folder if its rows are the same, else `file`.
 
         Args:
@@ -96,7 +96,7 @@ class ScriptData:
             text = "holds another run: train_dataset has other rows than when it began; choose another run_dir"
             raise ConfigError([Problem(f"run_dir={self._run_dir}", text)])
 
-    def in_words(self, problem: Problem) -> Problem:
+    def name_arguments(self, problem: Problem) -> Problem:
         """A problem whose files of this class are named as arguments of the script: train_dataset[3]."""
         subject, text = problem.subject, problem.text
         for file, argument in self._arguments.items():
@@ -109,7 +109,7 @@ class ScriptData:
             subject, text = re.sub(pattern, name, subject), re.sub(pattern, name, text)
         return Problem(subject, text)
 
-    def settle(self, config: Config) -> None:
+    def settle_paths(self, config: Config) -> None:
         """Name the files of this class in a configuration by their paths in the run's folder."""
         final = {str(file): str(path) for file, path in self._moves.items()}
         data = config.data
@@ -119,7 +119,7 @@ class ScriptData:
             one.path = final.get(one.path, one.path)
 
     @contextmanager
-    def moved_in(self) -> Iterator[None]:
+    def move_in(self) -> Iterator[None]:
         """Move the files into the run's folder under its lock; a start that is refused in the body takes them away.
 
         Raises:
@@ -132,7 +132,7 @@ class ScriptData:
             return
         folder = self._run_dir
         made = [path for path in (folder, *folder.parents) if not path.exists()]
-        with claimed_run_directory(str(folder)):
+        with lock_run_directory(str(folder)):
             for file, path in self._moves.items():
                 if self._arguments[file] == "train_dataset":
                     self._refuse_other_rows([path])
@@ -150,7 +150,7 @@ def _remove_refused(folder: Path, made: list[Path]) -> None:
     """Remove the folders that a refused start made, if nobody has used them since."""
     if folder not in made:
         return
-    with suppress(RunError, OSError), claimed_run_directory(str(folder)):
+    with suppress(RunError, OSError), lock_run_directory(str(folder)):
         if set(os.listdir(folder)) <= {LOCK_FILE, LOGS_FOLDER, DATA_FOLDER}:
             shutil.rmtree(folder)
             for path in made[1:]:

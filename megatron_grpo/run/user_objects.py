@@ -44,19 +44,19 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
-        self.stop = False
+        self.wants_stop = False
         """Whether on_step of a callback has asked to end training."""
-        self.save = False
+        self.wants_checkpoint = False
         """Whether on_step of a callback has asked for a checkpoint of the last step."""
 
-    def tell(self, event: str, *arguments: Any) -> None:
+    def notify(self, event: str, *arguments: Any) -> None:
         """Call a method of every callback.
 
         Raises:
             RunError: a callback raised an error; the message names both.
         """
         if event == "on_step":
-            self.save = False
+            self.wants_checkpoint = False
         for callback in self._callbacks:
             try:
                 answer = getattr(callback, event)(*arguments)
@@ -66,8 +66,8 @@ class Callbacks:
                 name = f"{type(callback).__name__}.{event}"
                 raise RunError(f"callback {name} raised {type(error).__name__}: {error}") from error
             if event == "on_step":
-                self.save = self.save or answer == "save"
-                self.stop = self.stop or (bool(answer) and answer != "save")
+                self.wants_checkpoint = self.wants_checkpoint or answer == "save"
+                self.wants_stop = self.wants_stop or (bool(answer) and answer != "save")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

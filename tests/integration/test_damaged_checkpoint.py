@@ -70,7 +70,7 @@ def test_damage_to_any_real_file_is_named_and_the_previous_checkpoint_taken(
             assert export.main(arguments) == MISTAKE, f"{name}: {damage.__name__}"
             assert str(folder / "step_3" / name) in capsys.readouterr().err
             assert not (tmp_path / "out").exists()
-            assert Checkpointer(tmp_path / "run", CheckpointingConfig()).find() == folder / "step_2"
+            assert Checkpointer(tmp_path / "run", CheckpointingConfig()).find_start() == folder / "step_2"
             assert str(folder / "step_3" / name) in capsys.readouterr().err
             shutil.rmtree(tmp_path / "run")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.run.recorded_config import config_of_run
+from megatron_grpo.run.recorded_config import load_run_config
 from megatron_grpo.verification.doctor import recorded_figures
 from megatron_grpo.verification.doctor.recorded_figures import replay_in_layout
 from megatron_grpo.verification.replay.compare import Comparison, Difference
@@ -15,7 +15,7 @@ from tests.support.recorded_run import make_recorded_run
 
 def test_a_layout_is_compared_with_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_recorded_run(tmp_path, policy={"parallel": {"tensor": 2}, "packing": True})
-    config = config_of_run(run_dir, [])
+    config = load_run_config(run_dir, [])
     replay = replay_in_layout(run_dir, 1, config, timeout_s=120)
     assert replay.command.endswith(f"{run_dir} step=1 policy.parallel.tensor=1 policy.packing=false")
     assert not replay.differs
@@ -30,10 +30,10 @@ def test_a_layout_is_compared_with_one_rank(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_cannot_be_replayed_here_is_told(tmp_path: Path) -> None:
     run_dir = make_recorded_run(tmp_path, policy={"parallel": {"data": 64}})
-    replay = replay_in_layout(run_dir, 1, config_of_run(run_dir, []), timeout_s=120)
+    replay = replay_in_layout(run_dir, 1, load_run_config(run_dir, []), timeout_s=120)
     assert "64 ranks are more than this machine has room for" in replay.text
     (tmp_path / "small").mkdir()
     small = make_recorded_run(tmp_path / "small", policy={"parallel": {"data": 2}})
     (small / "rollouts" / "step_1.parquet").unlink()
-    replay = replay_in_layout(small, 1, config_of_run(small, []), timeout_s=120)
+    replay = replay_in_layout(small, 1, load_run_config(small, []), timeout_s=120)
     assert "could not be done here: step=1 has no rollouts" in replay.text

@@ -23,7 +23,7 @@ from megatron_grpo.export import main
 from megatron_grpo.models.families import weight_entries
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
 from megatron_grpo.models.weight_layouts import engine_shards, training_shards
-from megatron_grpo.run.checkpoint_files import complete
+from megatron_grpo.run.checkpoint_files import finalize
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.files import connect_writer, write_weights
 from megatron_grpo.weight_sync.links import schedule, split_messages
@@ -126,7 +126,7 @@ def test_refit_and_export_publish_the_merged_model(
     adapters = {"rank": LORA.rank, "alpha": LORA.alpha, "target_modules": LORA.target_modules}
     policy = {"model": {"path": str(model.path)}, "precision": precision, "lora": adapters}
     OmegaConf.save({"policy": policy}, tmp_path / "config.yaml")
-    complete(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
+    finalize(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
     assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'hf'}"]) == 0
     expect_equal(TinyModel("exported", tmp_path / "hf").tensors(), expected)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.algorithms.context import GRPORun, Placement, PPORun, SamplingRun, default_grpo_save_state
+from megatron_grpo.algorithms.context import GRPORun, Placement, PPORun, SamplingRun, make_save_state
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.rollout_files import StepFacts
 from megatron_grpo.batch.trajectory import SampledGroup
@@ -45,7 +45,7 @@ class FakeDumps:
     def finish(self, step: int) -> None:
         self.log.append(f"dump {step} is there")
 
-    def leave(self) -> None:
+    def write_all(self) -> None:
         self.log += [f"dump {step} is left" for step, _, _ in self.held]
 
 
@@ -64,8 +64,8 @@ def make_sampling_run(
         "val_prompts": [],
         "logger": None,
         "checkpointer": None,
-        "state": default_grpo_save_state(),
-        "waiting": [],
+        "state": make_save_state(),
+        "batch_cache": [],
     }
     return SamplingRun(**parts)
 
@@ -83,7 +83,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
         "transport": SimpleNamespace(
             publish=publish, admit=lambda report: report, require_checks=lambda: log.append("checks are due")
         ),
-        "checkpointer": SimpleNamespace(steps=list),
+        "checkpointer": SimpleNamespace(list_steps=list),
         "loss_fn": ClippedPGLossFn(config.loss_fn),
     }
     if config.value_model is None:

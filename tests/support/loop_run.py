@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import loop as train_loop
-from megatron_grpo.algorithms.context import Placement, default_grpo_save_state
+from megatron_grpo.algorithms.context import Placement, make_save_state
 from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import CheckpointingConfig, Config, GRPOConfig, LossConfig
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, folder: Path, grpo: GRPOConfig = LIMITS, loss: LossConfig | None = None) -> None:
         self.config = Config(grpo=grpo, checkpointing=CHECKPOINTING, loss_fn=loss or LossConfig())
-        self.state, self.run_dir = default_grpo_save_state(), folder
+        self.state, self.run_dir = make_save_state(), folder
         self.used = 0
         """Batches of prompts that steps have taken."""
         self.loader = SimpleNamespace(epoch=0)
@@ -56,15 +56,15 @@ class Run:
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
         self.checkpointer.note = lambda text: self.logger.note(text)
         self.rollouts = FakeRollouts()
-        self.waiting: list[SampledGroup] = []
-        self.used_up = "the data is used up: 1 epoch(s)"
+        self.batch_cache: list[SampledGroup] = []
+        self.end_of_data = "the data is used up: 1 epoch(s)"
         self.placement = Placement()
         self.callbacks = Callbacks()
         self.write: Callable[[Path], None] = lambda _: None
         """What writes the model of a checkpoint into its folder."""
         self.report = StepReport(SOUND, {}, {}, [])
 
-    def position(self) -> dict[str, Any]:
+    def loader_state(self) -> dict[str, Any]:
         return {"position": self.used, "epoch": 0}
 
     def models(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Run:
                 self.dumps.hold(number, [], None, make_facts())
                 self.dumps.begin()
                 return replace(self.report, failure=self.refit_fails.get(number))
-            self.waiting[:] = self.rollouts.tokens.put([[make_trajectory(3)]])
+            self.batch_cache[:] = self.rollouts.tokens.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
             if error is not None:
                 raise error
@@ -89,7 +89,7 @@ class Run:
         train_steps(self, step)  # type: ignore[arg-type]
 
     def saved(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        path = self.checkpointer.path(step)
+        path = self.checkpointer.locate(step)
         return read_state(path), read_loader_state(path)
 
 

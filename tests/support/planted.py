@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_grpo import doctor
 from megatron_grpo.batch.rollout_files import Learnt
 from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.run.recorded_config import config_of_values
+from megatron_grpo.run.recorded_config import override_values
 from tests.support.recorded_runs import (
     RecordedRun,
     alone,
@@ -123,7 +123,7 @@ def fresh(run: RecordedRun, root: Path, *overrides: str) -> RecordedRun:
 
 def with_overrides(run: RecordedRun, *overrides: str) -> RecordedRun:
     """The run with other values of some keys, each section.key=VALUE."""
-    return replace(run, config=config_of_values(asdict(run.config), overrides, "the test"))
+    return replace(run, config=override_values(asdict(run.config), overrides, "the test"))
 
 
 def tensors_of(folder: Path) -> Tensors:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.algorithms.stages import build_batch
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config, LossConfig, PPOConfig
@@ -39,7 +39,7 @@ def advantages_of(config: Config) -> dict[str, Tensor]:
     """Entries of the batch by name, flat and in the order of the responses: advantages, returns and loss_mask."""
     rollouts: Any = FakeRollouts()
     groups = rollouts.tokens.put([[one] for one in make_trajectories()])
-    batch = training_batch(config, groups, rollouts)
+    batch = build_batch(config, groups, rollouts)
     generation = np.concatenate(by_sequence(batch, "generation_logprobs"))
     add_entry(batch, "values", VALUES.numpy())
     add_entry(batch, "prev_logprobs", generation)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.algorithms.stages import build_batch
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
@@ -20,7 +20,7 @@ def laid_out(config: Config, trajectories: list[Trajectory]) -> tuple[StepBatch,
     rollouts: Any = FakeRollouts()
     samples = config.loop.num_generations_per_prompt
     groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-    return training_batch(config, rollouts.tokens.put(groups), rollouts), rollouts
+    return build_batch(config, rollouts.tokens.put(groups), rollouts), rollouts
 
 
 def advantages_of(

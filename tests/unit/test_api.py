@@ -32,13 +32,13 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, UserObjects]]:
     """Configurations that would have been run, each with what was given beside it."""
     seen: list[tuple[Config, UserObjects]] = []
-    monkeypatch.setattr(api, "start", lambda config, given, began: seen.append((config, given)))
+    monkeypatch.setattr(api, "run_algorithm", lambda config, given, began: seen.append((config, given)))
     return seen
 
 
 def test_the_start_up_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[float] = []
-    monkeypatch.setattr(api, "start", lambda config, given, called: began.append(called))
+    monkeypatch.setattr(api, "run_algorithm", lambda config, given, called: began.append(called))
     before = time.time()
     megatron_grpo.train("+exp=quickstart")
     between = time.time()

@@ -27,7 +27,7 @@ from megatron_grpo.config.help import COMMANDS
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import load_config
-from megatron_grpo.run.directory import claimed_run_directory, record_start
+from megatron_grpo.run.directory import lock_run_directory, record_start
 from tests.support.checkpoints import MODELS, save
 
 
@@ -50,7 +50,7 @@ def put_loop_in_place(
     made_up = {
         "algorithms.grpo": {"grpo_train": grpo_train},
         "algorithms.setup": {"setup": setup},
-        "run.lifetime": {"started": lambda *_: nullcontext(startup)},
+        "run.lifetime": {"open_run": lambda *_: nullcontext(startup)},
     }
     for name, functions in made_up.items():
         module = ModuleType(f"megatron_grpo.{name}")
@@ -251,7 +251,7 @@ def test_check_compares_the_adapters_of_the_checkpoint(tmp_path: Path, capsys: p
 
 
 def test_check_sees_that_another_run_holds_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with claimed_run_directory(str(tmp_path)):
+    with lock_run_directory(str(tmp_path)):
         for option in ([], ["--check"]):
             assert command.main(["+exp=quickstart", f"run_dir={tmp_path}", *option]) == 2
     assert "is in use by another run that is still alive" in capsys.readouterr().err

@@ -25,8 +25,8 @@ from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import model_folder, require_folder
-from megatron_grpo.run.checkpoint_files import read_state, verify
-from megatron_grpo.run.recorded_config import config_of_run, config_of_values
+from megatron_grpo.run.checkpoint_files import read_state, verify_checkpoint
+from megatron_grpo.run.recorded_config import load_run_config, override_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,9 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         raise ConfigError([Problem(f"{run_dir}", "is not the folder of a run")])
     figures = read_figures(figures_file(run_dir, step))
     if figures is None:
-        config = config_of_run(run_dir, overrides)
+        config = load_run_config(run_dir, overrides)
     else:
-        config = config_of_values(figures.config, overrides, str(figures_file(run_dir, step)))
+        config = override_values(figures.config, overrides, str(figures_file(run_dir, step)))
     file = rollouts_file(run_dir, step)
     _require_rollouts(run_dir, step, file)
     rows = list(rows_of_file(step, file))
@@ -177,7 +177,7 @@ def _checkpoint_before(run_dir: Path, step: int, config: Config) -> Path | None:
         text = f"begins with the state of {path}, which is not there; {steps}. logger.replay_every=N keeps them"
         raise ConfigError([Problem(f"step={step}", text)])
     try:
-        verify(path)
+        verify_checkpoint(path)
     except RunError as error:
         raise ConfigError([Problem(f"step={step}", f"begins with a checkpoint that cannot be used: {error}")]) from None
     return path

@@ -27,7 +27,7 @@ from megatron_grpo.preflight.config_checks import config_problems
 from megatron_grpo.preflight.layout_checks import split_rules
 from megatron_grpo.preflight.rules import broken
 from megatron_grpo.run.directory import POLICY_FOLDER
-from megatron_grpo.run.startup import policy_settings
+from megatron_grpo.run.launch import make_policy_settings
 from megatron_grpo.trainer.hidden_states import Piece, assembled
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import (
@@ -117,7 +117,7 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
 def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     """The input of the ranks, from a record; arguments and errors are those of `replay_step`."""
     config = record.config
-    settings = policy_settings(config, record.model)
+    settings = make_policy_settings(config, record.model)
     _require_replayable(record, settings)
     outcomes = [one.outcome for one in record.trajectories]
     step, batch = StepBatch.of_outcomes(config, outcomes), record.tokens()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.step_advantages import finite_sequences
+from megatron_grpo.algorithms.step_advantages import find_finite_sequences
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, GRPOConfig, LossConfig
 from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages, reward_to_go
@@ -100,7 +100,7 @@ def test_finite_sequences_against_a_loop(rows: list[list[float]]) -> None:
     """Sequences without a token are finite, and change nothing for their neighbours."""
     entry = np.array([value for row in rows for value in row], dtype=np.float32)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    assert finite_sequences(entry, lengths).tolist() == [all(map(math.isfinite, row)) for row in rows]
+    assert find_finite_sequences(entry, lengths).tolist() == [all(map(math.isfinite, row)) for row in rows]
 
 
 def test_what_follows_a_token_is_charged_to_it() -> None:

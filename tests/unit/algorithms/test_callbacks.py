@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.run.directory import STOP_FILE, claimed_run_directory
+from megatron_grpo.run.directory import STOP_FILE, lock_run_directory
 from megatron_grpo.run.user_objects import Callback, Callbacks
 from tests.support.loop_run import LIMITS, Run, validating
 
@@ -66,7 +66,7 @@ class Saver(Callback):
 def test_a_callback_may_ask_for_a_checkpoint(tmp_path: Path) -> None:
     run, saver = Run(tmp_path), Saver()
     run.callbacks = Callbacks([saver])
-    run.checkpointer.on_publish = partial(run.callbacks.tell, "on_checkpoint")
+    run.checkpointer.on_publish = partial(run.callbacks.notify, "on_checkpoint")
     run.train(steps=5)
     folder = tmp_path / "checkpoints"
     assert saver.told == [(0, tmp_path), *((step, folder / f"step_{step}") for step in (2, 3, 4, 5))]
@@ -76,7 +76,7 @@ def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: py
     validating(monkeypatch, {"val_reward": 0.25})
     run, watcher = Run(tmp_path, replace(LIMITS, val_period=2)), Watcher(last=3)
     run.callbacks = Callbacks([watcher])
-    run.checkpointer.on_publish = partial(run.callbacks.tell, "on_checkpoint")
+    run.checkpointer.on_publish = partial(run.callbacks.notify, "on_checkpoint")
     run.train()
     assert watcher.told == [
         ("step", 1, 0.5),
@@ -99,8 +99,8 @@ def test_a_file_in_the_folder_ends_training_with_a_checkpoint_and_no_validation(
     run.callbacks = Callbacks([Stopper(tmp_path)])
     run.train()
     assert run.ends == [("early_stop", "the file stop is in the run's folder")]
-    assert run.checkpointer.steps() == [1]
-    with claimed_run_directory(str(tmp_path)):
+    assert run.checkpointer.list_steps() == [1]
+    with lock_run_directory(str(tmp_path)):
         assert not (tmp_path / STOP_FILE).exists(), "the next start goes on"
 
 

@@ -7,18 +7,18 @@ import json
 
 import pytest
 
-from megatron_grpo.algorithms.context import default_grpo_save_state
-from megatron_grpo.algorithms.validation import observe, reason_to_stop
+from megatron_grpo.algorithms.context import make_save_state
+from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop
 from megatron_grpo.config.schema import EarlyStopConfig
 
 
 def stops_at(values: list[float], config: EarlyStopConfig) -> int | None:
     """After which validation, from 1."""
-    state = default_grpo_save_state()["early_stop"]
+    state = make_save_state()["early_stop"]
     for number, value in enumerate(values, start=1):
-        observe(state, {config.metric_name: value}, config)
+        update_early_stop(state, {config.metric_name: value}, config)
         state = json.loads(json.dumps(state))  # as through a checkpoint
-        if reason_to_stop(state, config):
+        if find_stop_reason(state, config):
             return number
     return None
 
@@ -42,18 +42,18 @@ def test_when_training_ends(values: list[float], settings: dict[str, float], exp
 
 
 def test_asking_for_the_reason_changes_nothing() -> None:
-    state, config = default_grpo_save_state()["early_stop"], EarlyStopConfig(enabled=True, patience=1)
-    observe(state, {"val_accuracy": 0.5}, config)
-    observe(state, {"val_accuracy": 0.4}, config)
+    state, config = make_save_state()["early_stop"], EarlyStopConfig(enabled=True, patience=1)
+    update_early_stop(state, {"val_accuracy": 0.5}, config)
+    update_early_stop(state, {"val_accuracy": 0.4}, config)
     before = copy.deepcopy(state)
-    assert reason_to_stop(state, config) == "val_accuracy has not improved on 0.5 for 1 validations"
-    assert reason_to_stop(state, config)
+    assert find_stop_reason(state, config) == "val_accuracy has not improved on 0.5 for 1 validations"
+    assert find_stop_reason(state, config)
     assert state == before
 
 
 def test_a_validation_that_does_not_know_the_metric_counts_for_nothing() -> None:
-    state, config = default_grpo_save_state()["early_stop"], EarlyStopConfig(enabled=True, patience=1)
-    observe(state, {"val_accuracy": 0.5}, config)
+    state, config = make_save_state()["early_stop"], EarlyStopConfig(enabled=True, patience=1)
+    update_early_stop(state, {"val_accuracy": 0.5}, config)
     before = copy.deepcopy(state)
-    observe(state, {"val_response_length": 3.0}, config)
+    update_early_stop(state, {"val_response_length": 3.0}, config)
     assert state == before

@@ -16,7 +16,7 @@ from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import forward_flops
-from megatron_grpo.run.recorded_config import config_of_values
+from megatron_grpo.run.recorded_config import override_values
 from tests.support.documented import undocumented
 from tests.support.fake_rollouts import FakeRay
 from tests.support.grpo_run import EVERYTHING, KL_IN_REWARD, Run
@@ -58,7 +58,7 @@ def test_a_step_that_is_recorded_learns_as_any_other(tmp_path: Path) -> None:
     assert figures.tensors == run.policy.end_record()
     assert figures.states == run.policy.end_states()
     assert len(figures.states) > 1
-    assert config_of_values(figures.config, [], "the file") == run.run.config
+    assert override_values(figures.config, [], "the file") == run.run.config
 
 
 def test_a_recorded_step_that_needs_log_probabilities_uses_them(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.algorithms.records import StepGuard
+from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.stages import combine_results, learn, learn_values, train_in_minibatches
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.config.errors import RunError
@@ -150,12 +150,12 @@ def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what
     rollouts = FakeRollouts()
     pairs = [[make_trajectory(prompt_idx=30 + 2 * i + j, sample=j) for j in range(2)] for i in range(3)]
     groups = rollouts.tokens.put(pairs)
-    guard = StepGuard(tmp_path, rollouts.tokens.fetch, groups, step=4)
+    check = StepCheck(tmp_path, rollouts.tokens.fetch, groups, step=4)
     config = Config(algorithm="ppo" if of_values else "grpo", policy=PolicyConfig(train_global_batch_samples=2))
     config.value.train_global_batch_samples = 2
     stage, model = (learn_values if of_values else learn), RecordingPolicy(bad_call=2)
     with pytest.raises(RunError, match=rf"step 4: {what} is not finite for 1 response\(s\) to prompt\(s\) 35 of"):
-        stage(config, make_batch(), model, NO_LOSS, guard)  # type: ignore[operator]
+        stage(config, make_batch(), model, NO_LOSS, check)  # type: ignore[operator]
     written = json.loads((tmp_path / "non_finite_step_4.json").read_text())
     assert [row["prompt_idx"] for row in written["trajectories"]] == [35]
     assert rollouts.fetched == groups[2:], "only what it is about comes to the driver"
@@ -166,9 +166,9 @@ def test_a_value_model_has_minibatches_of_its_own() -> None:
     config = Config(algorithm="ppo", policy=PolicyConfig(train_global_batch_samples=3))
     config.value.train_global_batch_samples = 2
     config.ppo.ppo_epochs = 2
-    model, guard = RecordingPolicy(), StepGuard(Path(), FakeRollouts().tokens.fetch, [], step=1)
+    model, check = RecordingPolicy(), StepCheck(Path(), FakeRollouts().tokens.fetch, [], step=1)
     add_moments(model)
-    metrics = learn_values(config, make_batch(), model, NO_LOSS, guard)  # type: ignore[arg-type]
+    metrics = learn_values(config, make_batch(), model, NO_LOSS, check)  # type: ignore[arg-type]
     assert model.sequences == [[0, 1], [2, 3], [4, 5]] * 2
     assert metrics["value_loss"] == pytest.approx(2.5)
     assert metrics["value_grad_norm"] == pytest.approx(5.0)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.algorithms.records import StepGuard
-from megatron_grpo.algorithms.stages import add_logprobs, training_batch
+from megatron_grpo.algorithms.records import StepCheck
+from megatron_grpo.algorithms.stages import add_logprobs, build_batch
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import RunError
@@ -44,9 +44,9 @@ class Stage:
 
     def run(self) -> tuple[StepBatch, dict[str, float]]:
         groups = self.rollouts.tokens.put([self.trajectories[:2], self.trajectories[2:]])
-        batch = training_batch(self.config, groups, self.rollouts)
-        guard = StepGuard(self.folder, self.rollouts.tokens.fetch, groups, step=1)
-        return batch, add_logprobs(self.config, batch, self.policy, self.rollouts, guard, self.timer)
+        batch = build_batch(self.config, groups, self.rollouts)
+        check = StepCheck(self.folder, self.rollouts.tokens.fetch, groups, step=1)
+        return batch, add_logprobs(self.config, batch, self.policy, self.rollouts, check, self.timer)
 
 
 PENALTY = {"reference_policy_kl_penalty": 0.1}

@@ -24,7 +24,7 @@ def test_the_steps_before_one_that_cannot_be_sampled_are_saved_as_they_were(tmp_
     run = Run(tmp_path)
     with pytest.raises(SamplingError, match="too few"):
         run.train(steps=3, error=SamplingError("too few"))
-    assert run.checkpointer.steps() == [2, 3]
+    assert run.checkpointer.list_steps() == [2, 3]
     state, loader = run.saved(3)
     assert state["metrics"]["loss"] == 0.5
     assert state["save_state"]["total_steps"] == 3
@@ -36,7 +36,7 @@ def test_the_state_before_a_step_that_is_recorded_is_saved(tmp_path: Path) -> No
     run.config.checkpointing = replace(run.config.checkpointing, save_period=100)
     run.config.logger = replace(run.config.logger, replay_every=5)
     run.train()
-    assert run.checkpointer.steps() == [4, 9], "9 because it is the last"
+    assert run.checkpointer.list_steps() == [4, 9], "9 because it is the last"
 
 
 def test_a_refused_step_has_a_line_and_the_steps_before_are_saved(tmp_path: Path) -> None:
@@ -58,14 +58,14 @@ def test_a_step_that_is_off_leaves_weights_by_which_the_next_one_is_examined(tmp
     run = Run(tmp_path)
     run.report = replace(run.report, saves=True)
     run.train(steps=1)
-    assert run.checkpointer.steps() == [1], "whatever checkpointing.save_period says"
+    assert run.checkpointer.list_steps() == [1], "whatever checkpointing.save_period says"
 
 
 def test_a_failure_that_may_have_touched_the_weights_saves_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(RunError, match="gradient"):
         run.train(steps=3, error=RunError("a gradient is not finite"))
-    assert run.checkpointer.steps() == [2]
+    assert run.checkpointer.list_steps() == [2]
 
 
 def test_a_step_whose_weights_are_not_published_counts_and_is_saved(
@@ -77,7 +77,7 @@ def test_a_step_whose_weights_are_not_published_counts_and_is_saved(
     run.refit_fails = {3: RefitError("generation engine 0 died")}
     with pytest.raises(RefitError, match="engine 0 died"):
         run.train()
-    assert run.checkpointer.steps() == [2, 3]
+    assert run.checkpointer.list_steps() == [2, 3]
     state, loader = run.saved(3)
     assert (state["save_state"]["total_steps"], state["save_state"]["total_valid_tokens"]) == (3, 9)
     assert (state["metrics"], loader["position"], state["batch_cache"]) == (SOUND, 3, [])
@@ -103,7 +103,7 @@ def test_a_step_whose_weights_are_lost_with_a_rank_is_not_saved_and_the_message_
     run.refit_fails = {steps: PolicyLostError("policy rank 1 is gone")}
     with pytest.raises(ModelLostError, match=f"^policy rank 1 is gone; {stands}$"):
         run.train()
-    assert run.checkpointer.steps() == ([2] if steps == 3 else [])
+    assert run.checkpointer.list_steps() == ([2] if steps == 3 else [])
     assert f"the weights of step {steps} were not published; the step is lost" in run.logged
 
 
@@ -118,7 +118,7 @@ def test_a_refit_that_fails_and_a_save_that_fails_too(tmp_path: Path) -> None:
     with pytest.raises(RefitError, match="policy rank 1 died"):
         run.train()
     assert "step 1 could not be saved: checkpoint: policy rank 1 died" in run.logged
-    assert run.checkpointer.steps() == []
+    assert run.checkpointer.list_steps() == []
 
 
 def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_was_damaged_since_is_told_when_its_validation_comes(
 
     def damage(text: str) -> None:
         if text.startswith("saved"):
-            flip(run.checkpointer.path(2) / "state.json")
+            flip(run.checkpointer.locate(2) / "state.json")
 
     run.logger.note = damage
     with pytest.raises(RunError, match=r"step_2/state\.json is damaged"):
@@ -151,7 +151,7 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(SamplingError):
         run.train(steps=0, error=SamplingError("too few"))
-    assert run.checkpointer.steps() == []
+    assert run.checkpointer.list_steps() == []
 
 
 @pytest.mark.parametrize("error", [RunError("rank 0 died"), OSError(28, "No space left on device")])
@@ -174,7 +174,7 @@ def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SamplingError, match="does not answer"):
         run.train()
     assert [line for line in run.logged if line.startswith("step")] == ["step 1", "step 2", "step 3"]
-    assert run.checkpointer.steps() == [2, 3]
+    assert run.checkpointer.list_steps() == [2, 3]
     validating(monkeypatch, {"val_accuracy": 0.4})
     repaired = Run(tmp_path, run.config.grpo)
     repaired.state = run.saved(3)[0]["save_state"]
@@ -188,7 +188,7 @@ def test_a_last_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch:
     run = Run(tmp_path, replace(LIMITS, val_at_end=True))
     with pytest.raises(SamplingError, match="does not answer"):
         run.train(steps=3)
-    assert run.checkpointer.steps() == [2, 3]
+    assert run.checkpointer.list_steps() == [2, 3]
 
 
 def test_the_last_validation_is_in_the_checkpoint_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,14 +226,14 @@ def test_a_ranking_metric_that_no_step_has_ends_the_run(tmp_path: Path) -> None:
     run.config.checkpointing = replace(CHECKPOINTING, metric_name="los", keep_top_k=2)
     with pytest.raises(RunError, match=r"checkpointing.metric_name=los .* not a metric of a step: loss"):
         run.train()
-    assert run.checkpointer.steps() == [1]
+    assert run.checkpointer.list_steps() == [1]
 
 
 def test_a_ranking_metric_that_only_some_steps_have_does_not(tmp_path: Path) -> None:
     run = Run(tmp_path, loss=LossConfig(positive_example_nll_weight=0.1))
     run.config.checkpointing = replace(CHECKPOINTING, metric_name="positive_nll", keep_top_k=2)
     run.train(steps=3)
-    assert run.checkpointer.steps() == [2, 3]
+    assert run.checkpointer.list_steps() == [2, 3]
 
 
 def test_a_figure_of_an_environment_ranks_under_its_whole_name(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_figure_of_an_environment_ranks_under_its_whole_name(tmp_path: Path) -
     text = r"checkpointing.metric_name=env/f2 ranks checkpoints, and step 1 has no such figure; it has env/f1"
     with pytest.raises(RunError, match=text):
         run.train()
-    assert run.checkpointer.steps() == [1]
+    assert run.checkpointer.list_steps() == [1]
     run.train(steps=4)  # a run that goes on only notes it: the figure may be a rare one
     assert "Checkpoints of such steps rank last" in run.notes["ranking"]
     run = Run(tmp_path / "right")
@@ -282,7 +282,7 @@ def test_the_failure_that_came_first_is_told_when_the_rollouts_cannot_be_written
     def fail() -> None:
         raise RunError("the disk is full")
 
-    run.dumps.leave = fail
+    run.dumps.write_all = fail
     with pytest.raises(RunError, match="the loss is not finite"):
         run.train(steps=0, error=RunError("the loss is not finite"))
     assert "the rollouts of the step that failed could not be written: the disk is full" in run.logged
@@ -298,7 +298,7 @@ def test_a_step_whose_rollouts_cannot_be_written_is_saved_before_the_run_ends(tm
     with pytest.raises(RunError, match="the disk is full"):
         run.train()
     assert "step 1" in run.logged
-    assert run.checkpointer.steps() == [1], "the models have learnt from it"
+    assert run.checkpointer.list_steps() == [1], "the models have learnt from it"
 
 
 def test_what_waits_is_saved_with_its_tokens(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_what_waits_is_saved_with_its_tokens(tmp_path: Path) -> None:
     run = Run(tmp_path)
     groups = [[make_trajectory(3, reward=0.5), make_trajectory(1)], [make_trajectory(2, logprobs=[-0.1, -0.2])]]
     groups[0][1].routed = np.array([[3, 1]], dtype=np.int16)
-    run.waiting[:] = run.rollouts.tokens.put(groups)
+    run.batch_cache[:] = run.rollouts.tokens.put(groups)
     run.train(steps=2)
     state, _ = run.saved(2)
     resumed = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]

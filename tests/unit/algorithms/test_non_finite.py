@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megatron_grpo.algorithms.records import StepGuard
+from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
@@ -31,7 +31,7 @@ def check(samples: Sequence[Trajectory], folder: Path) -> None:
     """Have a generation batch of step 5 looked at, one sample to a prompt."""
     rollouts = FakeRollouts()
     groups = rollouts.tokens.put([[sample] for sample in samples])
-    StepGuard(folder, rollouts.tokens.fetch, groups, 5).require_finite_samples()
+    StepCheck(folder, rollouts.tokens.fetch, groups, 5).require_finite_samples()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
@@ -71,7 +71,7 @@ def test_only_the_groups_it_is_about_come_to_the_driver(tmp_path: Path) -> None:
     rollouts = FakeRollouts()
     groups = rollouts.tokens.put([samples[start : start + 2] for start in range(0, 8, 2)])
     with pytest.raises(SamplingError, match=r"for 2 response\(s\) to prompt\(s\) 1, 3 of the training data"):
-        StepGuard(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
+        StepCheck(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
     assert rollouts.fetched == [groups[1], groups[3]]
     written = json.loads((tmp_path / "non_finite_step_5.json").read_text())
     assert written["trajectories"] == [{**samples[i].to_row(), "reward": "NaN"} for i in (2, 7)]
@@ -81,7 +81,7 @@ def test_the_message_names_a_few_prompts_and_the_file_all(tmp_path: Path) -> Non
     rollouts = FakeRollouts()
     groups = rollouts.tokens.put([[trajectory(i, reward=math.nan)] for i in range(20, 0, -1)])
     with pytest.raises(SamplingError, match=r"prompt\(s\) 1, 2, 3, 4, 5, 6, 7, 8, \.\.\. of the training data"):
-        StepGuard(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
+        StepCheck(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
     assert json.loads((tmp_path / "non_finite_step_5.json").read_text())["prompt_ids"] == list(range(1, 21))
 
 
@@ -105,17 +105,17 @@ def test_only_what_is_looked_at_has_to_be_finite(shards: list[list[int]], tmp_pa
     batch.shards = numbers
     batch.fields = rollouts.tokens.build_shards(groups, numbers)
     add_entry(batch, "prev_logprobs", np.array([math.nan, -1, -1, -math.inf, -math.inf, math.nan, 0, -2, -3]))
-    guard = StepGuard(tmp_path, rollouts.tokens.fetch, groups, step=1)
-    guard.require_finite("prev_logprobs", np.array([True, True, True]), batch)
+    check = StepCheck(tmp_path, rollouts.tokens.fetch, groups, step=1)
+    check.require_finite("prev_logprobs", np.array([True, True, True]), batch)
     assert list(tmp_path.iterdir()) == []
     assert (rollouts.fetched, fake_ray.gets) == ([], 0)
     with pytest.raises(RunError, match=r"an entry of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
-        guard.require_finite("prev_logprobs", np.array([True, False, True]), batch)
+        check.require_finite("prev_logprobs", np.array([True, False, True]), batch)
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["prev_logprobs"] == [["-Infinity", "-Infinity", "NaN"]]
     assert (rollouts.fetched, fake_ray.gets) == ([groups[1]], 1)
     with pytest.raises(RunError, match=r"for 2 response\(s\) to prompt\(s\) 0, 2"):
-        guard.require_finite("prev_logprobs", np.array([False, True, False]), batch)
+        check.require_finite("prev_logprobs", np.array([False, True, False]), batch)
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["prev_logprobs"] == [["NaN", -1, -1], [0, -2, -3]], "in the order of the responses"
     assert [row["prompt_idx"] for row in written["trajectories"]] == [0, 2]

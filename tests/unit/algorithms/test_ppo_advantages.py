@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.algorithms.stages import build_batch
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
-from megatron_grpo.algorithms.step_advantages import ppo_token_advantages as token_advantages
+from megatron_grpo.algorithms.step_advantages import compute_ppo_token_advantages as compute_token_advantages
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.divergence import kl_estimate
@@ -84,7 +84,7 @@ def test_spread_over_shards_they_are_those_of_the_whole_step(
     sequences = replicas * int(draw.integers(1, 4))
     responses = [random_response(draw, number) for number in range(sequences)]
     rollouts: Any = FakeRollouts()
-    batch = training_batch(config, rollouts.tokens.put([[one] for one in responses]), rollouts)
+    batch = build_batch(config, rollouts.tokens.put([[one] for one in responses]), rollouts)
     entries = {name: draw.normal(size=batch.lengths.sum()).astype(np.float32) for name in COMPUTED}
     for name, values in entries.items():
         add_entry(batch, name, values)
@@ -143,17 +143,17 @@ def test_the_driver_computes_what_a_worker_does() -> None:
     for in_driver in (False, True):
         config.policy.parallel.data = 3
         rollouts: Any = FakeRollouts()
-        batch = training_batch(config, rollouts.tokens.put([[one] for one in make_trajectories()]), rollouts)
+        batch = build_batch(config, rollouts.tokens.put([[one] for one in make_trajectories()]), rollouts)
         add_entry(batch, "values", VALUES.numpy())
         rewards = score(config, [one.outcome for one in make_trajectories()]).rewards
         arguments = (config, rewards, batch.response_tokens, batch.in_loss)
         entries = ("sampled", "values")
         if in_driver:
-            references, finite = compute(token_advantages, batch, entries, arguments)
+            references, finite = compute(compute_token_advantages, batch, entries, arguments)
             batch.fields |= references
         else:
-            finite = rollouts.tokens.compute(token_advantages, batch, entries, *arguments)
-        assert rollouts.computed == [] if in_driver else ["token_advantages"]
+            finite = rollouts.tokens.compute(compute_token_advantages, batch, entries, *arguments)
+        assert rollouts.computed == [] if in_driver else ["compute_token_advantages"]
         found = {name: [row.tolist() for row in by_sequence(batch, name)] for name in ("advantages", "returns")}
         added.append((finite.tolist(), found))
     assert added[0] == added[1]
@@ -162,7 +162,7 @@ def test_the_driver_computes_what_a_worker_does() -> None:
 def test_a_response_whose_advantages_are_not_finite_is_named() -> None:
     config = make_config(PLAIN)
     rollouts: Any = FakeRollouts()
-    batch = training_batch(config, rollouts.tokens.put([[one] for one in make_trajectories()]), rollouts)
+    batch = build_batch(config, rollouts.tokens.put([[one] for one in make_trajectories()]), rollouts)
     values = VALUES.clone()
     values[3] = float("nan")
     add_entry(batch, "values", values.numpy())

@@ -55,4 +55,4 @@ def test_some_rollouts_of_a_step(tmp_path: Path) -> None:
     write_rollouts(rollouts_file(tmp_path, 3), [(one.group, with_learnt(one, one)) for one in rows])
     rollouts: Any = FakeRollouts()
     dumps = RolloutDumps(rollouts, LoggerConfig(num_completions_to_print=3), tmp_path, RUN)
-    assert [row["response"] for row in dumps.some(3)] == ["0", "1", "2"], "each to another prompt"
+    assert [row["response"] for row in dumps.read_rows(3)] == ["0", "1", "2"], "each to another prompt"

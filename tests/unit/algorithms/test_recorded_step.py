@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.algorithms.context import default_grpo_save_state
+from megatron_grpo.algorithms.context import make_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.algorithms.records import RecordedSteps
@@ -70,7 +70,7 @@ def test_it_is_the_recorded_step(overrides: list[str], tmp_path: Path) -> None:
     assert lessons(second) == lessons(first)
     assert read.metrics == without_refit(sampled)
     assert second.run.state == first.run.state
-    assert second.run.position() == first.run.position()
+    assert second.run.loader_state() == first.run.loader_state()
     assert second.run.dumps.facts == first.run.dumps.facts, "what trains on a recording is a recording"
     assert not set(REFIT) & read.metrics.keys()
     assert "recording" in read.timing
@@ -79,7 +79,7 @@ def test_it_is_the_recorded_step(overrides: list[str], tmp_path: Path) -> None:
 def test_groups_that_an_earlier_start_sampled_are_counted_once(tmp_path: Path) -> None:
     first = Run(tmp_path / "first", *DYNAMIC)
     carried = [make_trajectory(2, group=9, prompt_idx=9, sample=i, reward=float(i)) for i in (0, 1)]
-    first.run.waiting += first.rollouts.tokens.put([carried])
+    first.run.batch_cache += first.rollouts.tokens.put([carried])
     sampled = first.step()
     record(first, tmp_path / "recording")
     assert first.run.dumps.facts[1].carried == 1
@@ -95,7 +95,7 @@ def test_it_ends_where_the_recording_does(tmp_path: Path) -> None:
     second = reading(tmp_path / "second", tmp_path / "recording")
     second.step()
     assert grpo_step(second.run, iter(())) is None
-    assert second.run.used_up == f"the recording is used up: {tmp_path / 'recording'} ends with step 1"
+    assert second.run.end_of_data == f"the recording is used up: {tmp_path / 'recording'} ends with step 1"
 
 
 def test_a_reward_that_was_changed_to_nothing_is_refused(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_sampling_alone_is_the_first_half_of_a_step(tmp_path: Path) -> None:
     whole, half = Run(tmp_path / "whole"), Run(tmp_path / "half", "debug.train=false")
     trained = whole.step()
     before = copy.deepcopy(half.run.state)
-    assert before == default_grpo_save_state()
+    assert before == make_save_state()
     report = sampling_step(half.run, half.prompts())
     assert report is not None
     assert report.metrics.items() <= {**trained.metrics, "optimizer_steps": 0.0}.items()

@@ -12,7 +12,7 @@ from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.batch.rollout_files import rollouts_file
 from megatron_grpo.config.errors import ConfigError, RunError, SamplingError
 from megatron_grpo.data.loader import prompt_batches
-from megatron_grpo.run.startup import restore_from_folder
+from megatron_grpo.run.launch import restore_from_folder
 
 
 def make(folder: Path, *steps: int) -> RecordedSteps:
@@ -32,10 +32,10 @@ def test_its_position_is_that_of_the_recorded_run(tmp_path: Path) -> None:
 
 def test_a_recording_that_begins_later_is_refused(tmp_path: Path) -> None:
     recorded = make(tmp_path, 4, 5)
-    recorded.require_reach(4)
-    recorded.require_reach(9)
+    recorded.require_start(4)
+    recorded.require_start(9)
     with pytest.raises(ConfigError, match=r"debug\.rollouts_from=.* begins with step 4, and this run with step 3"):
-        recorded.require_reach(3)
+        recorded.require_start(3)
 
 
 def test_an_engine_is_replaced_by_one_with_the_weights_of_the_folder() -> None:

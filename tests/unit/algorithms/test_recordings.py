@@ -58,21 +58,21 @@ def test_a_step_that_fails_leaves_its_rollouts(begun: bool, tmp_path: Path) -> N
     assert rollouts.dumped == [], "nothing is written before it has advantages or fails"
     if begun:
         dumps.begin()
-    dumps.leave()
+    dumps.write_all()
     assert rollouts.dumped == [(2, groups, BATCHES[2], tmp_path, StepRecord(RUN, FACTS[2]), None)]
     assert rollouts.awaited == ["rollouts of step 2"]
 
 
 def test_a_step_that_is_over_leaves_nothing(tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path)
-    dumps.leave()
+    dumps.write_all()
     groups = rollouts.tokens.put([[make_trajectory()]])
     dumps.hold(1, groups, BATCHES[1], FACTS[1])
     dumps.begin()
     dumps.finish(1)
-    dumps.leave()
+    dumps.write_all()
     assert (len(rollouts.dumped), len(rollouts.awaited)) == (1, 1)
     off, rollouts = make(tmp_path, rollouts="off")
     off.hold(1, groups, BATCHES[1], FACTS[1])
-    off.leave()
+    off.write_all()
     assert (rollouts.dumped, rollouts.awaited) == ([], [])

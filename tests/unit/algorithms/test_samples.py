@@ -117,7 +117,7 @@ def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> N
         "dynamic_sampling_groups_without_signal": 4.0,
         "dynamic_sampling_groups_sliced": 2.0,
     }
-    assert run.waiting == []
+    assert run.batch_cache == []
     assert [[row["prompt_idx"] for row in group] for group in trajectories_of(samples.groups)] == [
         [0] * 2,
         [2] * 2,
@@ -151,13 +151,13 @@ def test_without_dynamic_sampling_scores_are_left_to_the_step(tmp_path: Path, sc
 
 def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, scored: list[int]) -> None:
     run, rollouts = make(tmp_path, use_dynamic_sampling=True)
-    waiting = run.waiting
+    waiting = run.batch_cache
     assert sample(run, batches([0, 1, 2]), StepTimer()) is None
-    assert waiting is run.waiting, "whoever saves it holds the list"
-    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.tokens.fetch(run.waiting)])
+    assert waiting is run.batch_cache, "whoever saves it holds the list"
+    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.tokens.fetch(run.batch_cache)])
     resumed, again = make(tmp_path, use_dynamic_sampling=True)
     resumed.state = json.loads(json.dumps(run.state))
-    resumed.waiting[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])
+    resumed.batch_cache[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])
     scored.clear()
     continued = drawn(resumed, batches([4, 6, 8]))
     assert scored == [4, 6, 8, 0, 2], "what waited has to be scored again"
@@ -188,7 +188,7 @@ def test_what_is_not_finite_is_found_before_anything_is_made_of_it(dynamic: bool
     with pytest.raises(RunError, match="step 7: a sampling log-probability is not finite") as caught:
         sample(run, batches([5]), StepTimer())
     assert not isinstance(caught.value, SamplingError)
-    assert run.waiting == []
+    assert run.batch_cache == []
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.samples import StepSamples
-from megatron_grpo.algorithms.stages import sampling_metrics
+from megatron_grpo.algorithms.stages import compute_sampling_metrics
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import (
@@ -197,7 +197,7 @@ def test_advantages_that_are_not_finite_are_traced_to_their_responses(in_reward:
     workers: Any = rollouts
     finite = add_advantages(keys, score(keys, [one.outcome for one in trajectories]), batch, workers)
     assert finite.tolist() == [True, True, False, False]
-    assert rollouts.computed == ["token_advantages"] * in_reward
+    assert rollouts.computed == ["compute_token_advantages"] * in_reward
 
 
 def gdpo_step(parts: list[dict[str, float]]) -> tuple[Config, list[Trajectory]]:
@@ -222,7 +222,7 @@ def signal_metric(config: Config, trajectories: list[Trajectory]) -> float | Non
     """The share of groups without a signal that a step reports."""
     outcomes = [one.outcome for one in trajectories]
     groups = FakeRollouts().tokens.put([trajectories])
-    metrics = sampling_metrics(config, StepSamples(groups, None, outcomes), score(config, outcomes))
+    metrics = compute_sampling_metrics(config, StepSamples(groups, None, outcomes), score(config, outcomes))
     return metrics.get("groups_without_signal")
 
 

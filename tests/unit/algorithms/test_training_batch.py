@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.stages import training_batch
+from megatron_grpo.algorithms.stages import build_batch
 from megatron_grpo.batch.packing import OF_TOKENS, Bins
 from megatron_grpo.batch.step_batch import StepBatch, assign
 from megatron_grpo.batch.trajectory import Span, Trajectory
@@ -26,7 +26,7 @@ def laid_out(trajectories: list[Trajectory], *, samples: int = 2, replicas: int 
     config.policy.parallel.data = replicas
     rollouts: Any = FakeRollouts()
     groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-    return training_batch(config, rollouts.tokens.put(groups), rollouts)
+    return build_batch(config, rollouts.tokens.put(groups), rollouts)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.algorithms.validation import held_out_metrics, validate
+from megatron_grpo.algorithms.validation import compute_held_out_metrics, validate
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
@@ -122,7 +122,7 @@ def test_sets_that_have_names_have_figures_of_their_own() -> None:
         for number, name in enumerate(["a", "b", None, "a"])
     ]
     outcomes = [[make_trajectory(2, reward=float(number), correct=number == 3).outcome] for number in range(4)]
-    metrics = held_out_metrics(prompts, outcomes)
+    metrics = compute_held_out_metrics(prompts, outcomes)
     assert (metrics["reward"], metrics["set_reward/a"], metrics["set_reward/b"]) == (1.5, 1.5, 1.0)
     assert (metrics["set_accuracy/a"], metrics["set_accuracy/b"]) == (0.5, 0.0)
     assert not any(name.startswith("task_") for name in metrics), "they are of one task"

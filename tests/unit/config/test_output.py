@@ -17,7 +17,7 @@ import yaml
 from megatron_grpo.config.help import MISTAKE, run_command
 from megatron_grpo.config.output import TolerantStream, tolerant_output
 from megatron_grpo.observability.run_logger import ProgressDisplay
-from megatron_grpo.run.lifetime import end_recorded
+from megatron_grpo.run.lifetime import record_end
 
 TEXT = "日本 → ½ 😀 \u2028 é"
 ODD = "half a pair: \ud83d"
@@ -73,7 +73,7 @@ def test_the_end_of_a_run_raises_only_its_own_error(
     startup: Any = SimpleNamespace(run_dir=folder, write_summary=lambda end: None)
 
     def run() -> None:
-        with end_recorded(startup, report=True):
+        with record_end(startup, report=True):
             if error is not None:
                 raise error
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.algorithms.stages import sampling_metrics
+from megatron_grpo.algorithms.stages import compute_sampling_metrics
 from megatron_grpo.batch.figures import MOST_FIGURES
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.schema import Config
@@ -58,7 +58,7 @@ def step_metrics_of(scores: list[EnvironmentReturn]) -> dict[str, float]:
     config = Config()
     config.grpo.num_generations_per_prompt = 8
     samples: Any = SimpleNamespace(sampled=sampled, outcomes=sampled, metrics={"dropped": 1.0})
-    return sampling_metrics(config, samples, SimpleNamespace(differs=torch.ones(8, dtype=torch.bool)))  # type: ignore[arg-type]
+    return compute_sampling_metrics(config, samples, SimpleNamespace(differs=torch.ones(8, dtype=torch.bool)))  # type: ignore[arg-type]
 
 
 def rewards(count: int) -> list[float]:

@@ -18,8 +18,8 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.identity import identify
 from megatron_grpo.data.loader import StreamLoader
 from megatron_grpo.data.rows import file_digest
-from megatron_grpo.run.checkpoints import Checkpointer, checkpoint_to_start_from
-from megatron_grpo.run.directory import DATA_FILE, changes_since_last_start, record_start
+from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
+from megatron_grpo.run.directory import DATA_FILE, compare_with_last_start, record_start
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
 OTHER = [{"prompt": f"{n}-{n}=", "answer": "0"} for n in range(8)]
@@ -67,14 +67,14 @@ def run_dir(tmp_path: Path) -> Path:
 def test_new_rows_under_the_old_path_are_refused(tmp_path: Path, run_dir: Path, name: str) -> None:
     path = write(tmp_path / name)
     record_start(run_dir, config_of(path))
-    assert changes_since_last_start(run_dir, config_of(path)) == []
+    assert compare_with_last_start(run_dir, config_of(path)) == []
     write(path, OTHER)
     with pytest.raises(ConfigError, match=r"holds another run: data\.train_path=.* has other rows: 8 rows, digest"):
-        changes_since_last_start(run_dir, config_of(path))
+        compare_with_last_start(run_dir, config_of(path))
     with pytest.raises(ConfigError, match="holds another run"):
         record_start(run_dir, config_of(path))
     write(path)
-    assert changes_since_last_start(run_dir, config_of(path)) == [], "it is back as it was"
+    assert compare_with_last_start(run_dir, config_of(path)) == [], "it is back as it was"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -89,10 +89,10 @@ def test_a_new_path_to_the_same_rows_is_the_same_data(
     copy = tmp_path / "elsewhere" / name
     (shutil.copytree if path.is_dir() else shutil.copy)(path, copy)
     for other in (name, f"./{name}", *(["link"] if path.is_dir() or path.suffix == ".jsonl" else []), copy):
-        changes = changes_since_last_start(run_dir, config_of(other))
+        changes = compare_with_last_start(run_dir, config_of(other))
         assert changes == [f"data.train_path: {path} -> {other}"]
     os.rename(path, tmp_path / f"moved_{name}")
-    changes_since_last_start(run_dir, config_of(tmp_path / f"moved_{name}"))
+    compare_with_last_start(run_dir, config_of(tmp_path / f"moved_{name}"))
 
 
 def test_the_digest_is_of_every_byte(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_file_of_the_same_size_and_time_is_another(tmp_path: Path, run_dir: Pa
     if path.stat().st_ino == status.st_ino:
         pytest.skip("the file system gave the inode to the new file, so this process takes it for the old one")
     with pytest.raises(ConfigError, match="has other rows"):
-        changes_since_last_start(run_dir, config_of(path))
+        compare_with_last_start(run_dir, config_of(path))
 
 
 @pytest.mark.parametrize(
@@ -144,15 +144,15 @@ def test_sets_and_their_order_and_weights_are_compared(
     second = DatasetConfig(path=str(write(tmp_path / "b.jsonl", OTHER)))
     record_start(run_dir, config_of_sets(first, second))
     with pytest.raises(ConfigError, match=reason):
-        changes_since_last_start(run_dir, change(first, second))
+        compare_with_last_start(run_dir, change(first, second))
     renamed = Config(data=DataConfig(train_sets={"x": first, "y": second}), env={"math": EnvironmentConfig()})
-    changes_since_last_start(run_dir, renamed)
+    compare_with_last_start(run_dir, renamed)
 
 
 def test_one_set_is_the_same_as_a_path(tmp_path: Path, run_dir: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     record_start(run_dir, config_of(path))
-    changes_since_last_start(run_dir, config_of_sets(DatasetConfig(path=str(path))))
+    compare_with_last_start(run_dir, config_of_sets(DatasetConfig(path=str(path))))
 
 
 def test_rows_that_become_usable_are_other_data(tmp_path: Path, run_dir: Path) -> None:
@@ -161,7 +161,7 @@ def test_rows_that_become_usable_are_other_data(tmp_path: Path, run_dir: Path) -
     path = write(tmp_path / "a.jsonl", rows)
     record_start(run_dir, config_of(path, bad_rows="skip"))
     with pytest.raises(ConfigError, match=r"other rows can be used than when it began \(data.bad_rows, data.processor"):
-        changes_since_last_start(run_dir, config_of(path, bad_rows="skip", answer_key="solution"))
+        compare_with_last_start(run_dir, config_of(path, bad_rows="skip", answer_key="solution"))
 
 
 def test_changed_validation_rows_are_remarked_on(tmp_path: Path, run_dir: Path) -> None:
@@ -169,24 +169,24 @@ def test_changed_validation_rows_are_remarked_on(tmp_path: Path, run_dir: Path) 
     config = config_of(path, val_path=str(held_out))
     record_start(run_dir, config)
     write(held_out, ROWS[:4])
-    (remark,) = changes_since_last_start(run_dir, config)
+    (remark,) = compare_with_last_start(run_dir, config)
     assert remark.startswith(f"data.val_path={held_out} has other rows: 4 rows, digest")
     assert "before 8 rows, digest" in remark
     assert "cannot be compared" in remark
     record_start(run_dir, config)
-    assert changes_since_last_start(run_dir, config) == []
+    assert compare_with_last_start(run_dir, config) == []
 
 
 def test_a_run_without_digests_goes_on_with_a_remark(tmp_path: Path, run_dir: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     record_start(run_dir, config_of(path))
     (run_dir / DATA_FILE).unlink()
-    (remark,) = changes_since_last_start(run_dir, config_of(path))
+    (remark,) = compare_with_last_start(run_dir, config_of(path))
     assert remark == f"{run_dir / DATA_FILE} is missing: whether the data is that of the earlier start is not known"
     (tmp_path / "link.jsonl").symlink_to(path)
-    assert remark in changes_since_last_start(run_dir, config_of(tmp_path / "link.jsonl"))
+    assert remark in compare_with_last_start(run_dir, config_of(tmp_path / "link.jsonl"))
     with pytest.raises(ConfigError, match=r"its data\.train_path is .*a\.jsonl, this one's is .*b\.jsonl"):
-        changes_since_last_start(run_dir, config_of(write(tmp_path / "b.jsonl")))
+        compare_with_last_start(run_dir, config_of(write(tmp_path / "b.jsonl")))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"training": 3}', b"\xff", b"[" * 99999])
@@ -195,7 +195,7 @@ def test_a_damaged_identity_is_told(tmp_path: Path, run_dir: Path, content: byte
     record_start(run_dir, config_of(path))
     (run_dir / DATA_FILE).write_bytes(content)
     with pytest.raises(ConfigError, match=r"data\.json is damaged: .*; put it back, choose another run_dir, or delete"):
-        changes_since_last_start(run_dir, config_of(path))
+        compare_with_last_start(run_dir, config_of(path))
 
 
 def test_a_checkpoint_of_a_run_on_other_data_is_refused(tmp_path: Path, run_dir: Path) -> None:
@@ -206,11 +206,11 @@ def test_a_checkpoint_of_a_run_on_other_data_is_refused(tmp_path: Path, run_dir:
     config.checkpointing.resume = str(checkpoint)
 
     class Chosen(Checkpointer):
-        def find(self, stop: Any = None) -> Path | None:
+        def find_start(self, stop: Any = None) -> Path | None:
             return checkpoint
 
     def start(config: Config) -> Path | None:
-        return checkpoint_to_start_from(Chosen(tmp_path / "new", config.checkpointing, look_only=True), config)
+        return find_start_checkpoint(Chosen(tmp_path / "new", config.checkpointing, look_only=True), config)
 
     with pytest.raises(ConfigError, match=r"step_1 has a position in other data: .*has other rows.* export it"):
         start(config)

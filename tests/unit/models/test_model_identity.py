@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.policy_schema import ModelConfig, PolicyConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.model_identity import model_digest
-from megatron_grpo.run.directory import changes_since_last_start, record_start
+from megatron_grpo.run.directory import compare_with_last_start, record_start
 
 
 def config_of(model: Path, data: Path) -> Config:
@@ -64,10 +64,10 @@ def test_another_model_under_the_same_path_is_refused(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     record_start(run_dir, config_of(model, data))
-    assert changes_since_last_start(run_dir, config_of(model, data)) == []
+    assert compare_with_last_start(run_dir, config_of(model, data)) == []
     change(model)
     with pytest.raises(ConfigError, match=r"holds another run: policy\.model\.path=\S+ is another model"):
-        changes_since_last_start(run_dir, config_of(model, data))
+        compare_with_last_start(run_dir, config_of(model, data))
 
 
 def test_the_same_model_under_another_path_is_the_same(model: Path, data: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_same_model_under_another_path_is_the_same(model: Path, data: Path, 
     moved = shutil.move(model, tmp_path / "moved")
     (Path(moved) / "config.json").write_text(json.dumps({"hidden_size": 8, "model_type": "llama"}))  # the same content
     (Path(moved) / "chat_template.jinja").write_text("{{ messages }}")
-    (line,) = changes_since_last_start(run_dir, config_of(Path(moved), data))
+    (line,) = compare_with_last_start(run_dir, config_of(Path(moved), data))
     assert line.startswith("policy.model.path: ")
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config
 from megatron_grpo.preflight.machine_checks import examine_machine
-from megatron_grpo.run.directory import claimed_run_directory, record_start
+from megatron_grpo.run.directory import lock_run_directory, record_start
 from tests.support.config_problems import SMALL, problems_of
 
 
@@ -200,7 +200,7 @@ def test_prompts_that_are_all_the_same_are_remarked_on(given: list[str], rows: P
 
 def test_a_folder_of_another_run(given: list[str], rows: Path, tmp_path: Path) -> None:
     config = load_config(given)
-    with claimed_run_directory(config.run_dir) as folder:
+    with lock_run_directory(config.run_dir) as folder:
         record_start(folder, config)
     load_config(given)
     other = tmp_path / "other.jsonl"
@@ -226,7 +226,7 @@ def test_checkpoints_that_cannot_be_started_from(given: list[str], tmp_path: Pat
 
 def test_a_folder_locked_by_another_user(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(given)
-    with claimed_run_directory(config.run_dir) as folder:
+    with lock_run_directory(config.run_dir) as folder:
         record_start(folder, config)
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != ".lock")
     ((subject, text),) = problems_of(given).items()

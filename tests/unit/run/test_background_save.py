@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import CheckpointingConfig
-from megatron_grpo.run.checkpoint_files import verify
+from megatron_grpo.run.checkpoint_files import verify_checkpoint
 from megatron_grpo.run.checkpoints import Checkpointer
 
 
@@ -64,20 +64,20 @@ def test_it_is_complete_once_ranks_have_written_and_all_is_digested(run: FakeRun
     run.begin(1)
     for _ in range(3):
         run.checkpointer.advance()
-    assert run.checkpointer.steps() == []
+    assert run.checkpointer.list_steps() == []
     run.model.written = True
     run.settle()
-    assert run.checkpointer.steps() == [1]
-    assert verify(run.checkpointer.path(1)) is None
+    assert run.checkpointer.list_steps() == [1]
+    assert verify_checkpoint(run.checkpointer.locate(1)) is None
     assert "saved" in run.notes[-1]
 
 
 def test_the_next_save_waits_for_it_and_old_ones_go(run: FakeRun) -> None:
     run.begin(1)
     run.begin(2)
-    assert run.checkpointer.steps() == [1]
+    assert run.checkpointer.list_steps() == [1]
     run.checkpointer.finish()
-    assert run.checkpointer.steps() == [2]  # keep_top_k
+    assert run.checkpointer.list_steps() == [2]  # keep_top_k
     run.checkpointer.finish()  # nothing to do
 
 
@@ -89,8 +89,8 @@ def test_a_failed_one_is_told_and_given_up(run: FakeRun) -> None:
     with pytest.raises(RunError, match="disk full"):
         run.checkpointer.finish()
     assert run.checkpointer.pending is None
-    assert run.checkpointer.steps() == [1]
-    assert run.checkpointer.find() == run.checkpointer.path(1)
+    assert run.checkpointer.list_steps() == [1]
+    assert run.checkpointer.find_start() == run.checkpointer.locate(1)
 
 
 def test_a_kill_at_any_moment_leaves_the_one_before(run: FakeRun, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_kill_at_any_moment_leaves_the_one_before(run: FakeRun, tmp_path: Path
         run.model.written = written
         run.checkpointer.advance()
         again = Checkpointer(tmp_path, replace(run.checkpointer.config))
-        assert again.find() == again.path(1)
+        assert again.find_start() == again.locate(1)
     pending = run.checkpointer.pending
     assert pending is not None
     assert pending.driver_files is not None

@@ -16,11 +16,11 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     STATE_FILE,
     CheckpointError,
-    complete,
+    finalize,
     read_loader_state,
     read_state,
     replace_state,
-    verify,
+    verify_checkpoint,
 )
 from tests.support.damage import DAMAGES, every_kill, extend, files_of
 
@@ -33,7 +33,7 @@ def make_checkpoint(folder: Path) -> Path:
     (folder / "megatron").mkdir(parents=True)
     for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
         (folder / "megatron" / name).write_bytes(name.encode() * 50)
-    complete(folder, 4, OLD, LOADER)
+    finalize(folder, 4, OLD, LOADER)
     return folder
 
 
@@ -51,7 +51,7 @@ def without_manifest(checkpoint: Path) -> Path:
 
 
 def test_what_was_written_is_read(checkpoint: Path) -> None:
-    assert verify(checkpoint) is None
+    assert verify_checkpoint(checkpoint) is None
     assert (read_state(checkpoint), read_loader_state(checkpoint)) == (OLD, LOADER)
 
 
@@ -64,7 +64,7 @@ def test_damage_to_any_file_is_found_and_the_file_named(checkpoint: Path, damage
         shutil.copytree(checkpoint, copy)
         damage(copy / name)
         with pytest.raises(CheckpointError, match=re.escape(str(copy / name))):
-            verify(copy)
+            verify_checkpoint(copy)
         shutil.rmtree(copy)
 
 
@@ -73,7 +73,7 @@ def test_a_late_validation_keeps_the_checkpoint_sound_wherever_the_process_is_ki
 ) -> None:
     states = []
     for copy in every_kill(checkpoint, tmp_path, lambda folder: replace_state(folder, NEW)):
-        assert verify(copy) is None
+        assert verify_checkpoint(copy) is None
         states.append(read_state(copy))
     assert states[0] == OLD
     assert states[-1] == NEW
@@ -87,24 +87,24 @@ def test_a_checkpoint_is_complete_only_with_its_last_file(tmp_path: Path) -> Non
     (models / "megatron").mkdir(parents=True)
     (models / "megatron" / "weights").write_bytes(b"weights")
     (tmp_path / "killed").mkdir()
-    *killed, finished = every_kill(models, tmp_path / "killed", lambda folder: complete(folder, 4, OLD, LOADER))
-    assert verify(finished) is None
+    *killed, finished = every_kill(models, tmp_path / "killed", lambda folder: finalize(folder, 4, OLD, LOADER))
+    assert verify_checkpoint(finished) is None
     unfinished = [copy for copy in killed if not (copy / MANIFEST_FILE).exists()]
     assert len(unfinished) == 4, "before the state and the manifest are begun and renamed"
     for copy in unfinished:
         with pytest.raises(CheckpointError, match="is missing"):
-            verify(copy)
-    assert all(verify(copy) is None for copy in killed if copy not in unfinished)
+            verify_checkpoint(copy)
+    assert all(verify_checkpoint(copy) is None for copy in killed if copy not in unfinished)
 
 
 def test_the_state_of_another_checkpoint_is_found(checkpoint: Path) -> None:
     replace_state(checkpoint, OLD | {"save_state": {"total_steps": 2}})
     with pytest.raises(CheckpointError, match=r"state\.json is that of another checkpoint: of step 2, not 4"):
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
 
 
 def test_one_that_an_earlier_version_wrote_is_taken_with_a_remark(without_manifest: Path) -> None:
-    remark = verify(without_manifest)
+    remark = verify_checkpoint(without_manifest)
     assert remark is not None
     assert f"{without_manifest} was written by an earlier version, without digests" in remark
     assert read_state(without_manifest)["metrics"] == {"loss": 0.5}
@@ -112,7 +112,7 @@ def test_one_that_an_earlier_version_wrote_is_taken_with_a_remark(without_manife
 
 def test_one_that_an_earlier_version_wrote_may_get_a_validation(without_manifest: Path, tmp_path: Path) -> None:
     for copy in every_kill(without_manifest, tmp_path, lambda folder: replace_state(folder, NEW)):
-        assert verify(copy) is not None
+        assert verify_checkpoint(copy) is not None
     assert read_state(copy) == NEW
 
 
@@ -127,14 +127,14 @@ def test_without_digests_garbage_is_found_all_the_same(
 ) -> None:
     damage(without_manifest / name)
     with pytest.raises(CheckpointError, match=re.escape(str(without_manifest / name))):
-        verify(without_manifest)
+        verify_checkpoint(without_manifest)
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
 def test_without_digests_a_missing_file_is_found_all_the_same(without_manifest: Path, name: str) -> None:
     (without_manifest / "megatron" / name).unlink()
     with pytest.raises(CheckpointError, match=re.escape(f"megatron/{name} is missing")):
-        verify(without_manifest)
+        verify_checkpoint(without_manifest)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,18 @@ def test_without_digests_a_missing_file_is_found_all_the_same(without_manifest: 
 def test_without_digests_a_state_of_another_form_is_found(without_manifest: Path, state: str) -> None:
     (without_manifest / STATE_FILE).write_text(state)
     with pytest.raises(CheckpointError, match=r"state\.json is damaged: it does not hold the state of a run"):
-        verify(without_manifest)
+        verify_checkpoint(without_manifest)
 
 
 def test_an_empty_folder_and_what_is_none(tmp_path: Path) -> None:
     (tmp_path / "step_99").mkdir()
     with pytest.raises(CheckpointError, match="step_99 is empty"):
-        verify(tmp_path / "step_99")
+        verify_checkpoint(tmp_path / "step_99")
     with pytest.raises(CheckpointError, match="step_100 is missing"):
-        verify(tmp_path / "step_100")
+        verify_checkpoint(tmp_path / "step_100")
     (tmp_path / "step_101").write_text("a file")
     with pytest.raises(CheckpointError, match="step_101 is missing"):
-        verify(tmp_path / "step_101")
+        verify_checkpoint(tmp_path / "step_101")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -180,4 +180,4 @@ def test_whatever_dataloader_pt_holds_is_no_traceback(without_manifest: Path) ->
 def test_another_object_in_dataloader_pt_is_found(without_manifest: Path) -> None:
     torch.save([1, 2], without_manifest / LOADER_FILE)
     with pytest.raises(CheckpointError, match="does not hold the state of a data loader"):
-        verify(without_manifest)
+        verify_checkpoint(without_manifest)

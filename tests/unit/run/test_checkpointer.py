@@ -15,7 +15,7 @@ import pytest
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, DataConfig, LoggerConfig
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.run.checkpoints import Checkpointer, named_checkpoint
+from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
 from megatron_grpo.run.directory import record_start
 from tests.support.checkpoints import fake_models
 
@@ -36,12 +36,12 @@ def saved(run_dir: Path, scores: dict[int, float | None], **settings: object) ->
 
 
 def resuming(run_dir: Path, resume: object) -> Path | None:
-    return Checkpointer(run_dir, CheckpointingConfig(resume=str(resume))).find()
+    return Checkpointer(run_dir, CheckpointingConfig(resume=str(resume))).find_start()
 
 
 def test_what_was_written_is_found_whole(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, {2: 0.5, 10: 0.4})
-    found = checkpointer.find()
+    found = checkpointer.find_start()
     assert found == tmp_path / "checkpoints" / "step_10"
     assert (read_state(found), read_loader_state(found)) == (
         {"save_state": {"total_steps": 10}, "metrics": {"val_accuracy": 0.4}},
@@ -59,17 +59,17 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint(tmp_path: Path) -> None:
     model: Any = SimpleNamespace(save_checkpoint=fail)
     with pytest.raises(RunError, match=r"step_2 cannot be written: disk full"):
         checkpointer.begin(2, {}, {}, {"megatron": model})
-    assert checkpointer.steps() == [1]
+    assert checkpointer.list_steps() == [1]
     checkpointer.remove_leftovers()
     assert [entry.name for entry in checkpointer.folder.iterdir()] == ["step_1"]
 
 
 def test_a_late_validation_ranks_a_checkpoint_anew(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, {1: 0.3, 2: None}, keep_top_k=1)
-    assert checkpointer.steps() == [1, 2]
-    checkpointer.update(2, state_of(2, 0.9))
-    assert checkpointer.steps() == [2]
-    assert (read_state(path := checkpointer.path(2)), read_loader_state(path)) == (state_of(2, 0.9), {"position": 2})
+    assert checkpointer.list_steps() == [1, 2]
+    checkpointer.replace_state(2, state_of(2, 0.9))
+    assert checkpointer.list_steps() == [2]
+    assert (read_state(path := checkpointer.locate(2)), read_loader_state(path)) == (state_of(2, 0.9), {"position": 2})
 
 
 def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +79,12 @@ def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monk
             raise KeyboardInterrupt
 
     checkpointer = saved(tmp_path, {1: 0.1, 2: 0.9}, keep_top_k=1)
-    assert checkpointer.steps() == [2]
+    assert checkpointer.list_steps() == [2]
     monkeypatch.setattr("shutil.rmtree", broken_off)
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path, {3: 0.5, 4: 0.4}, keep_top_k=1)
     monkeypatch.undo()
-    assert checkpointer.steps() == [2, 4]
+    assert checkpointer.list_steps() == [2, 4]
     checkpointer.remove_leftovers()
     saved(tmp_path, {5: 0.3}, keep_top_k=1)
     assert sorted(entry.name for entry in checkpointer.folder.iterdir()) == ["step_2", "step_5"]
@@ -104,16 +104,16 @@ def test_a_value_that_is_not_finite_ranks_last(tmp_path: Path, higher_is_better:
     finite = [1, 5, 3] if higher_is_better else [3, 5, 1]
     for seed in range(20):
         steps = random.Random(seed).sample(list(scores), len(scores))
-        assert checkpointer.ranked(steps) == [*finite, 8, 7, 6, 4, 2]
+        assert checkpointer.rank(steps) == [*finite, 8, 7, 6, 4, 2]
 
 
 def test_checkpoints_that_a_replay_needs_are_kept_besides(tmp_path: Path) -> None:
     for step in range(1, 8):
         checkpointer = Checkpointer(tmp_path, CheckpointingConfig(keep_top_k=1, metric_name=None))
-        checkpointer.keeps = LoggerConfig(replay_every=3).needed_by_a_replay
+        checkpointer.keep_forever = LoggerConfig(replay_every=3).needed_by_a_replay
         checkpointer.begin(step, state_of(step, None), {}, fake_models(step, "megatron"))
         checkpointer.finish()
-    assert checkpointer.steps() == [2, 5, 7]
+    assert checkpointer.list_steps() == [2, 5, 7]
 
 
 def test_without_a_metric_the_newest_are_kept(tmp_path: Path) -> None:
@@ -123,14 +123,14 @@ def test_without_a_metric_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_a_run_that_began_from_another_goes_on_from_its_own(tmp_path: Path) -> None:
     """A job that is queued again has the same command line, and must not fall back to where it once began."""
-    other = saved(tmp_path / "other", {5: None}).path(5)
+    other = saved(tmp_path / "other", {5: None}).locate(5)
     assert resuming(tmp_path / "new", other) == other
-    own = saved(tmp_path / "new", {7: None}).path(7)
+    own = saved(tmp_path / "new", {7: None}).locate(7)
     assert resuming(tmp_path / "new", other) == own
 
 
 def test_where_another_run_began_may_be_gone(tmp_path: Path) -> None:
-    own = saved(tmp_path / "new", {7: None}).path(7)
+    own = saved(tmp_path / "new", {7: None}).locate(7)
     assert resuming(tmp_path / "new", tmp_path / "pruned" / "checkpoints" / "step_5") == own
 
 
@@ -142,7 +142,7 @@ def test_an_own_checkpoint_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_the_newest_of_a_runs_own_checkpoints_may_be_named(tmp_path: Path) -> None:
-    newest = saved(tmp_path, {3: None, 6: None}).path(6)
+    newest = saved(tmp_path, {3: None, 6: None}).locate(6)
     assert resuming(tmp_path, newest) == newest
 
 
@@ -170,7 +170,7 @@ def test_a_full_disk_is_told_and_the_partial_folder_removed(
         raise error
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    last = re.escape(str(checkpointer.path(1)))
+    last = re.escape(str(checkpointer.locate(1)))
     with pytest.raises(RunError, match=f"step_2 cannot be written: the disk is full; {last} is the last checkpoint"):
         checkpointer.begin(2, {}, {}, {"megatron": SimpleNamespace(save_checkpoint=fail)})  # type: ignore[dict-item]
     assert [entry.name for entry in checkpointer.folder.iterdir()] == ["step_1"]
@@ -181,22 +181,22 @@ def test_a_checkpoint_has_other_names(tmp_path: Path) -> None:
     record_start(tmp_path, config)
     checkpointer = saved(tmp_path, {1: 0.1, 2: 0.9, 3: 0.2})
     folder = checkpointer.folder
-    assert named_checkpoint(folder / "best") == folder / "step_2"
-    assert named_checkpoint(folder / "newest") == folder / "step_3"
-    assert named_checkpoint(folder / "step_7") == folder / "step_7"
+    assert resolve_checkpoint(folder / "best") == folder / "step_2"
+    assert resolve_checkpoint(folder / "newest") == folder / "step_3"
+    assert resolve_checkpoint(folder / "step_7") == folder / "step_7"
     config.checkpointing.higher_is_better = False
     record_start(tmp_path, config)
-    assert named_checkpoint(folder / "best") == folder / "step_1"
+    assert resolve_checkpoint(folder / "best") == folder / "step_1"
     (folder / "best").mkdir()
-    assert named_checkpoint(folder / "best") == folder / "best"
+    assert resolve_checkpoint(folder / "best") == folder / "best"
     with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config.yaml"):
-        named_checkpoint(tmp_path / "other" / "checkpoints" / "best")
+        resolve_checkpoint(tmp_path / "other" / "checkpoints" / "best")
 
 
 def test_the_best_checkpoint_of_which_none_can_be_read(tmp_path: Path) -> None:
     record_start(tmp_path, Config(data=DataConfig(val_path="rows.jsonl")))
     folder = saved(tmp_path, {1: 0.1}).folder
     (folder / "step_1" / "state.json").write_text("{")
-    assert named_checkpoint(folder / "newest") == folder / "step_1"
+    assert resolve_checkpoint(folder / "newest") == folder / "step_1"
     with pytest.raises(ValueError, match=r"best: no checkpoint of .* has a state that can be read; name one"):
-        named_checkpoint(folder / "best")
+        resolve_checkpoint(folder / "best")

@@ -28,17 +28,17 @@ def test_a_damaged_newest_one_is_named_set_aside_and_the_previous_taken(
     tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     origin = save(tmp_path / "run", 2, 4, 6)
-    for name in files_of(origin.path(6)):
+    for name in files_of(origin.locate(6)):
         checkpointer = Checkpointer(tmp_path / "copy", CheckpointingConfig())
         shutil.copytree(origin.folder, checkpointer.folder)
-        damage(checkpointer.path(6) / name)
-        assert checkpointer.find() == checkpointer.path(4)
+        damage(checkpointer.locate(6) / name)
+        assert checkpointer.find_start() == checkpointer.locate(4)
         said = capsys.readouterr().err
-        assert str(checkpointer.path(6) / name) in said
+        assert str(checkpointer.locate(6) / name) in said
         assert "is set aside as damaged_step_6\n" in said
-        assert f"going on from {checkpointer.path(4)}" in said
+        assert f"going on from {checkpointer.locate(4)}" in said
         assert names(checkpointer) == ["damaged_step_6", "step_2", "step_4"]
-        assert checkpointer.find() == checkpointer.path(4)
+        assert checkpointer.find_start() == checkpointer.locate(4)
         assert capsys.readouterr().err == "", "it is told once"
         shutil.rmtree(checkpointer.folder)
 
@@ -46,19 +46,19 @@ def test_a_damaged_newest_one_is_named_set_aside_and_the_previous_taken(
 def test_looking_renames_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 2, 4)
     looking = Checkpointer(tmp_path, CheckpointingConfig(), look_only=True)
-    flip(looking.path(4) / "megatron" / "__0_0.distcp")
-    assert looking.find() == looking.path(2)
+    flip(looking.locate(4) / "megatron" / "__0_0.distcp")
+    assert looking.find_start() == looking.locate(2)
     said = capsys.readouterr().err
-    assert f"{looking.path(4)} would be set aside\nwould go on from {looking.path(2)}" in said
+    assert f"{looking.locate(4)} would be set aside\nwould go on from {looking.locate(2)}" in said
     assert names(looking) == ["step_2", "step_4"]
 
 
 def test_several_damaged_ones_are_all_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpointer = save(tmp_path, 2, 4, 6)
     (checkpointer.folder / "step_99").mkdir()
-    flip(checkpointer.path(6) / "megatron" / "__0_0.distcp")
-    delete(checkpointer.path(4) / "manifest.json")
-    assert checkpointer.find() == checkpointer.path(2)
+    flip(checkpointer.locate(6) / "megatron" / "__0_0.distcp")
+    delete(checkpointer.locate(4) / "manifest.json")
+    assert checkpointer.find_start() == checkpointer.locate(2)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 4
     for line, expected in zip(
@@ -71,8 +71,8 @@ def test_several_damaged_ones_are_all_told(tmp_path: Path, capsys: pytest.Captur
 def test_what_was_set_aside_is_neither_overwritten_nor_counted_nor_deleted(tmp_path: Path) -> None:
     for _ in range(2):
         checkpointer = save(tmp_path, 2, 4)
-        flip(checkpointer.path(4) / "megatron" / "__0_0.distcp")
-        assert checkpointer.find() == checkpointer.path(2)
+        flip(checkpointer.locate(4) / "megatron" / "__0_0.distcp")
+        assert checkpointer.find_start() == checkpointer.locate(2)
     (tmp_path / "checkpoints" / "damaged_step_4" / "mine").touch()
     checkpointer = save(tmp_path, 6, 8, keep_top_k=1, score=0.9)
     checkpointer.remove_leftovers()
@@ -83,10 +83,10 @@ def test_what_was_set_aside_is_neither_overwritten_nor_counted_nor_deleted(tmp_p
 def test_with_none_intact_nothing_is_begun_anew_however_often_it_is_tried(tmp_path: Path) -> None:
     checkpointer = save(tmp_path, 2, 4)
     for step in (2, 4):
-        flip(checkpointer.path(step) / "megatron" / "__0_0.distcp")
+        flip(checkpointer.locate(step) / "megatron" / "__0_0.distcp")
     for _ in range(2):
         with pytest.raises(ConfigError) as raised:
-            checkpointer.find()
+            checkpointer.find_start()
         message = str(raised.value)
         assert message.startswith(
             "configuration has 1 problem:\n  checkpointing.resume=auto  finds no intact checkpoint"
@@ -98,14 +98,14 @@ def test_with_none_intact_nothing_is_begun_anew_however_often_it_is_tried(tmp_pa
 
 def test_what_was_set_aside_earlier_keeps_a_run_from_beginning_anew(tmp_path: Path) -> None:
     checkpointer = save(tmp_path, 2, 4)
-    flip(checkpointer.path(4) / "dataloader.pt")
-    checkpointer.find()
-    shutil.rmtree(checkpointer.path(2))
+    flip(checkpointer.locate(4) / "dataloader.pt")
+    checkpointer.find_start()
+    shutil.rmtree(checkpointer.locate(2))
     with pytest.raises(ConfigError, match=r"will not begin anew .*damaged_step_4 was set aside"):
-        checkpointer.find()
-    elsewhere = save(tmp_path / "other", 9).path(9)
+        checkpointer.find_start()
+    elsewhere = save(tmp_path / "other", 9).locate(9)
     with pytest.raises(ConfigError, match="will not begin anew"):
-        save(tmp_path, resume=str(elsewhere)).find()
+        save(tmp_path, resume=str(elsewhere)).find_start()
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -114,7 +114,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused(
     tmp_path: Path, damage: Callable[[Path], None], whose: str
 ) -> None:
     origin = save(tmp_path / "run", 2)
-    for name in files_of(origin.path(2)):
+    for name in files_of(origin.locate(2)):
         folder = tmp_path / "copy" / "checkpoints"
         shutil.copytree(origin.folder, folder)
         damage(folder / "step_2" / name)
@@ -129,15 +129,15 @@ def test_folders_with_other_names_are_not_looked_at(tmp_path: Path) -> None:
     checkpointer = save(tmp_path, 2)
     for name in ("step_x", "step_007", "step_٣", "best_step_9", ".writing_step_8"):
         (checkpointer.folder / name).mkdir()
-    assert checkpointer.find() == checkpointer.path(2)
+    assert checkpointer.find_start() == checkpointer.locate(2)
 
 
 def test_a_later_version_is_not_set_aside(tmp_path: Path) -> None:
     checkpointer = save(tmp_path, 2, 4)
-    file = checkpointer.path(4) / "manifest.json"
+    file = checkpointer.locate(4) / "manifest.json"
     write_with_checksum(file, read_with_checksum(file) | {"format": 7})
     with pytest.raises(RunError, match="was written by a later version"):
-        checkpointer.find()
+        checkpointer.find_start()
     assert names(checkpointer) == ["step_2", "step_4"]
 
 
@@ -148,17 +148,17 @@ def test_what_cannot_be_read_now_is_not_set_aside(tmp_path: Path, monkeypatch: p
     def fail(path: Path, _: object) -> None:
         raise OSError(errno.EIO, "Input/output error", str(path / "weights"))
 
-    monkeypatch.setattr(checkpointer_module, "verify", fail)
+    monkeypatch.setattr(checkpointer_module, "verify_checkpoint", fail)
     with pytest.raises(RunError, match=r"step_4 cannot be read: .*Input/output error.*weights"):
-        checkpointer.find()
+        checkpointer.find_start()
     assert names(checkpointer) == ["step_2", "step_4"]
     with pytest.raises(ConfigError, match=r"cannot be read: .*Input/output error"):
-        save(tmp_path, resume=str(checkpointer.path(4))).find()
+        save(tmp_path, resume=str(checkpointer.locate(4))).find_start()
 
 
 def test_pruning_leaves_what_it_cannot_rank(tmp_path: Path) -> None:
     checkpointer = save(tmp_path, 2, 4, keep_top_k=2)
-    flip(checkpointer.path(2) / "state.json")
+    flip(checkpointer.locate(2) / "state.json")
     save(tmp_path, 6, 8, 10, keep_top_k=2, score=0.9)
     assert names(checkpointer) == ["step_10", "step_2", "step_8"]
 
@@ -169,7 +169,7 @@ def test_wherever_saving_is_killed_an_intact_one_is_found(tmp_path: Path, capsys
     found = []
     for copy in every_kill(tmp_path / "run", tmp_path, lambda run_dir: save(run_dir, 4, keep_top_k=1)):
         checkpointer = Checkpointer(copy, CheckpointingConfig())
-        path = checkpointer.find()
+        path = checkpointer.find_start()
         assert path is not None
         found.append(path.name)
         assert not list(checkpointer.folder.glob("damaged_*"))
@@ -183,8 +183,8 @@ def test_wherever_saving_is_killed_an_intact_one_is_found(tmp_path: Path, capsys
 def test_wherever_setting_aside_is_killed_the_next_start_finds_the_previous_one(tmp_path: Path) -> None:
     run = save(tmp_path / "run", 2, 4, 6)
     for step in (4, 6):
-        flip(run.path(step) / "megatron" / "__0_0.distcp")
-    for copy in every_kill(tmp_path / "run", tmp_path, lambda run_dir: save(run_dir).find()):
+        flip(run.locate(step) / "megatron" / "__0_0.distcp")
+    for copy in every_kill(tmp_path / "run", tmp_path, lambda run_dir: save(run_dir).find_start()):
         checkpointer = Checkpointer(copy, CheckpointingConfig())
-        assert checkpointer.find() == checkpointer.path(2)
+        assert checkpointer.find_start() == checkpointer.locate(2)
         assert names(checkpointer) == ["damaged_step_4", "damaged_step_6", "step_2"]

@@ -17,7 +17,7 @@ import pytest
 from megatron_grpo.cluster.guardian import keep_sigterm_handler, sigterm_interrupts
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.observability.summary import RunEnd, write_summary
-from megatron_grpo.run.lifetime import Startup, end_recorded
+from megatron_grpo.run.lifetime import Startup, record_end
 
 ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "throughput": {}}
 
@@ -33,7 +33,7 @@ def recorded(folder: Path, *, report: bool = False, write: Any = None) -> Abstra
         run_dir=folder,
         write_summary=write or (lambda end: write_summary(folder, samples_per_step=4, end=end)),
     )
-    return end_recorded(startup, report=report)
+    return record_end(startup, report=report)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from megatron_grpo.run.checkpoint_files import (
     MANIFEST_FILE,
     CheckpointError,
     LaterFormatError,
-    complete,
+    finalize,
     read_with_checksum,
-    verify,
+    verify_checkpoint,
     write_with_checksum,
 )
 from tests.support.damage import DAMAGES, files_of, flip
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "megatron" / "deeper").mkdir(parents=True)
     for name, size in {"a": 0, "megatron/.metadata": 1, "megatron/b": 5000, "megatron/deeper/c": 70_001}.items():
         (folder / name).write_bytes(os.urandom(size))
-    complete(folder, 3, STATE, {"epoch": 0})
+    finalize(folder, 3, STATE, {"epoch": 0})
     return folder
 
 
@@ -52,14 +52,14 @@ def test_the_manifest_has_every_file_with_its_size_and_digest(folder: Path) -> N
         for name in files_of(folder)
         if name not in (MANIFEST_FILE, "state.json")
     }
-    assert verify(folder) is None
+    assert verify_checkpoint(folder) is None
 
 
 def test_files_larger_than_one_read_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_READ_BYTES", 4096)
     for size in (4095, 4096, 4097, 3 * 4096 + 1):
         (tmp_path / str(size)).write_bytes(os.urandom(size))
-    complete(tmp_path, 3, STATE, {"epoch": 0})
+    finalize(tmp_path, 3, STATE, {"epoch": 0})
     for name, record in json.loads((tmp_path / MANIFEST_FILE).read_text())["files"].items():
         if name == LOADER_FILE:
             continue
@@ -67,9 +67,9 @@ def test_files_larger_than_one_read_are_read_whole(tmp_path: Path, monkeypatch: 
         for position in (0, int(name) - 1):
             flip(tmp_path / name, position)
             with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / name} is damaged")):
-                verify(tmp_path)
+                verify_checkpoint(tmp_path)
             flip(tmp_path / name, position)
-    verify(tmp_path)
+    verify_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -81,7 +81,7 @@ def test_damage_to_any_file_is_found_and_the_file_named(folder: Path, damage: Ca
         if before or damage.__name__ in ("extend", "delete", "make_a_folder_of_it"):
             damage(copy / name)
             with pytest.raises(CheckpointError, match=re.escape(str(copy / name))):
-                verify(copy)
+                verify_checkpoint(copy)
         shutil.rmtree(copy)
 
 
@@ -90,14 +90,14 @@ def test_no_byte_of_manifest_and_state_goes_unguarded(folder: Path) -> None:
         for position in range((folder / name).stat().st_size):
             flip(folder / name, position)
             with pytest.raises(CheckpointError, match=f"{name} is damaged"):
-                verify(folder)
+                verify_checkpoint(folder)
             flip(folder / name, position)
-    assert verify(folder) is None
+    assert verify_checkpoint(folder) is None
 
 
 def test_a_file_that_is_not_listed_does_no_harm(folder: Path) -> None:
     (folder / "notes.txt").write_text("the good one")
-    assert verify(folder) is None
+    assert verify_checkpoint(folder) is None
 
 
 def test_sealed_files_are_json_and_give_back_what_was_written(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_later_format_is_not_taken_for_damage(folder: Path) -> None:
     content = read_with_checksum(folder / MANIFEST_FILE) | {"format": 2}
     write_with_checksum(folder / MANIFEST_FILE, content)
     with pytest.raises(LaterFormatError, match="was written by a later version"):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 def test_reading_ends_when_it_is_told_to(folder: Path) -> None:
     stop = Event()
     stop.set()
     with pytest.raises(CancelledError):
-        verify(folder, stop)
+        verify_checkpoint(folder, stop)

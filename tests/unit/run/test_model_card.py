@@ -12,14 +12,14 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.export import main
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.directory import record_start
-from megatron_grpo.run.model_card import push
+from megatron_grpo.run.model_card import push_to_hub
 from tests.support.checkpoints import save
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, given: list[str]) -> Path:
     """The checkpoint of a run, with metrics."""
-    found = save(tmp_path / "run", 7, score=0.25).path(7)
+    found = save(tmp_path / "run", 7, score=0.25).locate(7)
     record_start(tmp_path / "run", compose_config([*given, "checkpointing=none"]))
     return found
 
@@ -31,7 +31,10 @@ def test_a_folder_is_sent_with_its_card(checkpoint: Path, tmp_path: Path, monkey
     output = tmp_path / "out"
     output.mkdir()
     output.chmod(0o750)
-    assert push(output, "org/mine", "Qwen/Qwen3-0.6B", checkpoint, adapters=False) == "https://huggingface.co/org/mine"
+    assert (
+        push_to_hub(output, "org/mine", "Qwen/Qwen3-0.6B", checkpoint, adapters=False)
+        == "https://huggingface.co/org/mine"
+    )
     assert calls == [
         ("org/mine", {"private": True, "exist_ok": True}),
         ("upload", {"repo_id": "org/mine", "folder_path": output, "commit_message": "Upload the model"}),
@@ -53,7 +56,7 @@ def test_a_hub_that_is_not_reached_is_one_line(
 
     monkeypatch.setattr(HfApi, "create_repo", fail)
     with pytest.raises(RunError, match=f"^push_to_hub=org/mine: no route; {tmp_path} has the model$"):
-        push(tmp_path, "org/mine", "base", checkpoint, adapters=True)
+        push_to_hub(tmp_path, "org/mine", "base", checkpoint, adapters=True)
 
 
 def test_a_name_is_looked_at_first(capsys: pytest.CaptureFixture[str]) -> None:

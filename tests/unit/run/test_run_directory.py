@@ -11,34 +11,34 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.run.directory import changes_since_last_start, claimed_run_directory, in_use, record_start
+from megatron_grpo.run.directory import compare_with_last_start, is_in_use, lock_run_directory, record_start
 
 
 def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with claimed_run_directory(str(folder)):
+    with lock_run_directory(str(folder)):
         first = compose_config(["+exp=quickstart", "run_dir=here"])
-        assert changes_since_last_start(folder, first) == []
+        assert compare_with_last_start(folder, first) == []
         record_start(folder, first)
-        assert changes_since_last_start(folder, first) == []
+        assert compare_with_last_start(folder, first) == []
         faster = compose_config(["+exp=quickstart", "run_dir=here", "policy.optimizer.lr=0.5"])
-        assert changes_since_last_start(folder, faster) == ["policy.optimizer.lr: 0.001 -> 0.5"]
+        assert compare_with_last_start(folder, faster) == ["policy.optimizer.lr: 0.001 -> 0.5"]
     assert (tmp_path / "latest").resolve() == folder
 
 
 def test_another_run_is_refused_once_the_first_has_started(tmp_path: Path) -> None:
     other = compose_config(["+exp=quickstart", "data.train_path=other.jsonl"])
-    assert changes_since_last_start(tmp_path, other) == [], "looking alone makes the folder nobody's"
+    assert compare_with_last_start(tmp_path, other) == [], "looking alone makes the folder nobody's"
     record_start(tmp_path, compose_config(["+exp=quickstart"]))
     with pytest.raises(ConfigError, match=r"holds another run: its data\.train_path is .*choose another run_dir"):
-        changes_since_last_start(tmp_path, other)
+        compare_with_last_start(tmp_path, other)
 
 
 def test_a_run_that_trains_and_one_that_does_not_are_two(tmp_path: Path) -> None:
     record_start(tmp_path, compose_config(["+exp=quickstart"]))
     sampling = compose_config(["+exp=quickstart", "debug.train=false"])
     with pytest.raises(ConfigError, match=r"holds another run: its debug\.train is True, this one's is False"):
-        changes_since_last_start(tmp_path, sampling)
+        compare_with_last_start(tmp_path, sampling)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_run_that_trains_and_one_that_does_not_are_two(tmp_path: Path) -> None
 def test_a_broken_configuration_is_told(tmp_path: Path, content: bytes, told: str) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=told) as raised:
-        changes_since_last_start(tmp_path, compose_config(["+exp=quickstart"]))
+        compare_with_last_start(tmp_path, compose_config(["+exp=quickstart"]))
     assert f"  run_dir={tmp_path}  " in str(raised.value)
     assert "choose another run_dir" in str(raised.value)
     assert str(raised.value).count("\n") == 1
@@ -65,22 +65,22 @@ def test_a_broken_configuration_is_told(tmp_path: Path, content: bytes, told: st
 def test_a_configuration_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: Is a directory"):
-        changes_since_last_start(tmp_path, compose_config(["+exp=quickstart"]))
+        compare_with_last_start(tmp_path, compose_config(["+exp=quickstart"]))
 
 
 def test_a_folder_has_one_driver_at_a_time(tmp_path: Path) -> None:
-    first = claimed_run_directory(str(tmp_path))
-    with first, pytest.raises(RunError, match="is in use by another run"), claimed_run_directory(str(tmp_path)):
+    first = lock_run_directory(str(tmp_path))
+    with first, pytest.raises(RunError, match="is in use by another run"), lock_run_directory(str(tmp_path)):
         pass
-    with claimed_run_directory(str(tmp_path)) as folder:
+    with lock_run_directory(str(tmp_path)) as folder:
         assert folder == tmp_path
 
 
 def test_a_start_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError), claimed_run_directory(str(tmp_path / "outputs" / "run")):
+    with pytest.raises(ConfigError), lock_run_directory(str(tmp_path / "outputs" / "run")):
         raise ConfigError([Problem("key", "is wrong")])
     assert list(tmp_path.iterdir()) == []
-    with claimed_run_directory(str(tmp_path / "run")) as folder:
+    with lock_run_directory(str(tmp_path / "run")) as folder:
         record_start(folder, compose_config(["+exp=quickstart"]))
     assert {entry.name for entry in folder.iterdir()} == {".lock", "config.yaml"}
 
@@ -112,22 +112,22 @@ def test_the_folder_keeps_the_template_of_the_prompts_for_exports(tmp_path: Path
 
 
 def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), claimed_run_directory(str(tmp_path)):
+    with pytest.raises(KeyboardInterrupt), lock_run_directory(str(tmp_path)):
         raise KeyboardInterrupt
     assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
 
 
 def test_whether_a_run_is_alive_in_a_folder(tmp_path: Path) -> None:
-    assert not in_use(str(tmp_path))
-    with claimed_run_directory(str(tmp_path)):
-        assert in_use(str(tmp_path))
-    assert not in_use(str(tmp_path))
+    assert not is_in_use(str(tmp_path))
+    with lock_run_directory(str(tmp_path)):
+        assert is_in_use(str(tmp_path))
+    assert not is_in_use(str(tmp_path))
 
 
 def test_a_folder_that_cannot_be_made_is_one_message() -> None:
     with (
         pytest.raises(RunError, match=r"run_dir=/proc/nowhere cannot be written"),
-        claimed_run_directory("/proc/nowhere"),
+        lock_run_directory("/proc/nowhere"),
     ):
         pass
 
@@ -139,7 +139,7 @@ def test_only_the_user_may_look_into_a_new_folder(tmp_path: Path) -> None:
     try:
         shared.mkdir()
         for name, mode in (("new", 0o700), ("shared", 0o755)):
-            with claimed_run_directory(str(tmp_path / name)) as folder:
+            with lock_run_directory(str(tmp_path / name)) as folder:
                 assert folder.stat().st_mode & 0o777 == mode
                 (folder / "kept").touch()
     finally:
@@ -153,7 +153,7 @@ def test_logs_of_a_refused_start_go_and_those_of_a_failed_one_stay(
     tmp_path: Path, error: Exception, stays: bool
 ) -> None:
     def start() -> None:
-        with claimed_run_directory(str(tmp_path / "outputs" / "run")) as folder:
+        with lock_run_directory(str(tmp_path / "outputs" / "run")) as folder:
             (folder / "logs").mkdir()
             (folder / "logs" / "driver.log").touch()
             raise error

@@ -19,7 +19,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sources import open_source
-from megatron_grpo.run.directory import claimed_run_directory, record_start
+from megatron_grpo.run.directory import lock_run_directory, record_start
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(10, 18) for b in range(10, 18)]
 OTHER = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(50, 58) for b in range(10, 18)]
@@ -43,11 +43,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     configs: list[Config] = []
 
     def start(config: Config, *_: Any) -> None:
-        with claimed_run_directory(config.run_dir) as folder:
+        with lock_run_directory(config.run_dir) as folder:
             record_start(folder, config)
         configs.append(config)
 
-    monkeypatch.setattr(api, "start", start)
+    monkeypatch.setattr(api, "run_algorithm", start)
     return configs
 
 
@@ -68,7 +68,7 @@ def test_a_live_run_keeps_its_rows(started: list[Config], tmp_path: Path, form: 
     train(folder, FORMS[form](ROWS), val_dataset=ROWS[:8])
     before = contents(tmp_path)
     assert any(name.startswith(f"{folder}/data/train.") for name in before)
-    with claimed_run_directory(str(folder)), pytest.raises(ConfigError, match="is in use by another run that is still"):
+    with lock_run_directory(str(folder)), pytest.raises(ConfigError, match="is in use by another run that is still"):
         train(folder, FORMS[form](OTHER), val_dataset=OTHER[:8])
     assert contents(tmp_path) == before
     assert len(started) == 1
@@ -79,8 +79,8 @@ def test_a_run_that_begins_while_the_rows_are_checked_keeps_its_own(
 ) -> None:
     folder = tmp_path / "run"
     for module in ("megatron_grpo.run.script_data", "megatron_grpo.preflight.machine_checks"):
-        monkeypatch.setattr(f"{module}.in_use", lambda _: False)
-    with claimed_run_directory(str(folder)):
+        monkeypatch.setattr(f"{module}.is_in_use", lambda _: False)
+    with lock_run_directory(str(folder)):
         (folder / "data").mkdir()
         (folder / "data" / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
         before = contents(tmp_path)
@@ -132,7 +132,7 @@ def test_rows_of_a_start_that_came_to_nothing_are_replaced(
         raise RunError("Ray does not start")
 
     with monkeypatch.context() as patched:
-        patched.setattr(api, "start", fail)
+        patched.setattr(api, "run_algorithm", fail)
         with pytest.raises(RunError):
             train(tmp_path / "run", ROWS)
     train(tmp_path / "run", OTHER)
@@ -203,7 +203,7 @@ def test_a_start_that_is_refused_late_leaves_no_folder(tmp_path: Path, monkeypat
         assert Path(config.data.train_path).is_file()
         raise ConfigError([Problem("rewards", "cannot be imported")])
 
-    monkeypatch.setattr(api, "start", refuse)
+    monkeypatch.setattr(api, "run_algorithm", refuse)
     with pytest.raises(ConfigError, match="cannot be imported"):
         train(tmp_path / "a" / "run", ROWS)
     assert list(tmp_path.iterdir()) == []

@@ -60,7 +60,9 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         cluster.reserve(config.policy.parallel, engines if own_engines else None, value_parallel)
         if config.generates:
             generation = _start_generation(config, folder, cluster, stack)
-    policy = MegatronPolicy(policy_settings(config, folder), cluster.policy_options, config.cluster.startup_timeout_s)
+    policy = MegatronPolicy(
+        make_policy_settings(config, folder), cluster.policy_options, config.cluster.startup_timeout_s
+    )
     stack.callback(policy.shutdown)
     if colocated:
         cluster.share(policy.devices(), engines.ranks_per_engine)
@@ -100,7 +102,7 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: 
     return generation
 
 
-def policy_settings(config: Config, folder: Path) -> RankSettings:
+def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     """Settings of the policy's ranks; `folder`: the policy's model in Hugging Face format."""
     return RankSettings(
         config=config.policy,

@@ -16,7 +16,7 @@ SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only:sample_steps"
 SETUP = "megatron_grpo.algorithms.setup:setup"
 
 
-def start(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:
+def run_algorithm(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:
     """Run the configured algorithm from start (or resume) to end; its module is imported while Ray starts.
 
     With debug.train=false the run only samples and scores, which is the same for every algorithm.
@@ -36,14 +36,14 @@ def start(config: Config, user_objects: UserObjects | None = None, began: float 
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata warns about its own code
     # Imported late, because NumPy and Ray take long to import.
     from megatron_grpo.preflight.environment_checks import check_scoring
-    from megatron_grpo.run.lifetime import started
+    from megatron_grpo.run.lifetime import open_run
 
     trained = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
     with ThreadPoolExecutor(1, "import") as importer:
         imported = importer.submit(lambda: (pkgutil.resolve_name(trained), pkgutil.resolve_name(SETUP)))
         if config.generates:
             check_scoring(config, rewards=user_objects.rewards if user_objects is not None else None)
-        with started(config, user_objects, began) as startup:
+        with open_run(config, user_objects, began) as startup:
             with startup.part("imports"):
                 train, setup = imported.result()
             with setup(config, startup) as run:
