@@ -196,7 +196,7 @@ class SimulatedEngine:
         self._decoder.pause()
         await asyncio.gather(*(member.transfer() for member in self._members))
 
-    def commit_weights(self, version: int, guarded: bool = False) -> None:
+    def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
         """Go on decoding with this version; no canary asks for its log-probabilities before."""
         self._require_alive()
         self._decoder.resume(version)

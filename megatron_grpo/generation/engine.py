@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
+from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
@@ -22,6 +23,7 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
 from megatron_grpo.generation.engine_canary import ARGUMENTS, CanaryPrompt
+from megatron_grpo.generation.engine_interface import Engine, EngineWorker
 from megatron_grpo.generation.engine_tokenizer import engine_tokenizer, require_same_tokenizer
 from megatron_grpo.generation.pauses import Pauses
 from megatron_grpo.generation.shutdown import EngineProcesses, end_own, own_processes
@@ -64,7 +66,7 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
         prepare_cpu_processes(settings)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Ray actor with one vLLM engine. While no request is in flight, it is paused and its prefix cache is empty.
 
     So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
@@ -191,7 +193,7 @@ class VllmEngine:
             rendezvous: fields of refit.groups.Rendezvous; with files, `folder` and `session`.
             first_receiver: total number of workers of the engines before this one.
         """
-        await self._on_workers("connect_refit", mode, rendezvous, first_receiver)
+        await self._call_workers(EngineWorker.connect_refit, mode, rendezvous, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
@@ -202,18 +204,18 @@ class VllmEngine:
         self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
         if self._settings.in_flight is not None:
             await self._pauses.hold()
-        await self._on_workers("receive_refit", version)
+        await self._call_workers(EngineWorker.receive_refit, version)
 
     @phase("commit weights")
-    async def commit_weights(self, version: int, guarded: bool = False) -> None:
-        """Serve the received weights as this version, or if `guarded` only after `admit_weights`.
+    async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
+        """Serve the received weights as this version, or if it `awaits_canary` only after `admit_weights`.
 
         Raises:
             EngineLostError: a process of the engine has ended; every worker must confirm the version.
         """
         llm = await self._pauses.paused()
         # All calls at once, since each takes a round trip; nothing is served before all have answered.
-        calls: list[Any] = [self._on_workers("confirm_refit", version)]
+        calls: list[Any] = [self._call_workers(EngineWorker.confirm_refit, version)]
         calls.append(while_alive(llm, llm.update_weight_version(str(version))))
         if not self._settings.keeps_cache:
             calls.append(while_alive(llm, llm.reset_prefix_cache()))
@@ -223,7 +225,7 @@ class VllmEngine:
                 raise outcome
         if self._settings.keeps_cache:
             self._salt = str(version)
-        if guarded:
+        if awaits_canary:
             self._unusable = f"version {version} of the weights has not passed the canary"
         else:
             await self._serve()
@@ -270,7 +272,7 @@ class VllmEngine:
     @phase("fingerprint weights")
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
         """Fingerprints of every worker's weights (`refit.fingerprints.engine_fingerprints`), by worker."""
-        return await self._on_workers("fingerprint_weights")
+        return await self._call_workers(EngineWorker.fingerprint_weights)
 
     @phase("sleep")
     async def sleep(self) -> None:
@@ -306,10 +308,10 @@ class VllmEngine:
             end_own(self._llm)
             self._llm = None
 
-    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
+    async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
+        """Call a method on every worker; RuntimeError with the problems of all workers."""
         llm = await self._pauses.paused()
-        answers = await while_alive(llm, llm.collective_rpc(method, args=args))
+        answers = await while_alive(llm, llm.collective_rpc(method.__name__, args=args))
         return without_problems(answers)
 
     async def _serve(self) -> None:

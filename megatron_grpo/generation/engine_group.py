@@ -11,12 +11,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.generation.server import ServerEngine
 from megatron_grpo.generation.shutdown import END_S, EngineProcesses, end_processes
 
@@ -62,7 +64,7 @@ class VllmGeneration:
         """Begin to start every engine."""
         self._started_at = time.monotonic()
         self.engines = [self._new(settings) for settings in self._settings]
-        self._starting = self.submit("start")
+        self._starting = self.submit(Engine.start)
 
     def wait_ready(self) -> None:
         """Wait until every engine can generate.
@@ -102,7 +104,7 @@ class VllmGeneration:
             self.engines[index] = self._new(self._settings[index])
         numbers = list(lost)
         started = gather(
-            self.submit("start", engines=numbers),
+            self.submit_to(numbers, Engine.start),
             deadline_s=self._startup_timeout_s,
             what="generation restart",
             name=lambda place: ENGINE_NAME(numbers[place]),
@@ -110,10 +112,17 @@ class VllmGeneration:
         for index, (_, processes, _) in zip(numbers, started, strict=True):
             self._processes[index] = processes
 
-    def submit(self, method: str, *args: Any, engines: Sequence[int] | None = None) -> list[ray.ObjectRef]:
-        """Call a method of engine actors (None: all) without waiting; returns references to the results, in order."""
-        numbers = range(len(self.engines)) if engines is None else engines
-        return [getattr(self.engines[number], method).remote(*args) for number in numbers]
+    def submit(
+        self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[ray.ObjectRef]:
+        """Call a method of every engine without waiting; returns references to the results, by number."""
+        return self.submit_to(range(len(self.engines)), method, *args, **kwargs)
+
+    def submit_to(
+        self, numbers: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[ray.ObjectRef]:
+        """Call a method of some engines without waiting; returns references to the results, in their order."""
+        return [call_actor(self.engines[number], method, *args, **kwargs) for number in numbers]
 
     def sleep(self) -> None:
         """Put all engines to sleep, so that models can use the devices; if one fails, the others still go to sleep.
@@ -121,7 +130,7 @@ class VllmGeneration:
         Raises:
             RunError: an engine has responses in flight, failed, or missed the deadline.
         """
-        calls = self.submit("sleep")
+        calls = self.submit(VllmEngine.sleep)
         try:
             self._gather(calls, "engines going to sleep")
         except RunError:
@@ -134,7 +143,7 @@ class VllmGeneration:
         Raises:
             RunError: an engine failed or missed the deadline.
         """
-        self._gather(self.submit("wake", part), "engines waking up")
+        self._gather(self.submit(VllmEngine.wake, part), "engines waking up")
 
     def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
         gather(refs, deadline_s=self.config.timeout_s, what=what, name=ENGINE_NAME)
@@ -142,7 +151,9 @@ class VllmGeneration:
     def shutdown(self) -> None:
         """End every engine process; idempotent."""
         engines, self.engines = self.engines, []
-        ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
+        ray.wait(
+            [call_actor(engine, Engine.shutdown) for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S
+        )
         for engine in engines:
             ray.kill(engine)
 

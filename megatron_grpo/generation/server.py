@@ -18,6 +18,7 @@ import numpy as np
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.special_tokens import added_tokens, response_text
 from megatron_grpo.batch.trajectory import Span
+from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
@@ -26,6 +27,7 @@ from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.tokenizer import encode_text, from_difference, load_tokenizer, sample_texts
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import ARGUMENTS, CanaryPrompt
+from megatron_grpo.generation.engine_interface import Engine, EngineWorker
 from megatron_grpo.generation.shutdown import EngineProcesses, own_processes
 from megatron_grpo.generation.vllm_requests import EngineStatistics, in_bunches, sampling_arguments, without_problems
 from megatron_grpo.models.families import shape_of_folder
@@ -47,7 +49,7 @@ class OtherWeightsError(Exception):
     """A response was sampled by weights that do not belong to this run."""
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """Ray actor that stands for one external server, with the methods of `VllmEngine`.
 
     The server names each version of the weights with a prefix that is unique to the run. So every response tells
@@ -130,7 +132,7 @@ class ServerEngine:
     async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
         self._source = (mode, rendezvous, first_receiver)
         await self._wait_until_up()
-        await self._on_workers("connect_refit", *self._source)
+        await self._call_workers(EngineWorker.connect_refit, *self._source)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
@@ -139,10 +141,10 @@ class ServerEngine:
             await self._receive(version)
 
     @phase("commit weights")
-    async def commit_weights(self, version: int, guarded: bool = False) -> None:
-        await self._commit(version, guarded)
+    async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
+        await self._commit(version, awaits_canary)
         self._version = version
-        if not guarded:
+        if not awaits_canary:
             self._serving.set()
 
     @phase("canary")
@@ -168,7 +170,7 @@ class ServerEngine:
 
     @phase("fingerprint weights")
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
-        return await self._on_workers("fingerprint_weights")
+        return await self._call_workers(EngineWorker.fingerprint_weights)
 
     def shutdown(self) -> None:
         """Do nothing: the server does not belong to this run and keeps running."""
@@ -255,33 +257,36 @@ class ServerEngine:
         await self._post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
         started_anew = self._version is not None and not (await self._served()).startswith(self._prefix)
         if started_anew and self._source is not None and self._source[0] == "files":
-            await self._on_workers("connect_refit", *self._source)
-        await self._on_workers("receive_refit", version)
+            await self._call_workers(EngineWorker.connect_refit, *self._source)
+        await self._call_workers(EngineWorker.receive_refit, version)
         await self._post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
 
-    async def _commit(self, version: int, guarded: bool = False) -> None:
-        """Let the server serve the version that it received, unless `guarded`; RuntimeError if the server was restarted
-        since."""
+    async def _commit(self, version: int, awaits_canary: bool = False) -> None:
+        """Let the server serve the received version, unless it `awaits_canary`; RuntimeError if restarted since."""
         if await self._served() != f"{self._prefix}{version}":
             raise RuntimeError(f"{self._url} was restarted since it received version {version}")
         if not self._settings.keeps_cache and not (await self._post("/reset_prefix_cache"))["success"]:
             raise RuntimeError(f"{self._url} could not empty its prefix cache, which is of other weights")
-        if not guarded:
+        if not awaits_canary:
             await self._post("/resume")
 
-    async def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with the problems of all workers."""
-        return without_problems(await self._answers_of_workers(method, *arguments), f"{self._url}: ")
+    async def _call_workers(
+        self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[Any]:
+        """Call a method on every worker; RuntimeError with the problems of all workers."""
+        return without_problems(await self._collect_answers(method, *args, **kwargs), f"{self._url}: ")
 
-    async def _answers_of_workers(self, method: str, *arguments: Any) -> list[Any]:
-        answer = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
+    async def _collect_answers(
+        self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs
+    ) -> list[Any]:
+        answer = await self._post("/collective_rpc", {"method": method.__name__, "args": list(args)})
         return list(answer["results"])
 
     async def _require_fitting(self) -> None:
         """Raise RuntimeError unless the server can be refitted and serves the run's model in the run's layout."""
         url = self._url
         try:
-            worker, *_ = await self._answers_of_workers("describe")
+            worker, *_ = await self._collect_answers(EngineWorker.describe)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{url} cannot be refitted: {error}; start it with python -m megatron_grpo.serve"

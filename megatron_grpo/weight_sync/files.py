@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.hf_folder import save_tensors
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.observability.run_files import written_whole
@@ -311,7 +312,7 @@ class FilesTransport(WeightTransport):
             self._whole = True
             writers = self._policy.submit(connect_writer, self._folder, self._bucket_bytes)
         shared = {"folder": str(self._folder), "session": self._session}
-        answers = self._on_engines("connect_weights", engines, self.mode, shared, 0)
+        answers = self._on_engines(engines, Engine.connect_weights, self.mode, shared, 0)
         deadline = time.monotonic() + self._timeout_s
         self._complete(writers, answers, deadline, "connecting the refit")
         self._linked = engines
@@ -328,7 +329,7 @@ class FilesTransport(WeightTransport):
         with _disk_errors_as_attempts(self._folder):
             manifest.write(self._folder)
         self._begin_checks()
-        receives = self._on_engines("receive_weights", engines, version)
+        receives = self._on_engines(engines, Engine.receive_weights, version)
         self._complete([], receives, deadline, f"refit of version {version}")
         self._commit(version, engines, deadline)
         with _disk_errors_as_attempts(self._folder):

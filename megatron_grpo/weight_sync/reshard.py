@@ -13,6 +13,7 @@ from torch.distributed import Store
 
 from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitMode
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import shape_of_folder, weight_entries
 from megatron_grpo.models.families.family import WeightSlice
 from megatron_grpo.models.hf_weights import BoundEntry, bound_entries, split_parameter
@@ -144,7 +145,7 @@ class ReshardTransport(WeightTransport):
         sends = self._policy.submit(connect_shards, rendezvous)
         receives: dict[int, Any] = {}
         for place, engine in enumerate(engines):
-            receives |= self._on_engines("connect_weights", [engine], self.mode, asdict(rendezvous), place * ranks)
+            receives |= self._on_engines([engine], Engine.connect_weights, self.mode, asdict(rendezvous), place * ranks)
         deadline = time.monotonic() + self._timeout_s
         self._complete(sends, receives, deadline, "connecting the refit")
         self._linked = engines
@@ -163,7 +164,7 @@ class ReshardTransport(WeightTransport):
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
         deadline = time.monotonic() + self._timeout_s
-        receives = self._on_engines("receive_weights", engines, version)
+        receives = self._on_engines(engines, Engine.receive_weights, version)
         sends = self._policy.submit(send_shards, version)
         self._begin_checks()
         counts = self._complete(sends, receives, deadline, f"refit of version {version}")[: len(sends)]

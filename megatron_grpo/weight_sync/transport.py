@@ -33,6 +33,7 @@ import ray
 from ray.exceptions import RayError
 from torch.distributed import TCPStore
 
+from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import explain, found_by_canary, gather, is_lost, listed, lost_among
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
@@ -40,6 +41,7 @@ from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.weight_layouts import engine_shards
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.canary import Canary, base_logprobs, policy_logprobs, rank_adapters
@@ -282,7 +284,7 @@ class WeightTransport(ABC):
             self._canary.compared()
             self._unchecked, self._are_equal = not has_moved, True
         guarded = self._scores is not None
-        commits = self._on_engines("commit_weights", engines, version, guarded)
+        commits = self._on_engines(engines, Engine.commit_weights, version, guarded)
         self._complete([], commits, deadline, f"commit of version {version}")
 
     def _require_adapters(self, version: int, deadline: float) -> bool:
@@ -321,7 +323,7 @@ class WeightTransport(ABC):
         base = next((one for one in found[len(self._scores) :] if one is not None), None)
         canary, limit = self._canary, self._canary.limit
         prompt = CanaryPrompt(version, canary.sequences, expected, limit, canary.adapter_rounding, base)
-        calls = self._on_engines("admit_weights", engines, prompt)
+        calls = self._on_engines(engines, Engine.admit_weights, prompt)
         errors = self._complete([], calls, deadline, f"canary of version {version}")
         self._scores = None
         seconds = time.monotonic() - began
@@ -335,7 +337,7 @@ class WeightTransport(ABC):
         shape = self._policy.settings.shape
         shards = engine_shards(self._generation.config.parallel, shape)
         stages = self._policy.submit(policy_fingerprints, shards)
-        calls = self._on_engines("fingerprint_weights", engines)
+        calls = self._on_engines(engines, Engine.fingerprint_weights)
         answers = self._complete(stages, calls, deadline, "comparing weights")
         parts = answers[: len(stages)]
         expected = [{name: one for part in parts for name, one in part[rank].items()} for rank in range(len(shards))]
@@ -348,8 +350,10 @@ class WeightTransport(ABC):
                     texts.append(f"{where}: {name} differs from the policy's by {error:.2g} of its norm")
         return texts
 
-    def _on_engines(self, method: str, engines: Sequence[int], *args: Any) -> dict[int, ray.ObjectRef]:
-        return dict(zip(engines, self._generation.submit(method, *args, engines=engines), strict=True))
+    def _on_engines(
+        self, engines: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> dict[int, ray.ObjectRef]:
+        return dict(zip(engines, self._generation.submit_to(engines, method, *args, **kwargs), strict=True))
 
     def _complete(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,8 @@ def _answer(generation: VllmGeneration) -> None:
 
 
 def _plant(generation: VllmGeneration, fault: str) -> None:
-    ray.get(generation.engines[0]._on_workers.remote("plant", fault))
+    plant = SimpleNamespace(__name__="plant")  # FaultyWorker.plant, whose module would import vLLM here
+    ray.get(generation.engines[0]._call_workers.remote(plant, fault))
 
 
 @torch.no_grad()

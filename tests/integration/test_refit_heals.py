@@ -15,6 +15,7 @@ from ray.exceptions import RayTaskError
 
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.files import FilesTransport
 from megatron_grpo.weight_sync.reshard import ReshardTransport
@@ -115,12 +116,12 @@ def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_p
     transport.connect()
     other = {"folder": str(transport._folder), "session": "x"}
     with pytest.raises(RayTaskError, match=r"another run writes to .*/shared/run-"):
-        ray.get(generation.submit("connect_weights", "files", other, 0))
+        ray.get(generation.submit(Engine.connect_weights, "files", other, 0))
     nowhere = {"folder": str(tmp_path / "mine"), "session": "x"}
     with pytest.raises(
         RayTaskError, match=r"cannot be read: No such file .*; refit\.directory has to be a folder that"
     ):
-        ray.get(generation.submit("connect_weights", "files", nowhere, 0))
+        ray.get(generation.submit(Engine.connect_weights, "files", nowhere, 0))
 
 
 class _Damaging(FilesTransport):
@@ -129,14 +130,14 @@ class _Damaging(FilesTransport):
     damages = 0
     """Versions that this is still done to."""
 
-    def _on_engines(self, method: str, engines: Sequence[int], *args: Any) -> Any:
-        if method == "receive_weights" and self.damages:
+    def _on_engines(self, engines: Sequence[int], method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method == Engine.receive_weights and self.damages:
             self.damages -= 1
             file = max(self._folder.glob("0*/*.safetensors"))
             data = bytearray(file.read_bytes())
             data[-3] ^= 4
             file.write_bytes(data)
-        return super()._on_engines(method, engines, *args)
+        return super()._on_engines(engines, method, *args, **kwargs)
 
 
 def _flip_a_bit(_rank: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
 from megatron_grpo.config.generation_schema import StructuredConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_interface import Engine
 from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, generate, make_model, request
 
 pytestmark = pytest.mark.slow  # tests/unit/preflight/test_sampling.py reads the options with every `make test`
@@ -165,13 +166,13 @@ def test_a_form_that_cannot_be_is_one_clear_error(generation: VllmGeneration) ->
 
 
 def test_engines_count_what_they_do(generation: VllmGeneration) -> None:
-    ray.get(generation.submit("take_counts"))
+    ray.get(generation.submit(Engine.take_counts))
     found = responses(generation, SamplingSettings(max_new_tokens=TOKENS))
-    (counts,) = ray.get(generation.submit("take_counts"))
+    (counts,) = ray.get(generation.submit(Engine.take_counts))
     assert (counts.running, counts.waiting) == (TOGETHER, SAMPLES - TOGETHER)
     assert counts.tokens == sum(len(one.token_ids) for one in found)
     assert counts.prefix_tokens == SAMPLES * len(PROMPT)
     assert 0 < counts.kv_cache_usage < 1
     assert counts.busy_s > 0
-    (counts,) = ray.get(generation.submit("take_counts"))
+    (counts,) = ray.get(generation.submit(Engine.take_counts))
     assert (counts.tokens, counts.busy_s) == (0, 0.0)

@@ -18,6 +18,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, Generation
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
@@ -149,7 +150,7 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
 
 def _prefix_hits(generation: VllmGeneration) -> int:
     """Prompt tokens that engines found in their caches since the last call."""
-    return sum(counts.prefix_hits for counts in ray.get(generation.submit("take_counts")))
+    return sum(counts.prefix_hits for counts in ray.get(generation.submit(Engine.take_counts)))
 
 
 def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: Versions, before: int | None) -> None:

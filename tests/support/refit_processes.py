@@ -189,7 +189,7 @@ class Worker(Member):
         assert len(came) == len(links.messages)
         self.received = version
 
-    def commit_weights(self, version: int, guarded: bool = False) -> None:
+    def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
         """As the engine's."""
         assert self.received == version
         self.served = version
@@ -231,9 +231,9 @@ class Generation:
     def _start(self, engine: int) -> Actor:
         return Actor(Worker, self._group, engine, self._ranks + engine)
 
-    def submit(self, method: str, *arguments: Any, engines: Sequence[int]) -> list[Future[Any]]:
+    def submit_to(self, engines: Sequence[int], method: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
         """Call a method of these engines."""
-        return [self.actors[engine].call(method, *arguments) for engine in engines]
+        return [self.actors[engine].call(method.__name__, *arguments) for engine in engines]
 
     def replace(self, lost: Mapping[int, str]) -> None:
         """Start new engines in place of lost ones."""

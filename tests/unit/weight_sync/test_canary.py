@@ -59,8 +59,11 @@ class OneEngine:
         self.error = 0.001
         """Difference that the canary finds."""
 
-    def submit(self, method: Any, *args: Any, engines: Any = None) -> list[Any]:
-        name = method if isinstance(method, str) else method.__name__
+    def submit_to(self, _engines: Any, method: Any, *args: Any) -> list[Any]:
+        return self.submit(method, *args)
+
+    def submit(self, method: Any, *args: Any) -> list[Any]:
+        name = method.__name__
         self.calls.append(name)
         results: dict[str, list[Any]] = {
             "policy_logprobs": [None, ((-1.0, -2.0),)],

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, RefitConfig
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.weight_sync.files import FilesReceiver, FilesTransport, FileWriter, Manifest
 from megatron_grpo.weight_sync.transport import AttemptError, RefitError
 from tests.support.refit_models import made_up_worker
@@ -77,12 +78,12 @@ class Generation:
         self.between: Callable[[], None] = lambda: None
         """Called before a version is received."""
 
-    def submit(self, method: str, *args: Any, engines: Sequence[int]) -> list[Any]:
-        if method == "receive_weights":
+    def submit_to(self, engines: Sequence[int], method: Callable[..., Any], *args: Any) -> list[Any]:
+        if method == Engine.receive_weights:
             self.between()
             return [self._receive(number, *args) for number in engines]
         for number in engines:
-            if method == "connect_weights":
+            if method == Engine.connect_weights:
                 self.connected.append(number)
                 self.receivers[number] = _receiver(self.models[number], args[1])
             else:

@@ -1,0 +1,41 @@
+"""Calls of Ray actors by the method itself, so that mypy checks the arguments and an editor finds the callers.
+
+Ray's own form, `worker.hand_over.remote(complete)`, is untyped: a misspelt method or argument shows only in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
+
+import ray
+
+Arguments = ParamSpec("Arguments")
+
+Method = Callable[Concatenate[Any, Arguments], Any]
+"""A method of an actor's class, or of the protocol that the class fulfils; the actor needs a method of that name."""
+
+
+def call_actor(
+    actor: Any, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> ray.ObjectRef:
+    """Call a method of an actor without waiting; returns a reference to its result.
+
+    Example: `call_actor(worker, RolloutWorker.hand_over, complete)`.
+    """
+    return getattr(actor, method.__name__).remote(*args, **kwargs)
+
+
+def stream_actor(
+    actor: Any, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> ray.ObjectRefGenerator:
+    """Call a method that yields; returns a generator of references to its values."""
+    return getattr(actor, method.__name__).options(num_returns="streaming").remote(*args, **kwargs)
+
+
+def call_actor_for_many(
+    actor: Any, results: int, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> list[ray.ObjectRef]:
+    """Call a method that returns a tuple of `results` values; returns a reference to each."""
+    references = getattr(actor, method.__name__).options(num_returns=results).remote(*args, **kwargs)
+    return [references] if results == 1 else references
