@@ -26,7 +26,7 @@ from typing import Any
 from header import header
 
 from megatron_grpo.config.data_schema import LEVELS, SandboxConfig
-from megatron_grpo.environments.code import judged
+from megatron_grpo.environments.code import check_program
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -92,7 +92,7 @@ def variant(number: int) -> tuple[str, str, tuple[str, ...]]:
 
 
 def apart(sandbox: Sandbox, program: str, tests: tuple[str, ...]) -> bool:
-    verdict = judged(sandbox, program, tests, every=True)
+    verdict = check_program(sandbox, program, tests, every=True)
     return verdict.passed == verdict.tests
 
 

@@ -33,7 +33,7 @@ from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.sandbox.kernel import adopt_orphans, descendants
+from megatron_grpo.environments.sandbox.kernel import adopt_orphans, list_descendants
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 LIMITS = SandboxConfig(wall_time_s=20.0, cpu_time_s=1, memory_mb=256)
@@ -157,7 +157,7 @@ def _there() -> set[str]:
     """What there is now of all that a program could leave behind, each with its kind as the first word."""
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return {
-        *(f"process {pid}" for pid in descendants(os.getpid())),
+        *(f"process {pid}" for pid in list_descendants(os.getpid())),
         *(f"descriptor {number}" for number in range(4096) if os.path.lexists(f"/proc/self/fd/{number}")),
         *(f"mount {line}" for line in mounts),
         *(f"temporary {name}" for name in os.listdir(tempfile.gettempdir())),

@@ -14,7 +14,7 @@ from megatron_grpo.config.section import Positive
 from megatron_grpo.data.code_tests import PreparedTests, code_tests, prepare
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
-from megatron_grpo.environments.code_blocks import program_of
+from megatron_grpo.environments.code_blocks import extract_program
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
@@ -81,8 +81,8 @@ class CodeEnvironment(Environment):
 
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
         tests = code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
-        program = program_of(request.response)
-        verdict = judged(self._sandbox, program, tests, every=self._share, allow=self._allow)
+        program = extract_program(request.response)
+        verdict = check_program(self._sandbox, program, tests, every=self._share, allow=self._allow)
         for reason in verdict.untrusted:
             self._log_once(
                 f"a test of a program {'counts, though' if self._allow else 'fails:'} it depends on {reason}"
@@ -106,7 +106,7 @@ class CodeEnvironment(Environment):
             _log.warning(message)
 
 
-def judged(
+def check_program(
     sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool, allow: bool = False
 ) -> Verdict:
     """Run the tests of a row against a Python program: statements that do not raise, or (input, output) pairs.

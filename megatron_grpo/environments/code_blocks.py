@@ -28,7 +28,7 @@ warnings.filterwarnings("ignore", module=re.escape(_SOURCE))  # SyntaxWarnings o
 Kind = Literal["python", "untagged", "other"]
 
 
-def program_of(response: str) -> str:
+def extract_program(response: str) -> str:
     """The program of a response: its last Python block, or the whole response without any block.
 
     Without a block that is tagged as Python, it is the last untagged block that is a program, else the last untagged

@@ -120,17 +120,17 @@ class EnvironmentSettings:
         return load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
 
 
-def environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
+def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
     """Settings of a run for the environment of a task; `tokenizer`: see `EnvironmentSettings`."""
     return EnvironmentSettings(
         sandbox=config.sandbox,
         tokenizer=tokenizer,
         prompts=task_spec(config.data, task),
-        import_folders=import_folders(),
+        import_folders=list_import_folders(),
     )
 
 
-def import_folders() -> tuple[str, ...]:
+def list_import_folders() -> tuple[str, ...]:
     """Folders of the user's modules: the working folder and PYTHONPATH, which other machines may not have set."""
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return tuple(dict.fromkeys(os.path.abspath(folder) for folder in (os.getcwd(), *named) if folder))

@@ -43,7 +43,7 @@ def is_correct(response: str, answer: str) -> bool:
         answer: the reference answer: a number, expression or LaTeX, without a box. Both are brought to one form first
             (`data.math_text`). An answer that math-verify cannot read is compared as text.
     """
-    return _equal(final_answer(response), answer)
+    return _equal(find_final_answer(response), answer)
 
 
 @lru_cache(maxsize=1024)
@@ -87,7 +87,7 @@ def _squeezed(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def final_answer(response: str) -> str:
+def find_final_answer(response: str) -> str:
     """The last \\boxed{...} of a response, with nested braces.
 
     If there is no box, or the last one is not closed: the last TAIL_CHARACTERS characters of the response.

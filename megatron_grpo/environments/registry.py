@@ -56,14 +56,14 @@ def create_environment(
         if config.agent_func is None:
             return RewardFunctionEnvironment(**scoring)
         return AgentEnvironment(agent_function=load_agent_function(config.agent_func), **scoring)
-    kind = environment_class(config.type)
-    arguments, problems = fitted_options(kind, config.options)
+    kind = import_environment_class(config.type)
+    arguments, problems = convert_options(kind, config.options)
     if problems:
         raise RunError("; ".join(f"options.{name} {text}" for name, text in problems))
     return kind(**arguments, **({SETTINGS: settings} if SETTINGS in _parameters(kind) else {}))
 
 
-def environment_class(kind: str) -> type[Environment]:
+def import_environment_class(kind: str) -> type[Environment]:
     """Import the class of an environment type: the name of a built-in environment, or package.module:Class.
 
     Raises:
@@ -91,7 +91,7 @@ def _advice_on_interface(found: Any) -> str:
     return ""
 
 
-def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Convert options to the types of the constructor; returns the converted ones, and problems as name and reason.
 
     Values are converted like those of the configuration: "3" is accepted as a number, "three" is not.

@@ -27,7 +27,7 @@ class Retriever:
         self._lengths: list[int] = []
         self._postings: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for number, document in enumerate(self._documents):
-            counts = Counter(words(document))
+            counts = Counter(split_terms(document))
             self._lengths.append(counts.total())
             for word, count in counts.items():
                 self._postings[word].append((number, count))
@@ -46,7 +46,7 @@ class Retriever:
     def scores(self, query: str) -> dict[int, float]:
         """Scores of the documents that share a word with a query, by number of the document."""
         scores: defaultdict[int, float] = defaultdict(float)
-        for word in set(words(query)):
+        for word in set(split_terms(query)):
             postings = self._postings.get(word, [])
             rarity = math.log(1 + (len(self._documents) - len(postings) + 0.5) / (len(postings) + 0.5))
             for number, count in postings:
@@ -104,7 +104,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     return word, runs
 
 
-def words(text: str) -> Iterator[str]:
+def split_terms(text: str) -> Iterator[str]:
     """The terms of a text by which it is found, alike for documents and queries.
 
     Texts are compared in Unicode's form NFKC without case. In scripts without blanks between words, the terms are

@@ -26,7 +26,7 @@ RESTARTS = 3
 """Most times that Ray restarts a process of a reward model."""
 
 
-def model_problem(path: str) -> str | None:
+def find_model_problem(path: str) -> str | None:
     """Reason why a folder or hub name is not a reward model; None: it is one, judging by its config.json."""
     folder = Path(path)
     if is_hub_name(path):

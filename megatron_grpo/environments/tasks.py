@@ -107,7 +107,7 @@ class CountdownEnvironment(Environment):
         if _ANSWER in response:
             expression = response.rpartition(_ANSWER)[2].partition("</answer>")[0]
             return Turn(state=replace(state, won=is_solution(expression, state.numbers, state.target)))
-        result = played(state.numbers, response)
+        result = play_move(state.numbers, response)
         if result is None:
             return Turn(state=state)
         numbers, made = result
@@ -157,7 +157,7 @@ def _value(node: ast.expr) -> Fraction:
     raise ValueError("not an expression of whole numbers")
 
 
-def played(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
+def play_move(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
     """Play a move: returns the remaining numbers, the result last, and the result; None: the move is invalid."""
     parts = _MOVE.fullmatch(move)
     if parts is None:

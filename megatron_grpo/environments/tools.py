@@ -93,7 +93,7 @@ def _bounded(value: Fraction) -> Fraction:
     return value
 
 
-def parser_names() -> frozenset[str]:
+def read_parser_names() -> frozenset[str]:
     """Names of vLLM's tool parsers, read from its source, since importing takes seconds; empty if it is not found."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
@@ -173,7 +173,7 @@ class ToolEnvironment(Environment):
         """Report a parser that vLLM lacks, and a retriever without documents."""
         problems = []
         parser, documents = options.get("parser"), options.get("documents")
-        known = parser_names()
+        known = read_parser_names()
         if parser is not None and known and parser not in known:
             problems.append(
                 (f"parser={parser}", f"is not a tool parser of vLLM; choose one of {', '.join(sorted(known))}")

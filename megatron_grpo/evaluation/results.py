@@ -15,7 +15,7 @@ import numpy as np
 from megatron_grpo.algorithms.validation import compute_held_out_metrics
 from megatron_grpo.batch.trajectory import Outcome, Trajectory
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.environments.math_answers import final_answer
+from megatron_grpo.environments.math_answers import find_final_answer
 
 SAMPLES_FILE = "samples.jsonl"
 RESAMPLES = 10_000
@@ -162,7 +162,7 @@ def sample_row(name: str, prompt: DatumSpec, one: Trajectory) -> Row:
 
 def vote_of(response: str) -> str | None:
     """The answer of a response in a vote: its last \\boxed{...}, else its last line; None if the response is empty."""
-    boxed = final_answer(response)
+    boxed = find_final_answer(response)
     if boxed.startswith("\\boxed{"):
         return "".join(boxed.split())
     lines = response.strip().splitlines()

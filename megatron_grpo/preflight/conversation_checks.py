@@ -19,7 +19,7 @@ from megatron_grpo.data.processors import TaskDataSpec
 from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, content_text
 from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec, task_templates
 from megatron_grpo.data.tokenizer import from_difference
-from megatron_grpo.environments.registry import environment_class
+from megatron_grpo.environments.registry import import_environment_class
 
 _QUESTION = {"role": "user", "content": "sample question"}
 _ANSWER = {"role": "assistant", "content": "sample answer"}
@@ -156,7 +156,7 @@ def _later_messages(environment: EnvironmentConfig) -> Sequence[ChatMessage]:
     if environment.type == REWARD_FUNCTIONS:
         return []
     try:
-        kind = environment_class(environment.type)
+        kind = import_environment_class(environment.type)
     except RunError:  # `check_scoring` reports it
         return []
     if not kind.multi_turn:

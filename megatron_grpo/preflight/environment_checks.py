@@ -9,8 +9,8 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import PREPARED_PROMPTS, ROW_FORMS, processor_name, processor_problems, task_spec
-from megatron_grpo.environments.interface import import_folders, make_importable
-from megatron_grpo.environments.registry import environment_class, fitted_options
+from megatron_grpo.environments.interface import list_import_folders, make_importable
+from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_functions import (
     RESULT,
     RewardFunction,
@@ -18,7 +18,7 @@ from megatron_grpo.environments.reward_functions import (
     load_agent_function,
     load_reward_function,
 )
-from megatron_grpo.environments.reward_model import model_problem
+from megatron_grpo.environments.reward_model import find_model_problem
 from megatron_grpo.models.source import made_before_the_run
 
 
@@ -38,7 +38,7 @@ def check_scoring(
         ConfigError: a class or function cannot be imported or called, or its options or parameters do not fit; or a
             folder is not a reward model.
     """
-    make_importable(import_folders())
+    make_importable(list_import_folders())
     problems = list(processor_problems(config.data))
     problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
     if not problems:  # reward functions may need the modules that these checks import
@@ -52,11 +52,11 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
     if environment.type == REWARD_FUNCTIONS:  # `_reward_problems` checks these
         return
     try:
-        kind = environment_class(environment.type)
+        kind = import_environment_class(environment.type)
     except RunError as error:
         yield Problem(f"{section}.type={environment.type}", str(error))
         return
-    for name, text in fitted_options(kind, environment.options)[1]:
+    for name, text in convert_options(kind, environment.options)[1]:
         yield Problem(f"{section}.options.{name}", text)
     if kind.agent and not config.generation.endpoint.enabled:
         text = "has an agent, which calls the model at the endpoint; give generation.endpoint.enabled=true"
@@ -69,7 +69,7 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
 def _column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | None) -> Iterator[Problem]:
     """Columns that the environment's class needs and some rows lack, as far as rows are read before the run."""
     kind = config.env[task].type
-    needed = () if kind == REWARD_FUNCTIONS else environment_class(kind).needs_columns
+    needed = () if kind == REWARD_FUNCTIONS else import_environment_class(kind).needs_columns
     is_own = processor_name(config.data, task) not in {None, *ROW_FORMS}  # it may add columns
     if not needed or is_own or (config.data.streaming and sets is None):
         return
@@ -101,7 +101,7 @@ def _reward_problems(
     for entry in environment.reward_funcs:
         subject = f"env.{task}.reward_funcs={entry}"
         if is_model_folder(entry):
-            reason = model_problem(entry)
+            reason = find_model_problem(entry)
             if reason is not None:
                 yield Problem(subject, reason)
             continue

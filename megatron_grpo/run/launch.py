@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.environment_processes import EnvironmentPool, build_environments
-from megatron_grpo.environments.interface import environment_settings
+from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import as_value_model, shape_of_folder
@@ -160,7 +160,7 @@ def start_rollouts(
     environments: dict[str, EnvironmentPool] = {}
     tokenizer = str(folder) if tokenizer is None else tokenizer
     if generation is not None:
-        settings = partial(environment_settings, config, tokenizer=tokenizer)
+        settings = partial(make_environment_settings, config, tokenizer=tokenizer)
         environments = build_environments(config.env, settings, rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)

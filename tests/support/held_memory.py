@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.environments.sandbox.memory_limit import MemoryGroup, parent_of_groups
+from megatron_grpo.environments.sandbox.memory_limit import MemoryCgroup, find_cgroup_parent
 from tests.support.forked import in_fork
 
 _WHATEVER = 2**36
@@ -15,10 +15,10 @@ _WHATEVER = 2**36
 
 def peak_of(function: Callable[[], Any]) -> tuple[Any, int | None]:
     """What a function returns in a forked process, and the most bytes that its cgroup held; None without cgroups."""
-    parent = parent_of_groups()
+    parent = find_cgroup_parent()
     if parent is None:
         return function(), None
-    group = MemoryGroup(parent, _WHATEVER)
+    group = MemoryCgroup(parent, _WHATEVER)
     try:
         result = in_fork(function, lambda: _join(group))
         folder = Path(os.readlink(f"/proc/self/fd/{group.joining}")).parent
@@ -28,7 +28,7 @@ def peak_of(function: Callable[[], Any]) -> tuple[Any, int | None]:
         group.close()
 
 
-def _join(group: MemoryGroup) -> None:
+def _join(group: MemoryCgroup) -> None:
     os.write(group.joining, b"0")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError, open_sandbox
+from megatron_grpo.environments.sandbox.sandbox import ProgramResult, Sandbox, SandboxUnavailableError, open_sandbox
 
 CONFIG = SandboxConfig(wall_time_s=8, cpu_time_s=5, memory_mb=200, folder_mb=8, processes=8, output_kb=16)
 
@@ -31,6 +31,6 @@ def require_level(level: Level) -> None:
         pytest.skip(f"sandbox.required={level} is not possible on this machine, which allows {STRONGEST}")
 
 
-def run(source: str, stdin: str = "", level: Level | None = None, config: SandboxConfig = CONFIG) -> Finished:
+def run(source: str, stdin: str = "", level: Level | None = None, config: SandboxConfig = CONFIG) -> ProgramResult:
     """A Python program at a level, by default the strongest there is."""
     return Sandbox(config, level or STRONGEST).run_python(source, stdin)

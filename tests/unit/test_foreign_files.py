@@ -23,7 +23,7 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DatasetConfig, RewardModelConfig
 from megatron_grpo.data.sources import SourceError, open_source
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.environments.reward_model import RewardModel, model_problem
+from megatron_grpo.environments.reward_model import RewardModel, find_model_problem
 from megatron_grpo.run.checkpoint_files import LOADER_FILE, CheckpointError, read_loader_state
 from tests.support.trajectories import make_trajectory, with_learnt
 
@@ -86,7 +86,7 @@ def test_a_reward_model_runs_no_code_of_its_folder(tmp_path: Path, canary: Canar
         torch.save({"score.weight": canary}, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": auto_map}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
-    assert model_problem(str(folder)) is None
+    assert find_model_problem(str(folder)) is None
     with pytest.raises((RunError, OSError, ValueError, pickle.UnpicklingError)):
         RewardModel(str(folder), RewardModelConfig(), 0)
     assert not canary.folder.exists()

@@ -98,7 +98,7 @@ def use_small_pages() -> None:
     _prctl(_PR_SET_THP_DISABLE, 1)
 
 
-def have_one_memory(one: int, other: int) -> bool:
+def shares_memory(one: int, other: int) -> bool:
     """Whether two processes have the same address space, as with vfork (kcmp(2)); False where that cannot be asked."""
     arguments = map(ctypes.c_long, (_SYS_KCMP.get(os.uname().machine, -1), one, other, _KCMP_VM, 0, 0))
     return int(_LIBC.syscall(*arguments)) == 0
@@ -225,7 +225,7 @@ def filter_system_calls(*, counted: bool) -> None:
         raise OSError(-failed, "the kernel accepts no filter of system calls")
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """All descendants of a process, nearest first; zombies are included until they are reaped."""
     found: list[int] = []
     below = _children(pid)

@@ -112,7 +112,7 @@ def _limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
 
 def _end_descendants() -> None:
     """Kill all descendants and wait until they are gone."""
-    while living := kernel.descendants(os.getpid()):
+    while living := kernel.list_descendants(os.getpid()):
         kernel.kill(living, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:

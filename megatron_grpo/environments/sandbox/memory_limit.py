@@ -15,7 +15,7 @@ _EMPTY_S = 10.0
 """Seconds in which all processes of a group end after they were killed."""
 
 
-class MemoryGroup:
+class MemoryCgroup:
     """Memory cgroup of one program; the kernel kills the program's processes when their memory exceeds the limit."""
 
     def __init__(self, parent: Path, limit: int) -> None:
@@ -69,14 +69,14 @@ class MemoryGroup:
                 return
 
 
-def parent_of_groups() -> Path | None:
+def find_cgroup_parent() -> Path | None:
     """Folder of the cgroup below which this process can make memory groups; None: it may not make any.
 
     Empty groups that killed processes left behind are removed from it.
     """
     for folder in _candidates():
         try:
-            MemoryGroup(folder, 2**30).close()
+            MemoryCgroup(folder, 2**30).close()
         except OSError:
             continue
         for group in folder.glob(f"{_PREFIX}*"):

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from megatron_grpo.environments.sandbox.kernel import descendants, have_one_memory, kill, read
+from megatron_grpo.environments.sandbox.kernel import kill, list_descendants, read, shares_memory
 
 BEYOND = 64 << 20
 """Bytes that a program may hold beyond its limit until it is killed."""
@@ -67,12 +67,12 @@ class MemoryWatch:
 
     def _look(self) -> None:
         begun = time.monotonic()
-        held = self._quick(descendants(os.getpid()))
+        held = self._quick(list_descendants(os.getpid()))
         if held > self._limit:
             held = self._stopped()
             self.exceeded |= held > self._limit
             begun = time.monotonic()
-            kill(descendants(os.getpid()), signal.SIGKILL if self.exceeded else signal.SIGCONT)
+            kill(list_descendants(os.getpid()), signal.SIGKILL if self.exceeded else signal.SIGCONT)
         self._due = begun + max((self._limit + BEYOND // 2 - held) / self._rate, _SHORTEST_S)
 
     def _quick(self, pids: list[int]) -> int:
@@ -99,10 +99,10 @@ class MemoryWatch:
         above = 0
         deadline = time.monotonic() + _STOPPING_S
         while time.monotonic() < deadline:
-            living = descendants(os.getpid())
+            living = list_descendants(os.getpid())
             kill(living, signal.SIGSTOP)
             stats = {pid: _stat(pid) for pid in living}
-            twins = {pid: [one for one in living if one != pid and have_one_memory(pid, one)] for pid in living}
+            twins = {pid: [one for one in living if one != pid and shares_memory(pid, one)] for pid in living}
             sizes = {pid: _sizes(pid) for pid in living if pid <= min(twins[pid], default=pid)}
             self._pages = sum(
                 _proportional(pid) if kernel < _LARGE_TABLES else resident for pid, (resident, kernel) in sizes.items()
@@ -111,7 +111,7 @@ class MemoryWatch:
             held = _buffers(living) + sum(kernel for _, kernel in sizes.values()) + self._pages
             above = above + 1 if held > self._limit else 0
             at_rest = all(state in b"TZ" or (state == b"D" and twins[pid]) for pid, (_, state, _) in stats.items())
-            if above == 2 or (at_rest and {pid: _stat(pid) for pid in descendants(os.getpid())} == stats):
+            if above == 2 or (at_rest and {pid: _stat(pid) for pid in list_descendants(os.getpid())} == stats):
                 return held
         return sys.maxsize
 

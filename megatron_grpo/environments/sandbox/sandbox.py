@@ -20,8 +20,8 @@ from typing import Any, Literal
 import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, has_filter
-from megatron_grpo.environments.sandbox.memory_limit import MemoryGroup, parent_of_groups
+from megatron_grpo.environments.sandbox.kernel import LIBRARY, has_filter, list_descendants
+from megatron_grpo.environments.sandbox.memory_limit import MemoryCgroup, find_cgroup_parent
 from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02
@@ -47,7 +47,7 @@ Ending = Literal["exited", "wall time", "cpu time", "memory", "processes", "outp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class ProgramResult:
     """Result of a program."""
 
     ending: Ending
@@ -83,16 +83,16 @@ class Sandbox:
         self.level: Level = level or config.required
         self.python = python or os.path.realpath(sys.executable)
         self._config = config
-        self._groups = parent_of_groups()
+        self._groups = find_cgroup_parent()
         prefix = [] if python else [sys.base_prefix]
         self._readable = [*prefix, *(os.path.abspath(folder) for folder in config.readable)]
 
-    def run_python(self, source: str, stdin: str = "") -> Finished:
+    def run_python(self, source: str, stdin: str = "") -> ProgramResult:
         """Run a Python program in its own folder, without packages of a user."""
         # -I: ignore PYTHON* variables and user packages; -B: write no bytecode, which would fill the folder.
         return self.run([self.python, "-I", "-B", "main.py"], {"main.py": source}, stdin)
 
-    def run(self, argv: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "") -> Finished:
+    def run(self, argv: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "") -> ProgramResult:
         """Run a program and wait for its end.
 
         Args:
@@ -106,7 +106,7 @@ class Sandbox:
         with self._folder(files or {}) as (folder, inside):
             return self._run([self._spec(folder, argv=list(argv), files=inside)], stdin)
 
-    def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> Finished:
+    def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> ProgramResult:
         """Run Python tests against a program, each in a sandbox of its own; the program never has the tests.
 
         Args:
@@ -154,7 +154,7 @@ class Sandbox:
             **what,
         }
 
-    def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> Finished:
+    def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> ProgramResult:
         """Run the process of the first description, and that of a second one, if any, as its partner."""
         started = time.monotonic()
         with self._group() as group:
@@ -181,12 +181,12 @@ class Sandbox:
                 return _ProgramWatch(launcher, self._config, started, helpers, group).until_end(status)
 
     @contextmanager
-    def _group(self) -> Iterator[MemoryGroup | None]:
+    def _group(self) -> Iterator[MemoryCgroup | None]:
         """A memory group for one program, whose limit includes the program's folder; None: groups are not possible."""
         if self._groups is None:
             yield None
             return
-        group = MemoryGroup(self._groups, (self._config.memory_mb + self._config.folder_mb) * _MIB)
+        group = MemoryCgroup(self._groups, (self._config.memory_mb + self._config.folder_mb) * _MIB)
         try:
             yield group
         finally:
@@ -202,7 +202,7 @@ class _ProgramWatch:
         config: SandboxConfig,
         started: float,
         helpers: int,
-        group: MemoryGroup | None,
+        group: MemoryCgroup | None,
     ) -> None:
         """
         Args:
@@ -217,7 +217,7 @@ class _ProgramWatch:
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._status = bytearray()
 
-    def until_end(self, status: Any) -> Finished:
+    def until_end(self, status: Any) -> ProgramResult:
         """Wait for the end of the program; kill it if it exceeds a limit. `status`: the launcher's status pipe."""
         passed: Ending | None = None
         with selectors.DefaultSelector() as selector:
@@ -247,7 +247,7 @@ class _ProgramWatch:
             return "wall time"
         if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
             return "output"
-        living = descendants(self._launcher.pid)
+        living = list_descendants(self._launcher.pid)
         if len(living) > self._config.processes + self._helpers + 1:  # one process may be ending
             return "processes"
         return "memory" if self._group is not None and self._group.exceeded() else None
@@ -265,7 +265,7 @@ class _ProgramWatch:
                 taken = self._output[key.data]
                 taken += data[: max(room - len(taken), 0)]
 
-    def _finished(self, passed: Ending | None) -> Finished:
+    def _finished(self, passed: Ending | None) -> ProgramResult:
         what, _, rest = self._status.decode().partition("\n")[0].partition(" ")
         if what == "refused":
             said = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
@@ -276,7 +276,7 @@ class _ProgramWatch:
         ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
         seconds = time.monotonic() - self._started
-        return Finished(ending=ending, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
+        return ProgramResult(ending=ending, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
 
 
 def _sealed(data: bytes) -> int:

@@ -15,10 +15,10 @@ from megatron_grpo.data.rows import unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments import code
 from megatron_grpo.environments.code import CodeEnvironment
-from megatron_grpo.environments.code_blocks import program_of
+from megatron_grpo.environments.code_blocks import extract_program
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox
+from megatron_grpo.environments.sandbox.sandbox import ProgramResult, Sandbox
 
 SETTINGS = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=3, memory_mb=256))
 ASSERTS = ["assert double(2) == 4", "assert double(0) == 0", "assert double(-3) == -6"]
@@ -86,9 +86,9 @@ def test_a_program_that_fails_a_case_is_not_asked_about_the_others(monkeypatch: 
     """An endless one would take all of its time in each, and the environment's deadline would pass."""
     asked: list[str] = []
 
-    def finished(sandbox: Sandbox, source: str, given: str = "") -> Finished:
+    def finished(sandbox: Sandbox, source: str, given: str = "") -> ProgramResult:
         asked.append(given)
-        return Finished(ending="exited", exit_code=int(given == "b"), stdout="", stderr="", seconds=0.0)
+        return ProgramResult(ending="exited", exit_code=int(given == "b"), stdout="", stderr="", seconds=0.0)
 
     monkeypatch.setattr(Sandbox, "run_python", finished)
     monkeypatch.setattr(EnvironmentSettings, "open_sandbox", lambda settings: Sandbox(settings.sandbox))
@@ -101,8 +101,8 @@ def test_a_program_that_fails_a_case_is_not_asked_about_the_others(monkeypatch: 
 
 
 def test_the_last_block_is_the_program() -> None:
-    assert program_of("```py\na\n```\n```\nb\n```") == "a\n"
-    assert program_of("a = 1") == "a = 1"
+    assert extract_program("```py\na\n```\n```\nb\n```") == "a\n"
+    assert extract_program("a = 1") == "a = 1"
 
 
 def test_forms_of_tests() -> None:

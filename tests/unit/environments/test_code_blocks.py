@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.environments import code_blocks
-from megatron_grpo.environments.code_blocks import program_of
+from megatron_grpo.environments.code_blocks import extract_program
 
 PROGRAM = "def f(x):\n    if x:\n        return 1\n\n    return 2\n"
 OUTPUTS = (
@@ -54,8 +54,8 @@ TAGS = (
 def test_the_program_is_the_last_python_block(fence: str, output: str) -> None:
     for tag in TAGS:
         response = f"Sure!\n```python\nwrong()\n```\nBetter:\n{fence}{tag}\n{PROGRAM}{fence}{output}"
-        assert program_of(response) == PROGRAM, tag
-        assert program_of(response.replace("\n", "\r\n")) == PROGRAM, tag
+        assert extract_program(response) == PROGRAM, tag
+        assert extract_program(response.replace("\n", "\r\n")) == PROGRAM, tag
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_the_program_is_the_last_python_block(fence: str, output: str) -> None:
 )
 @pytest.mark.parametrize("after", ["```", "```.", "```</answer>", "``` That is all", "```<|im_end|>", ""])
 def test_text_beside_a_fence(before: str, after: str) -> None:
-    assert program_of(before + PROGRAM + after) == PROGRAM
+    assert extract_program(before + PROGRAM + after) == PROGRAM
 
 
 def test_indented_blocks_lose_the_indent() -> None:
     for indent, mark in (("   ", "   "), ("\t", "\t"), ("   ", "1. "), ("  ", "- "), ("", "    ")):
         lines = "".join(indent + line if line.strip() else line for line in PROGRAM.splitlines(keepends=True))
         response = f"Steps:\n{mark}```python\n{lines}{indent}```\n"
-        assert program_of(response) == PROGRAM
-    assert program_of("```python\n    print(1)\n    print(2)\n```") == "print(1)\nprint(2)\n"
+        assert extract_program(response) == PROGRAM
+    assert extract_program("```python\n    print(1)\n    print(2)\n```") == "print(1)\nprint(2)\n"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_indented_blocks_lose_the_indent() -> None:
 def test_fences_in_a_program(program: str) -> None:
     ast.parse(program)
     for response in (f"```python\n{program}```\nDone:\n```\n1\n```", f"````python\n{program}````", program):
-        assert program_of(response) == program
+        assert extract_program(response) == program
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_fences_in_a_program(program: str) -> None:
     ],
 )
 def test_which_block_it_is(response: str, program: str) -> None:
-    assert program_of(response) == program
+    assert extract_program(response) == program
 
 
 UNITS = (
@@ -138,7 +138,7 @@ def test_the_work_is_bounded(unit: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(code_blocks, "_opening", count_opening)
     monkeypatch.setattr(code_blocks.ast, "parse", count_parse)
     response = "```python\n" + unit * (100_000 // len(unit))
-    program_of(response)
+    extract_program(response)
     assert sum(map(len, looked)) <= 20 * len(response)
     assert sum(map(len, parsed)) <= 4 * len(response)
     assert len(parsed) < 1000

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.registry import environment_class
+from megatron_grpo.environments.registry import import_environment_class
 
 
 class MathLike:
@@ -41,6 +41,6 @@ def test_another_interface_is_named(monkeypatch: pytest.MonkeyPatch, found: Any,
     module.Mine = found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(RunError) as raised:
-        environment_class("foreign_environments:Mine")
+        import_environment_class("foreign_environments:Mine")
     assert str(raised.value).startswith("is not a subclass of megatron_grpo.environments.interface.Environment")
     assert text in str(raised.value)

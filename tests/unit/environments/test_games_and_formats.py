@@ -14,7 +14,7 @@ from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.data.specs import countdown
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.tasks import CountdownEnvironment, is_solution, played
+from megatron_grpo.environments.tasks import CountdownEnvironment, is_solution, play_move
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from megatron_grpo.environments.tasks import CountdownEnvironment, is_solution, 
     ],
 )
 def test_moves(move: str, left: tuple[int, ...] | None) -> None:
-    result = played((3, 5, 8), move)
+    result = play_move((3, 5, 8), move)
     assert (None if result is None else result[0]) == left
 
 

@@ -16,9 +16,9 @@ from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments import math_answers
-from megatron_grpo.environments.math_answers import Verifier, final_answer, is_correct
+from megatron_grpo.environments.math_answers import Verifier, find_final_answer, is_correct
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.sandbox.kernel import descendants
+from megatron_grpo.environments.sandbox.kernel import list_descendants
 from megatron_grpo.environments.tasks import AdditionEnvironment, MathEnvironment
 
 
@@ -63,9 +63,9 @@ def test_a_box_that_holds_the_reference_is_right_without_being_read(monkeypatch:
 
 
 def test_the_last_complete_box_is_the_answer() -> None:
-    assert final_answer("a \\boxed{1} b \\boxed{\\frac{1}{2}} c") == "\\boxed{\\frac{1}{2}}"
-    assert final_answer("x" * 5000 + "42").endswith("x42")
-    assert len(final_answer("x" * 5000)) == math_answers.TAIL_CHARACTERS
+    assert find_final_answer("a \\boxed{1} b \\boxed{\\frac{1}{2}} c") == "\\boxed{\\frac{1}{2}}"
+    assert find_final_answer("x" * 5000 + "42").endswith("x42")
+    assert len(find_final_answer("x" * 5000)) == math_answers.TAIL_CHARACTERS
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,15 +81,15 @@ def test_an_answer_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
 def test_what_hangs_or_ends_the_process_is_wrong_and_the_rest_is_compared(blow: signal.Signals) -> None:
-    before = set(descendants(os.getpid()))
+    before = set(list_descendants(os.getpid()))
     verifier = Verifier(hangs_after_s=3.0)
-    (process,) = set(descendants(os.getpid())) - before
+    (process,) = set(list_descendants(os.getpid())) - before
     assert verifier.verify([("\\boxed{1}", "1")]) == [True]
     os.kill(process, blow)
     assert verifier.verify([("\\boxed{1}", "1"), ("\\boxed{2}", "1"), ("\\boxed{1}", "1")]) == [False, False, True]
-    assert process not in descendants(os.getpid())
+    assert process not in list_descendants(os.getpid())
     del verifier
-    assert set(descendants(os.getpid())) == before
+    assert set(list_descendants(os.getpid())) == before
 
 
 def test_more_answers_than_pipes_hold_are_compared_in_order() -> None:

@@ -15,7 +15,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Tur
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments import environment_worker as worker_module
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
-from megatron_grpo.environments.interface import Environment, EnvironmentSettings, environment_settings
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_environment_settings
 from megatron_grpo.preflight.load import compose_config
 
 TEMPLATE = (
@@ -161,7 +161,7 @@ def test_each_task_has_its_own_rendering(tmp_path: Path) -> None:
         f"data.tasks.countdown.chat_template={tmp_path}/guess.jinja",
     ]
     config = compose_config(overrides)
-    settings = {task: environment_settings(config, task, "folder") for task in config.env}
+    settings = {task: make_environment_settings(config, task, "folder") for task in config.env}
     assert {task: one.tokenizer for task, one in settings.items()} == {"addition": "folder", "countdown": "folder"}
     assert not settings["addition"].prompts.apply_chat_template
     countdown = settings["countdown"].prompts

@@ -12,10 +12,10 @@ from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.data.code_tests import prepare
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
-from megatron_grpo.environments.code import CodeEnvironment, Verdict, judged
+from megatron_grpo.environments.code import CodeEnvironment, Verdict, check_program
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.sandbox.kernel import descendants
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox
+from megatron_grpo.environments.sandbox.kernel import list_descendants
+from megatron_grpo.environments.sandbox.sandbox import ProgramResult, Sandbox
 from tests.support.python_tests import HONEST, HOSTILE, Honest, Hostile, hostile_tests
 from tests.support.sandboxed import STRONGEST, isolated
 
@@ -36,13 +36,13 @@ QUICK = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(descendants(os.getpid()))
+    before = set(list_descendants(os.getpid()))
     yield
-    assert set(descendants(os.getpid())) <= before
+    assert set(list_descendants(os.getpid())) <= before
 
 
 def verdict_of(program: str, tests: tuple[str, ...], allow: bool = False, limits: SandboxConfig = LIMITS) -> Verdict:
-    return judged(Sandbox(limits, STRONGEST), program, tests, every=True, allow=allow)
+    return check_program(Sandbox(limits, STRONGEST), program, tests, every=True, allow=allow)
 
 
 def params(programs: Sequence[Honest | Hostile]) -> list[Any]:
@@ -144,7 +144,7 @@ def test_a_report_of_the_tests_that_makes_no_sense_is_no_pass(
     line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = '[0,true,true,""]'
-    said = Finished(ending="exited", exit_code=0, stdout=f"{right}\n{line}\n", stderr="", seconds=0.0)
+    said = ProgramResult(ending="exited", exit_code=0, stdout=f"{right}\n{line}\n", stderr="", seconds=0.0)
     monkeypatch.setattr(Sandbox, "run_tests", lambda *given, **options: said)
     assert scored("", EQUAL[:1]).reward == 0.0
     assert "none of its tests counts" in caplog.text

@@ -25,7 +25,7 @@ from transformers import (
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import RewardModelConfig
 from megatron_grpo.environments import reward_model
-from megatron_grpo.environments.reward_model import RewardModel, model_problem
+from megatron_grpo.environments.reward_model import RewardModel, find_model_problem
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -62,7 +62,7 @@ def expected(folder: Path, texts: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("batch_tokens", [4, 40, 1000])
 def test_scores_do_not_depend_on_what_they_are_computed_with(folder: Path, batch_tokens: int) -> None:
-    assert model_problem(str(folder)) is None
+    assert find_model_problem(str(folder)) is None
     prompts, completions = ["one", "a longer one", "x"], [" two three four five", "", "y"]
     model = RewardModel(str(folder), RewardModelConfig(batch_tokens=batch_tokens), 0)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -163,8 +163,8 @@ def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(reward_model, "local_folder", lambda name: folder if name == "org/there" else None)
     monkeypatch.setattr(reward_model, "download_config", lambda name: f"no {name}")
     monkeypatch.setattr(reward_model, "model_folder", lambda name, key: folder if name == "org/there" else None)
-    assert model_problem("org/there") is None
-    assert model_problem("org/gone") == (
+    assert find_model_problem("org/there") is None
+    assert find_model_problem("org/gone") == (
         "is not a folder here, nor in the Hugging Face cache, and the hub says: no org/gone"
     )
     made: list[Any] = []

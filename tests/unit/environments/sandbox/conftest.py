@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_grpo.environments.sandbox.kernel import descendants
+from megatron_grpo.environments.sandbox.kernel import list_descendants
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(descendants(os.getpid()))
+    before = set(list_descendants(os.getpid()))
     yield
-    assert set(descendants(os.getpid())) <= before
+    assert set(list_descendants(os.getpid())) <= before

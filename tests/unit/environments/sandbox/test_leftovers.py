@@ -14,7 +14,7 @@ from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.sandbox.kernel import descendants
+from megatron_grpo.environments.sandbox.kernel import list_descendants
 from tests.support.sandboxed import require_level
 
 LIMITS = SandboxConfig(wall_time_s=60, cpu_time_s=1, memory_mb=200)
@@ -57,10 +57,10 @@ def test_nothing_is_left(level: Level, tmp_path: Path, monkeypatch: pytest.Monke
     programs = [*list(PROGRAMS.values()) * 10, ENDLESS, ENDLESS]
     environment.score(requests(programs[:8]))  # starts the threads
     descriptors, mounts = os.listdir("/proc/self/fd"), Path("/proc/self/mountinfo").read_text()
-    processes = descendants(os.getpid())
+    processes = list_descendants(os.getpid())
     results = environment.score(requests(programs))
     assert [one.correct for one in results] == [program == PROGRAMS["right"] for program in programs]
-    assert descendants(os.getpid()) == processes
+    assert list_descendants(os.getpid()) == processes
     assert sleeping() == []
     assert list(tmp_path.iterdir()) == []
     assert os.listdir("/proc/self/fd") == descriptors

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, Level
-from megatron_grpo.environments.sandbox.memory_limit import MemoryGroup, parent_of_groups
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox
+from megatron_grpo.environments.sandbox.memory_limit import MemoryCgroup, find_cgroup_parent
+from megatron_grpo.environments.sandbox.sandbox import ProgramResult, Sandbox
 from tests.support.held_memory import HOLDING, peak_of
 from tests.support.ordinary_user import as_ordinary_user
 from tests.support.rare import rare
@@ -31,7 +31,7 @@ SECONDS = (
     "generations",
 )
 KINDS = [kind for kind in HOLDING if kind not in SECONDS] + rare(SECONDS)
-HAS_GROUPS = parent_of_groups() is not None
+HAS_GROUPS = find_cgroup_parent() is not None
 ONCE = """
 import os
 held = bytearray(os.urandom(1)) * (120 << 20)
@@ -89,7 +89,7 @@ def no_file_is_left(nothing_is_left: None) -> Iterator[None]:
 
 def shared_files() -> set[str]:
     """Files in shared folders that a program of these tests could leave, and memory cgroups."""
-    parent = parent_of_groups()
+    parent = find_cgroup_parent()
     groups = [] if parent is None else parent.glob(f"sandbox_{os.getpid()}_*")
     return {str(path) for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob("held-*")} | set(
         map(str, groups)
@@ -168,15 +168,15 @@ time.sleep(600)
 
 
 def test_an_empty_cgroup_of_a_process_that_was_killed_is_removed() -> None:
-    parent = parent_of_groups()
+    parent = find_cgroup_parent()
     if parent is None:
         pytest.skip("this machine allows no memory cgroups")
     ended = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(ended, 0)
     abandoned = parent / f"sandbox_{ended}_x"
     abandoned.mkdir()
-    mine = MemoryGroup(parent, MIB)
-    assert parent_of_groups() == parent
+    mine = MemoryCgroup(parent, MIB)
+    assert find_cgroup_parent() == parent
     assert not abandoned.exists()
     mine.close()
 
@@ -189,7 +189,7 @@ def test_an_ordinary_user_has_the_same_limit(kind: str, level: Level) -> None:
     if not (Path(python).exists() and os.access(Path(__file__).parents[4], os.X_OK | os.R_OK)):
         pytest.skip("no Python and checkout that every user may read")
 
-    def outcome() -> Finished:
+    def outcome() -> ProgramResult:
         return Sandbox(LONG, level, python).run_python(HOLDING[kind])
 
     base = peak_of(lambda: as_ordinary_user(lambda: Sandbox(LONG, level, python).run_python("pass")))[1]
