@@ -32,7 +32,6 @@ from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.worker_group import WorkerGroup
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.trainer import model_ranks
 from megatron_grpo.trainer.actor import RankActor
@@ -218,11 +217,13 @@ def _rollouts(config: Config, stack: ExitStack) -> RolloutPool:
         stack.callback(environment.shutdown)
     engine = ray.remote(num_cpus=0)(MadeUpEngine)
     engines = [engine.remote() for _ in range(config.generation.parallel.data)]
-    workers = WorkerGroup(
-        config.rollouts.num_workers, engines, environments, generation_timeout_s=config.generation.timeout_s
+    rollouts = RolloutPool(
+        config.rollouts,
+        engines,
+        environments,
+        generation_timeout_s=config.generation.timeout_s,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
     )
-    longest = config.policy.max_total_sequence_length
-    rollouts = RolloutPool(config.rollouts, workers, max_total_sequence_length=longest)
     stack.callback(rollouts.shutdown)
     rollouts.start()
     return rollouts

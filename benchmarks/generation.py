@@ -30,7 +30,6 @@ from small_model import PROMPT_WORDS, make_model, prompts
 
 if TYPE_CHECKING:
     from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.worker_group import WorkerGroup
 
 Sampled = tuple[float, list[list[int]]]
 """Seconds, and the token ids of each response."""
@@ -57,7 +56,7 @@ def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
             seconds = time.perf_counter() - began
             yield (
                 seconds,
-                [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.tokens.fetch(groups) for one in group],
+                [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for one in group],
             )
 
 
@@ -92,8 +91,13 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
         generation.start()
         generation.wait_ready()
         environments = build_environments({"task": EnvironmentConfig(type="addition")})
-        workers = WorkerGroup(None, generation.engines, environments, generation_timeout_s=300.0)
-        pool = RolloutPool(RolloutsConfig(), workers, max_total_sequence_length=longest)
+        pool = RolloutPool(
+            RolloutsConfig(),
+            generation.engines,
+            environments,
+            generation_timeout_s=300.0,
+            max_total_sequence_length=longest,
+        )
         stack.callback(pool.shutdown)
         pool.start()
         pool.wait_ready()

@@ -54,7 +54,7 @@ from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.rollouts import worker_group
+from megatron_grpo.rollouts import workers
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.launch import make_transport, start_rollouts
@@ -145,7 +145,7 @@ def _measured(case: Case, hosts: Sequence[Any], folder: Path) -> dict[str, Any]:
     }
     cluster: Any = LogicalRay(hosts, kinds, callers=[RolloutWorker])
     with ExitStack() as stack:
-        modules = (model_ranks, engine_group, worker_group, environment_pool)
+        modules = (model_ranks, engine_group, workers, environment_pool)
         stack.enter_context(cluster.in_place_of_ray(modules))
         began = time.perf_counter(), time.process_time()
         run = _bring_up(config, case, stack)
@@ -191,7 +191,7 @@ def _train(run: GRPORun, case: Case, record: Record) -> None:
 
 def _break(run: GRPORun, case: Case) -> None:
     """Bring the case's fault about, at the beginning of the second step."""
-    engines, ranks = run.rollouts.tokens.engines, run.policy.actors
+    engines, ranks = run.rollouts.engines, run.policy.actors
     if case.fault == "slow_engine":
         engines[len(engines) // 2].set_speed.remote(SLOW)
     elif case.fault == "slow_rank":
@@ -313,7 +313,7 @@ def _figures(case: Case, run: GRPORun, record: Record) -> dict[str, Any]:
         "fault": case.fault,
         "ranks": len(run.policy.actors),
         "engines": case.engines,
-        "rollout_workers": len(run.rollouts.tokens.actors),
+        "rollout_workers": len(run.rollouts.actors),
         "samples": case.samples,
         "mean_tokens": round(statistics.fmean(one.response_tokens for step in outcomes for one in step), 1),
         "calls": statistics.median(calls),

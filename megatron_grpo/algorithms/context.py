@@ -188,7 +188,7 @@ class SamplingRun:
 
     def make_check(self, groups: Sequence[SampledGroup], step: int, data: str = "training") -> StepCheck:
         """Build the check for non-finite values of a step; `data` names the data set of the prompts, for messages."""
-        return StepCheck(self.run_dir, self.rollouts.tokens.fetch, groups, step, data)
+        return StepCheck(self.run_dir, self.rollouts.fetch, groups, step, data)
 
     def loader_state(self) -> dict[str, Any]:
         """State of the loader after the last prompts that a step has taken, without those in the sample buffer."""

@@ -164,7 +164,7 @@ def _save(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot, *,
     """
     started = time.monotonic()
     step, background = snapshot.state["total_steps"], run.config.checkpointing.async_save
-    groups = run.rollouts.tokens.fetch(snapshot.waiting)
+    groups = run.rollouts.fetch(snapshot.waiting)
     rows = [[trajectory.to_saved_row() for trajectory in group] for group in groups]
     state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
     run.placement.offload_engines(StepTimer())

@@ -259,7 +259,7 @@ def require_agreement(
         return
     entries = ("sampled", "prev_logprobs", "generation_logprobs")
     with timer.phase("logprobs"):
-        error, worst = rollouts.tokens.compute(_measure_error, batch, entries, batch.in_loss)
+        error, worst = rollouts.compute(_measure_error, batch, entries, batch.in_loss)
     if error_without_worst(error, worst, tokens) > limit:
         refuse_step(config, batch, check, {ERROR: error, WORST: worst})
 

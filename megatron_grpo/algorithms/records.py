@@ -112,12 +112,12 @@ class RolloutDumps:
         if self._config.rollouts != "off" or replays:
             limit = self._config.rollouts_sample if self._config.rollouts == "sample" and not replays else None
             record = StepRecord(self._facts, facts)
-            self._writing[step] = self._rollouts.tokens.dump(step, groups, batch, self._run_dir, record, sample=limit)
+            self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, record, sample=limit)
 
     def finish(self, step: int) -> None:
         """Wait until the rollouts of a step are on disk; RunError: they could not be written."""
         if step in self._writing:
-            self._rollouts.tokens.wait_dump(self._writing.pop(step))
+            self._rollouts.wait_dump(self._writing.pop(step))
 
     def write_all(self) -> None:
         """Write the rollouts of a failed step, and wait until all are on disk; RunError: they could not be written."""
@@ -155,7 +155,7 @@ class StepCheck:
 
     run_dir: Path
     fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
-    """Brings the tokens and texts of groups to the driver (`WorkerGroup.fetch`)."""
+    """Brings the tokens and texts of groups to the driver (`RolloutPool.fetch`)."""
     groups: Sequence[SampledGroup]
     """Rollouts, a group for each prompt."""
     step: int

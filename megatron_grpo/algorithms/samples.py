@@ -125,7 +125,7 @@ def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> St
     if step not in recorded.files:
         return None
     with timer.phase("recording"):
-        facts, groups = run.rollouts.tokens.load(recorded.files[step])
+        facts, groups = run.rollouts.load(recorded.files[step])
     run.make_check(groups, step).require_finite_samples()
     samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
     samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped

@@ -222,7 +222,7 @@ def _sampling_run(
         logger=logger,
         checkpointer=startup.checkpointer,
         state=state,
-        batch_cache=rollouts.tokens.put(progress.waiting),
+        batch_cache=rollouts.put(progress.waiting),
         buffer=buffer,
         callbacks=callbacks,
     )

@@ -58,7 +58,7 @@ def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPoo
     """
     batch = StepBatch.of_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
     batch.shards = assign(config, batch, cost)
-    batch.fields = rollouts.tokens.build_shards(groups, batch.shards)
+    batch.fields = rollouts.build_shards(groups, batch.shards)
     return batch
 
 
@@ -95,7 +95,7 @@ def add_logprobs(
     if threshold is not None:
         with timer.phase("logprobs"):
             needed = ("sampled", "prev_logprobs", "generation_logprobs")
-            beyond, metrics = rollouts.tokens.compute(_judge_sequences, batch, needed, batch.in_loss, threshold)
+            beyond, metrics = rollouts.compute(_judge_sequences, batch, needed, batch.in_loss, threshold)
         batch.in_loss = batch.in_loss & ~beyond
     require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)

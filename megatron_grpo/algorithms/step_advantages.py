@@ -120,9 +120,9 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
             added, finite = compute(compute_ppo_token_advantages, batch, entries, arguments)
             batch.fields |= added
         else:
-            finite = rollouts.tokens.compute(compute_ppo_token_advantages, batch, entries, *arguments)
+            finite = rollouts.compute(compute_ppo_token_advantages, batch, entries, *arguments)
     elif config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
-        finite = rollouts.tokens.compute(compute_token_advantages, batch, entries, *arguments)
+        finite = rollouts.compute(compute_token_advantages, batch, entries, *arguments)
     else:
         if scores.parts is not None and scores.weights is not None:
             relative = gdpo_advantages(scores.parts, scores.weights)

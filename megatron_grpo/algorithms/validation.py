@@ -44,7 +44,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
     run.rollouts.take_engine_counts()  # discard the engine counters of validation
     run.make_check(groups, run.state["total_steps"], "validation").require_finite_samples()
     shown = groups[: run.config.logger.num_val_samples_to_print]
-    answers = [group[0] for group in run.rollouts.tokens.fetch(shown)]
+    answers = [group[0] for group in run.rollouts.fetch(shown)]
     run.logger.show_samples(run.val_prompts, answers)
     if run.config.logger.log_completions:
         pairs = zip(run.val_prompts, answers, strict=False)

@@ -95,7 +95,7 @@ def _answer(
     for groups in sample_responses(
         rollouts, held_out.prompts, request.samples, settings, seed=config.loop.seed, size=size, timer=timer
     ):
-        for group, trajectories, prompt in zip(groups, rollouts.tokens.fetch(groups), prompts, strict=False):
+        for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)
             answered.rows.append([sample_row(name, prompt, one) for one in trajectories])
             file.writelines(json_line(row) for row in answered.rows[-1])

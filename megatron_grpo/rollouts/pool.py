@@ -22,11 +22,14 @@ from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import RolloutsConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
+from megatron_grpo.environments.environment_processes import EnvironmentPool
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.rollout import ATTEMPTS
 from megatron_grpo.rollouts.seeds import RolloutPlan, require_few_failures
 from megatron_grpo.rollouts.shards import groups_of
-from megatron_grpo.rollouts.worker_group import WorkerGroup
+from megatron_grpo.rollouts.workers import RolloutWorkers
 
 COUNTS_S = 20.0
 """Deadline for fetching the counts of all engines, in seconds."""
@@ -135,29 +138,44 @@ class UnderWay:
         return len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends) if ends else True
 
 
-class RolloutPool:
-    """The driver's handle of rollout workers in Ray actors. `start()` returns at once; then call `wait_ready()`."""
+class RolloutPool(RolloutWorkers):
+    """The driver's handle of the rollout workers. `start()` returns at once; then call `wait_ready()`."""
 
     def __init__(
         self,
         config: RolloutsConfig,
-        workers: WorkerGroup,
+        engines: Sequence[Any],
+        environments: Mapping[str, EnvironmentPool],
         *,
+        generation_timeout_s: float,
         max_total_sequence_length: int,
         max_turns: int = 1,
+        routed: RoutedForm | None = None,
+        endpoint: EndpointSettings | None = None,
         restore: Restore = not_replaced,
     ) -> None:
         """
         Args:
-            config: deadline of a rollout, and the fraction that may fail.
-            workers: the rollout workers, not yet started.
+            config: number of workers, deadline of a rollout, and the fraction that may fail.
+            engines: Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled.
+            environments: pools of environment processes by task name, not yet started.
+            generation_timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
             max_total_sequence_length: most tokens of prompt and responses together.
             max_turns: most responses of one rollout.
-            restore: replaces lost engines in `workers.engines` in place, or raises SamplingError.
+            routed: form of the experts that engines return; None: engines return none.
+            endpoint: settings of the endpoints for agents; None: there are no endpoints.
+            restore: replaces lost engines in `engines` in place, or raises SamplingError.
         """
-        self._config, self._workers = config, workers
-        self._engines = workers.engines
-        self._lost = LostEngines(workers.engines, restore)
+        super().__init__(
+            config.num_workers,
+            engines,
+            environments,
+            timeout_s=generation_timeout_s,
+            routed=routed,
+            endpoint=endpoint,
+        )
+        self._config = config
+        self._lost = LostEngines(engines, restore)
         self._max_total_sequence_length = max_total_sequence_length
         self._max_turns = max_turns
         self.remarks: list[str] = []
@@ -165,20 +183,13 @@ class RolloutPool:
         self.trainer_state = TrainerState()
         """Progress of the run, for the reward functions of the next responses."""
         self._batches = count()
-        self._timeout_s = workers.generation_timeout_s
         self._scoring_s = ATTEMPTS * config.timeout_s + GRACE_S
-        self.tokens = workers
-        """The workers, for their calls on the tokens of complete groups."""
 
     def start(self) -> None:
         """Begin to start the environments and the workers."""
-        self._workers.start()
-        for actor, numbers in zip(self._workers.actors, self._workers.engines_of, strict=True):
+        super().start()
+        for actor, numbers in zip(self.actors, self._engines_of, strict=True):
             self._lost.watch(actor, numbers)
-
-    def wait_ready(self) -> None:
-        """Wait until every worker and its environments are up; RunError, which names the worker, if one fails."""
-        self._workers.wait_ready()
 
     def plan(self, samples_per_prompt: int, settings: SamplingSettings, run_seed: int, step: int) -> RolloutPlan:
         """Make the plan of a generation batch, for `collect` and `begin`.
@@ -226,13 +237,12 @@ class RolloutPool:
         """
         self._lost.hand_on()
         batch = next(self._batches)
-        parts = {n: part for n, part in enumerate(self._workers.shared_out(list(prompts.items()))) if part}
-        workers = self._workers.actors
+        parts = {n: part for n, part in enumerate(self._share_out(list(prompts.items()))) if part}
         calls = {
-            workers[number].collect.options(num_returns="streaming").remote(batch, plan, part): number
+            self.actors[number].collect.options(num_returns="streaming").remote(batch, plan, part): number
             for number, part in parts.items()
         }
-        return UnderWay(batch, {number: workers[number].generated.remote(batch) for number in parts}, calls)
+        return UnderWay(batch, {number: self.actors[number].generated.remote(batch) for number in parts}, calls)
 
     def finish(self, under_way: UnderWay, timer: StepTimer) -> list[SampledGroup]:
         """Wait for all prompts of a batch; returns and raises the same as `collect`."""
@@ -244,7 +254,7 @@ class RolloutPool:
                 since = time.monotonic() if replaced else since
                 for call in over:
                     del pending[call]
-            self._workers.gather(under_way.sampled, limit, "generation")
+            self._gather(under_way.sampled, limit, "generation")
         with timer.phase("environment"):
             complete = self.arrived([under_way])
             since = time.monotonic()
@@ -270,7 +280,7 @@ class RolloutPool:
                 except StopIteration:
                     del one.calls[call], waiting[call]
                     continue
-                (numbers,) = self._workers.gather({worker: reference}, self._timeout_s, "generation")
+                (numbers,) = self._gather({worker: reference}, self._timeout_s, "generation")
                 found += [Complete(one.batch, number, worker) for number in numbers]
         return found
 
@@ -284,10 +294,10 @@ class RolloutPool:
         for one in complete:
             by_worker.setdefault(one.worker, []).append(one)
         calls = {
-            worker: self._workers.actors[worker].hand_over.remote([(one.batch, one.number) for one in mine])
+            worker: self.actors[worker].hand_over.remote([(one.batch, one.number) for one in mine])
             for worker, mine in by_worker.items()
         }
-        answers = self._workers.gather(calls, self._timeout_s, "handing over of rollouts")
+        answers = self._gather(calls, self._timeout_s, "handing over of rollouts")
         found: dict[Complete, SampledGroup] = {}
         for mine, collected in zip(by_worker.values(), answers, strict=True):
             self.remarks += collected.remarks
@@ -297,7 +307,7 @@ class RolloutPool:
         try:
             require_few_failures(outcomes, self._config.max_failed_fraction)
         except SamplingError as error:  # a hanging engine misses rollout deadlines before the generation deadline
-            engines = [ENGINE_NAME(number) for number in range(len(self._engines))]
+            engines = [ENGINE_NAME(number) for number in range(len(self.engines))]
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
         return groups
 
@@ -325,7 +335,7 @@ class RolloutPool:
 
     def take_engine_counts(self) -> list[EngineCounts]:
         """Take each engine's counts since the last call; zeros for a failed engine, which its next request reports."""
-        calls = [engine.take_counts.remote() for engine in self._engines]
+        calls = [engine.take_counts.remote() for engine in self.engines]
         over = set(ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)[0])
         counts = []
         for call in calls:
@@ -334,7 +344,3 @@ class RolloutPool:
             except RayError:
                 counts.append(EngineCounts())
         return counts
-
-    def shutdown(self) -> None:
-        """End the workers; idempotent."""
-        self._workers.shutdown()

@@ -34,7 +34,7 @@ class RolloutWorker:
         generation_timeout_s: float,
         endpoint: EndpointSettings | None,
     ) -> None:
-        """`engines` and `environments`: this worker's share, by number and by task name (see `WorkerGroup`)."""
+        """`engines` and `environments`: this worker's share, by number and by task name (`RolloutWorkers.start`)."""
         begin_process_log(WORKER_NAME(index))
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, n, f"worker{index}") for n, actor in engines.items()])

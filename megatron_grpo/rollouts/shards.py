@@ -271,7 +271,7 @@ def learnt_from(known: Mapping[str, Sequence[NDArray[np.float32]]], number: int,
 
 
 def dump(bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:
-    """Write trajectories into a Parquet file, which appears only when it is complete (see `WorkerGroup.dump`).
+    """Write trajectories into a Parquet file, which appears only when it is complete (see `RolloutWorkers.dump`).
 
     `chosen`: for each group in `bundles` its samples to write. Sequences of the batch are numbered group by group.
     """

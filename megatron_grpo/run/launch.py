@@ -22,7 +22,6 @@ from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.source import model_folder
 from megatron_grpo.rollouts.endpoint import endpoint_settings
 from megatron_grpo.rollouts.pool import Restore, RolloutPool, not_replaced
-from megatron_grpo.rollouts.worker_group import WorkerGroup
 from megatron_grpo.trainer.messages import RankSettings, training_filter
 from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
@@ -164,19 +163,15 @@ def start_rollouts(
         environments = build_environments(config.env, settings, rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)
-    workers = WorkerGroup(
-        config.rollouts.num_workers,
+    rollouts = RolloutPool(
+        config.rollouts,
         generation.engines if generation else [],
         environments,
         generation_timeout_s=config.generation.timeout_s,
-        routed=generation.routed if generation else None,
-        endpoint=endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
-    )
-    rollouts = RolloutPool(
-        config.rollouts,
-        workers,
         max_total_sequence_length=config.policy.max_total_sequence_length,
         max_turns=config.loop.max_rollout_turns,
+        routed=generation.routed if generation else None,
+        endpoint=endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
         restore=restore,
     )
     stack.callback(rollouts.shutdown)

@@ -67,7 +67,7 @@ def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: in
     timer = StepTimer()
     with pool(engines=[{}] * engines, num_workers=workers) as rollouts:
         groups = collect(rollouts, prompts, timer)
-        trajectories = rollouts.tokens.fetch(groups)
+        trajectories = rollouts.fetch(groups)
     expected = [
         [expected_trajectory(datum, group, sample) for sample in range(SAMPLES)] for group, datum in enumerate(prompts)
     ]
@@ -118,7 +118,7 @@ def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int,
         first, second = rollouts.take(came[3:]), rollouts.take(came[:3])
         gc.collect()
         time.sleep(1.0)  # for what nobody refers to to go
-        trajectories = rollouts.tokens.fetch([*second, *first])
+        trajectories = rollouts.fetch([*second, *first])
     numbers = [one.number for one in came]
     assert sorted(numbers) == list(range(10, 10 + PROMPTS))
     assert numbers[-1] == 12, "the one whose engine was stuck at the first attempt"
@@ -149,11 +149,11 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
     sequences = [np.sort(order[begin::3]) for begin in range(3)]
     with pool(engines=[{}, {}], num_workers=workers) as rollouts:
         groups = collect(rollouts, prompts)
-        flat = [one for group in rollouts.tokens.fetch(groups) for one in group]
+        flat = [one for group in rollouts.fetch(groups) for one in group]
         batch = step_batch(flat, sequences)
-        batch.fields = rollouts.tokens.build_shards(groups, sequences)
+        batch.fields = rollouts.build_shards(groups, sequences)
         fetched = [{name: ray.get(parts[shard]) for name, parts in batch.fields.items()} for shard in range(3)]
-        summary = rollouts.tokens.compute(shift, batch, ["token_ids", "sampled"], 1000)
+        summary = rollouts.compute(shift, batch, ["token_ids", "sampled"], 1000)
         shifted = ray.get(batch.fields["shifted"])
     assert [{name: array.dtype.name for name, array in shard.items()} for shard in fetched] == [
         {"token_ids": "int32", "sampled": "bool", "generation_logprobs": "float32"}
@@ -173,10 +173,10 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
 
 def test_groups_that_were_put_are_as_good_as_collected_ones(quiet: RolloutPool) -> None:
     groups = collect(quiet, [prompt(idx) for idx in range(2)])
-    again = quiet.tokens.put(quiet.tokens.fetch(groups))
+    again = quiet.put(quiet.fetch(groups))
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
     numbers = [np.arange(2 * SAMPLES)]
-    one, other = (ray.get(quiet.tokens.build_shards(of, numbers)["token_ids"]) for of in (groups, again))
+    one, other = (ray.get(quiet.build_shards(of, numbers)["token_ids"]) for of in (groups, again))
     np.testing.assert_array_equal(one, other)
 
 
@@ -196,7 +196,7 @@ def step_batch(flat: list[Trajectory], sequences: list[NDArray[np.int64]]) -> St
 def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -> None:
     groups = collect(quiet, [prompt(idx) for idx in range(PROMPTS)])
     groups = [groups[3], groups[1]]  # as dynamic sampling puts groups together
-    flat = [one for group in quiet.tokens.fetch(groups) for one in group]
+    flat = [one for group in quiet.fetch(groups) for one in group]
     by_response, by_token = (step_batch(flat, numbers) for numbers in ([EVEN, ODD], [EVEN, ODD]))
     record = make_record(samples_per_prompt=SAMPLES)
     by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
@@ -206,8 +206,8 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
         of_token = [1000 * number + np.arange(n) for number, n in zip(numbers, lengths, strict=True)]
         by_token.fields["advantages"].append(ray.put(np.concatenate(of_token).astype(np.float32)))
         by_token.fields["prev_logprobs"].append(ray.put(-np.concatenate(of_token).astype(np.float32)))
-    quiet.tokens.wait_dump(quiet.tokens.dump(4, groups, by_response, tmp_path, record))
-    quiet.tokens.wait_dump(quiet.tokens.dump(5, groups, by_token, tmp_path, record, sample=3))
+    quiet.wait_dump(quiet.dump(4, groups, by_response, tmp_path, record))
+    quiet.wait_dump(quiet.dump(5, groups, by_token, tmp_path, record, sample=3))
     rows = list(read_rollouts(tmp_path, 4))
     assert [row["group"] for row in rows] == [0] * SAMPLES + [1] * SAMPLES
     for row, one in zip(rows, flat, strict=True):
@@ -276,7 +276,7 @@ def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> No
     once, twice = sample_seed(SEED, STEP, 0, 1), sample_seed(SEED, STEP, 1, 2)
     with pool(engines=[{"refused": [once, twice, twice]}]) as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(3)])
-        trajectories = rollouts.tokens.fetch(groups)
+        trajectories = rollouts.fetch(groups)
     failures = {(one.prompt_idx, one.sample): one.failure for group in groups for one in group.outcomes if one.failure}
     assert failures == {(1, 2): "refused by the engine"}
     assert trajectories[0][1].to_row() == expected_trajectory(prompt(0), 0, 1).to_row()
@@ -320,7 +320,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
         engines=[{}, {"dies_after": 1}], spare=[{"dies_after": 1, "chunk": 2}, {}], num_workers=workers
     ) as rollouts:
         groups = collect(rollouts, prompts)
-        trajectories = rollouts.tokens.fetch(groups)
+        trajectories = rollouts.fetch(groups)
         seeds = [sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
         histories = ray.get([engine.history.remote() for engine in rollouts._engines])
         again = collect(rollouts, prompts)

@@ -22,7 +22,6 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.seeds import sample_seed
-from megatron_grpo.rollouts.worker_group import WorkerGroup
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
@@ -86,7 +85,9 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
     environments = build_environments({"counting": kind}, lambda _: settings)
     rollouts = RolloutPool(
         RolloutsConfig(),
-        WorkerGroup(None, generation.engines, environments, generation_timeout_s=120.0),
+        generation.engines,
+        environments,
+        generation_timeout_s=120.0,
         max_total_sequence_length=MAX_LENGTH,
         max_turns=max_turns,
     )
@@ -94,7 +95,7 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
     try:
         rollouts.wait_ready()
         groups = rollouts.collect(prompts, rollouts.plan(SAMPLES, SETTINGS, SEED, STEP), StepTimer())
-        return [one for group in rollouts.tokens.fetch(groups) for one in group]
+        return [one for group in rollouts.fetch(groups) for one in group]
     finally:
         rollouts.shutdown()
         environments["counting"].shutdown()
@@ -180,8 +181,14 @@ def _check(one: Trajectory, prompt: str, tokenizer: AutoTokenizer, oracle: Oracl
 def _rollouts(generation: VllmGeneration, model: Path) -> Iterator[RolloutPool]:
     endpoint = EndpointSettings(host="127.0.0.1", port=0, token="secret", tokenizer=str(model))
     environments = build_environments({"task": AGENT})
-    workers = WorkerGroup(None, generation.engines, environments, generation_timeout_s=120.0, endpoint=endpoint)
-    pool = RolloutPool(RolloutsConfig(max_failed_fraction=1.0), workers, max_total_sequence_length=MAX_LENGTH)
+    pool = RolloutPool(
+        RolloutsConfig(max_failed_fraction=1.0),
+        generation.engines,
+        environments,
+        generation_timeout_s=120.0,
+        max_total_sequence_length=MAX_LENGTH,
+        endpoint=endpoint,
+    )
     pool.start()
     try:
         pool.wait_ready()
@@ -205,4 +212,4 @@ def _collect(pool: RolloutPool, prompts: list[str]) -> list[list[Trajectory]]:
     ]
     settings = SamplingSettings(max_new_tokens=8, temperature=TEMPERATURE, stop_token_ids=(EOS,))
     groups = pool.collect(data, pool.plan(3, settings, run_seed=1, step=0), StepTimer())
-    return pool.tokens.fetch(groups)
+    return pool.fetch(groups)

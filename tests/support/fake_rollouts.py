@@ -72,7 +72,6 @@ class FakeRollouts:
 
     def __init__(self, answers: Answers = lambda *_: []) -> None:
         self.answers = answers
-        self.tokens = self  # what `RolloutPool.tokens` does, too
         self.remarks: list[str] = []
         self.next_complete: Callable[[int], int] = lambda left: 0
         """(prompts that are not complete) -> which of them is next."""

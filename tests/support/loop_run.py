@@ -80,7 +80,7 @@ class Run:
                 self.dumps.hold(number, [], None, make_facts())
                 self.dumps.begin()
                 return replace(self.report, failure=self.refit_fails.get(number))
-            self.batch_cache[:] = self.rollouts.tokens.put([[make_trajectory(3)]])
+            self.batch_cache[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
             if error is not None:
                 raise error

@@ -18,7 +18,6 @@ from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.seeds import sample_seed
-from megatron_grpo.rollouts.worker_group import WorkerGroup
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
 
 SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24
@@ -68,7 +67,9 @@ def pool(
     settings = RolloutsConfig(**config)
     rollouts = RolloutPool(
         settings,
-        WorkerGroup(settings.num_workers, actors, environments, generation_timeout_s=generation_timeout_s),
+        actors,
+        environments,
+        generation_timeout_s=generation_timeout_s,
         max_total_sequence_length=MAX_LENGTH,
         restore=restore,
     )

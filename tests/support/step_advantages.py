@@ -20,7 +20,7 @@ def laid_out(config: Config, trajectories: list[Trajectory]) -> tuple[StepBatch,
     rollouts: Any = FakeRollouts()
     samples = config.loop.num_generations_per_prompt
     groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-    return build_batch(config, rollouts.tokens.put(groups), rollouts), rollouts
+    return build_batch(config, rollouts.put(groups), rollouts), rollouts
 
 
 def advantages_of(

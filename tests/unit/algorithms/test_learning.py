@@ -63,7 +63,7 @@ def make_batch(shards: int = 2) -> StepBatch:
     numbers = [np.arange(shard, 6, shards) for shard in range(shards)]
     batch = StepBatch(lengths=np.full(6, 6), response_tokens=np.arange(6), in_loss=np.ones(6, dtype=np.bool_))
     batch.shards = numbers
-    batch.fields = rollouts.tokens.build_shards(rollouts.tokens.put([trajectories]), numbers)
+    batch.fields = rollouts.build_shards(rollouts.put([trajectories]), numbers)
     add_entry(batch, "prev_logprobs", -np.repeat(np.arange(6), 6))
     return batch
 
@@ -149,8 +149,8 @@ def test_a_bad_gradient_names_sequences_of_the_whole_batch() -> None:
 def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what: str, tmp_path: Path) -> None:
     rollouts = FakeRollouts()
     pairs = [[make_trajectory(prompt_idx=30 + 2 * i + j, sample=j) for j in range(2)] for i in range(3)]
-    groups = rollouts.tokens.put(pairs)
-    check = StepCheck(tmp_path, rollouts.tokens.fetch, groups, step=4)
+    groups = rollouts.put(pairs)
+    check = StepCheck(tmp_path, rollouts.fetch, groups, step=4)
     config = Config(algorithm="ppo" if of_values else "grpo", policy=PolicyConfig(train_global_batch_samples=2))
     config.value.train_global_batch_samples = 2
     stage, model = (learn_values if of_values else learn), RecordingPolicy(bad_call=2)
@@ -166,7 +166,7 @@ def test_a_value_model_has_minibatches_of_its_own() -> None:
     config = Config(algorithm="ppo", policy=PolicyConfig(train_global_batch_samples=3))
     config.value.train_global_batch_samples = 2
     config.ppo.ppo_epochs = 2
-    model, check = RecordingPolicy(), StepCheck(Path(), FakeRollouts().tokens.fetch, [], step=1)
+    model, check = RecordingPolicy(), StepCheck(Path(), FakeRollouts().fetch, [], step=1)
     add_moments(model)
     metrics = learn_values(config, make_batch(), model, NO_LOSS, check)  # type: ignore[arg-type]
     assert model.sequences == [[0, 1], [2, 3], [4, 5]] * 2

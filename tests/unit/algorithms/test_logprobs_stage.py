@@ -43,9 +43,9 @@ class Stage:
         self.timer = StepTimer()
 
     def run(self) -> tuple[StepBatch, dict[str, float]]:
-        groups = self.rollouts.tokens.put([self.trajectories[:2], self.trajectories[2:]])
+        groups = self.rollouts.put([self.trajectories[:2], self.trajectories[2:]])
         batch = build_batch(self.config, groups, self.rollouts)
-        check = StepCheck(self.folder, self.rollouts.tokens.fetch, groups, step=1)
+        check = StepCheck(self.folder, self.rollouts.fetch, groups, step=1)
         return batch, add_logprobs(self.config, batch, self.policy, self.rollouts, check, self.timer)
 
 

@@ -30,8 +30,8 @@ def trajectory(prompt: int, reward: float | None = 1.0, logprob: float = -0.5, *
 def check(samples: Sequence[Trajectory], folder: Path) -> None:
     """Have a generation batch of step 5 looked at, one sample to a prompt."""
     rollouts = FakeRollouts()
-    groups = rollouts.tokens.put([[sample] for sample in samples])
-    StepCheck(folder, rollouts.tokens.fetch, groups, 5).require_finite_samples()
+    groups = rollouts.put([[sample] for sample in samples])
+    StepCheck(folder, rollouts.fetch, groups, 5).require_finite_samples()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
@@ -69,9 +69,9 @@ def test_only_the_groups_it_is_about_come_to_the_driver(tmp_path: Path) -> None:
     """And of these, only the bad samples are in the file."""
     samples = [trajectory(i // 2, reward=math.nan if i in (2, 7) else float(i)) for i in range(8)]
     rollouts = FakeRollouts()
-    groups = rollouts.tokens.put([samples[start : start + 2] for start in range(0, 8, 2)])
+    groups = rollouts.put([samples[start : start + 2] for start in range(0, 8, 2)])
     with pytest.raises(SamplingError, match=r"for 2 response\(s\) to prompt\(s\) 1, 3 of the training data"):
-        StepCheck(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
+        StepCheck(tmp_path, rollouts.fetch, groups, 5).require_finite_samples()
     assert rollouts.fetched == [groups[1], groups[3]]
     written = json.loads((tmp_path / "non_finite_step_5.json").read_text())
     assert written["trajectories"] == [{**samples[i].to_row(), "reward": "NaN"} for i in (2, 7)]
@@ -79,9 +79,9 @@ def test_only_the_groups_it_is_about_come_to_the_driver(tmp_path: Path) -> None:
 
 def test_the_message_names_a_few_prompts_and_the_file_all(tmp_path: Path) -> None:
     rollouts = FakeRollouts()
-    groups = rollouts.tokens.put([[trajectory(i, reward=math.nan)] for i in range(20, 0, -1)])
+    groups = rollouts.put([[trajectory(i, reward=math.nan)] for i in range(20, 0, -1)])
     with pytest.raises(SamplingError, match=r"prompt\(s\) 1, 2, 3, 4, 5, 6, 7, 8, \.\.\. of the training data"):
-        StepCheck(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
+        StepCheck(tmp_path, rollouts.fetch, groups, 5).require_finite_samples()
     assert json.loads((tmp_path / "non_finite_step_5.json").read_text())["prompt_ids"] == list(range(1, 21))
 
 
@@ -99,13 +99,13 @@ def test_a_bad_validation_ends_the_run_too(tmp_path: Path) -> None:
 def test_only_what_is_looked_at_has_to_be_finite(shards: list[list[int]], tmp_path: Path, fake_ray: FakeRay) -> None:
     """Whoever computes an entry says of which sequences it is finite where it matters; the file has all of theirs."""
     rollouts: Any = FakeRollouts()
-    groups = rollouts.tokens.put([[trajectory(0)], [trajectory(1)], [trajectory(2)]])
+    groups = rollouts.put([[trajectory(0)], [trajectory(1)], [trajectory(2)]])
     numbers = [np.array(one) for one in shards]
     batch = StepBatch(lengths=np.full(3, 3), response_tokens=np.full(3, 2), in_loss=np.ones(3, dtype=np.bool_))
     batch.shards = numbers
-    batch.fields = rollouts.tokens.build_shards(groups, numbers)
+    batch.fields = rollouts.build_shards(groups, numbers)
     add_entry(batch, "prev_logprobs", np.array([math.nan, -1, -1, -math.inf, -math.inf, math.nan, 0, -2, -3]))
-    check = StepCheck(tmp_path, rollouts.tokens.fetch, groups, step=1)
+    check = StepCheck(tmp_path, rollouts.fetch, groups, step=1)
     check.require_finite("prev_logprobs", np.array([True, True, True]), batch)
     assert list(tmp_path.iterdir()) == []
     assert (rollouts.fetched, fake_ray.gets) == ([], 0)

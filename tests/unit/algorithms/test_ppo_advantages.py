@@ -84,7 +84,7 @@ def test_spread_over_shards_they_are_those_of_the_whole_step(
     sequences = replicas * int(draw.integers(1, 4))
     responses = [random_response(draw, number) for number in range(sequences)]
     rollouts: Any = FakeRollouts()
-    batch = build_batch(config, rollouts.tokens.put([[one] for one in responses]), rollouts)
+    batch = build_batch(config, rollouts.put([[one] for one in responses]), rollouts)
     entries = {name: draw.normal(size=batch.lengths.sum()).astype(np.float32) for name in COMPUTED}
     for name, values in entries.items():
         add_entry(batch, name, values)
@@ -143,7 +143,7 @@ def test_the_driver_computes_what_a_worker_does() -> None:
     for in_driver in (False, True):
         config.policy.parallel.data = 3
         rollouts: Any = FakeRollouts()
-        batch = build_batch(config, rollouts.tokens.put([[one] for one in make_trajectories()]), rollouts)
+        batch = build_batch(config, rollouts.put([[one] for one in make_trajectories()]), rollouts)
         add_entry(batch, "values", VALUES.numpy())
         rewards = score(config, [one.outcome for one in make_trajectories()]).rewards
         arguments = (config, rewards, batch.response_tokens, batch.in_loss)
@@ -152,7 +152,7 @@ def test_the_driver_computes_what_a_worker_does() -> None:
             references, finite = compute(compute_token_advantages, batch, entries, arguments)
             batch.fields |= references
         else:
-            finite = rollouts.tokens.compute(compute_token_advantages, batch, entries, *arguments)
+            finite = rollouts.compute(compute_token_advantages, batch, entries, *arguments)
         assert rollouts.computed == [] if in_driver else ["compute_token_advantages"]
         found = {name: [row.tolist() for row in by_sequence(batch, name)] for name in ("advantages", "returns")}
         added.append((finite.tolist(), found))
@@ -162,7 +162,7 @@ def test_the_driver_computes_what_a_worker_does() -> None:
 def test_a_response_whose_advantages_are_not_finite_is_named() -> None:
     config = make_config(PLAIN)
     rollouts: Any = FakeRollouts()
-    batch = build_batch(config, rollouts.tokens.put([[one] for one in make_trajectories()]), rollouts)
+    batch = build_batch(config, rollouts.put([[one] for one in make_trajectories()]), rollouts)
     values = VALUES.clone()
     values[3] = float("nan")
     add_entry(batch, "values", values.numpy())

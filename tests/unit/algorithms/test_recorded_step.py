@@ -79,7 +79,7 @@ def test_it_is_the_recorded_step(overrides: list[str], tmp_path: Path) -> None:
 def test_groups_that_an_earlier_start_sampled_are_counted_once(tmp_path: Path) -> None:
     first = Run(tmp_path / "first", *DYNAMIC)
     carried = [make_trajectory(2, group=9, prompt_idx=9, sample=i, reward=float(i)) for i in (0, 1)]
-    first.run.batch_cache += first.rollouts.tokens.put([carried])
+    first.run.batch_cache += first.rollouts.put([carried])
     sampled = first.step()
     record(first, tmp_path / "recording")
     assert first.run.dumps.facts[1].carried == 1

@@ -29,7 +29,7 @@ def make(folder: Path, **keys: Any) -> tuple[RolloutDumps, FakeRollouts]:
 )
 def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | None, tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path, **keys)
-    groups = {step: rollouts.tokens.put([[make_trajectory(prompt_idx=step)]]) for step in (1, 2)}
+    groups = {step: rollouts.put([[make_trajectory(prompt_idx=step)]]) for step in (1, 2)}
     for step in (1, 2):
         dumps.hold(step, groups[step], BATCHES[step], FACTS[step])
         dumps.begin()
@@ -44,7 +44,7 @@ def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | N
 
 def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path, rollouts="off")
-    dumps.hold(1, rollouts.tokens.put([[make_trajectory()]]), BATCHES[1], FACTS[1])
+    dumps.hold(1, rollouts.put([[make_trajectory()]]), BATCHES[1], FACTS[1])
     dumps.begin()
     dumps.finish(1)
     assert (rollouts.dumped, rollouts.awaited) == ([], [])
@@ -53,7 +53,7 @@ def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_step_that_fails_leaves_its_rollouts(begun: bool, tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path)
-    groups = rollouts.tokens.put([[make_trajectory()]])
+    groups = rollouts.put([[make_trajectory()]])
     dumps.hold(2, groups, BATCHES[2], FACTS[2])
     assert rollouts.dumped == [], "nothing is written before it has advantages or fails"
     if begun:
@@ -66,7 +66,7 @@ def test_a_step_that_fails_leaves_its_rollouts(begun: bool, tmp_path: Path) -> N
 def test_a_step_that_is_over_leaves_nothing(tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path)
     dumps.write_all()
-    groups = rollouts.tokens.put([[make_trajectory()]])
+    groups = rollouts.put([[make_trajectory()]])
     dumps.hold(1, groups, BATCHES[1], FACTS[1])
     dumps.begin()
     dumps.finish(1)

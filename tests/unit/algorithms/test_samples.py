@@ -67,7 +67,7 @@ def prompts_of(outcomes: list[Outcome]) -> list[int]:
 
 
 def trajectories_of(groups: list[SampledGroup]) -> list[list[dict[str, Any]]]:
-    return plain_groups(FakeRollouts().tokens.fetch(groups))
+    return plain_groups(FakeRollouts().fetch(groups))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, 
     waiting = run.batch_cache
     assert sample(run, batches([0, 1, 2]), StepTimer()) is None
     assert waiting is run.batch_cache, "whoever saves it holds the list"
-    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.tokens.fetch(run.batch_cache)])
+    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.fetch(run.batch_cache)])
     resumed, again = make(tmp_path, use_dynamic_sampling=True)
     resumed.state = json.loads(json.dumps(run.state))
     resumed.batch_cache[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])

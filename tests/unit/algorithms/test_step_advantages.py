@@ -221,7 +221,7 @@ def test_gdpo_takes_the_parts_and_their_weights() -> None:
 def signal_metric(config: Config, trajectories: list[Trajectory]) -> float | None:
     """The share of groups without a signal that a step reports."""
     outcomes = [one.outcome for one in trajectories]
-    groups = FakeRollouts().tokens.put([trajectories])
+    groups = FakeRollouts().put([trajectories])
     metrics = compute_sampling_metrics(config, StepSamples(groups, None, outcomes), score(config, outcomes))
     return metrics.get("groups_without_signal")
 

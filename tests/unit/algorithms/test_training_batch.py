@@ -26,7 +26,7 @@ def laid_out(trajectories: list[Trajectory], *, samples: int = 2, replicas: int 
     config.policy.parallel.data = replicas
     rollouts: Any = FakeRollouts()
     groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-    return build_batch(config, rollouts.tokens.put(groups), rollouts)
+    return build_batch(config, rollouts.put(groups), rollouts)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -11,7 +11,7 @@ import ray
 
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.environments.environment_processes import EnvironmentHandle
-from megatron_grpo.rollouts.worker_group import WorkerGroup
+from megatron_grpo.rollouts.workers import RolloutWorkers
 
 
 @pytest.fixture
@@ -31,5 +31,5 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
     EnvironmentHandle("math", 1.0, [], PromptFormat(), [], ()).spawn()
-    WorkerGroup(2, [], {}, generation_timeout_s=1.0).start()
+    RolloutWorkers(2, [], {}, timeout_s=1.0).start()
     assert [one["scheduling_strategy"] for one in options] == ["SPREAD"] * 2

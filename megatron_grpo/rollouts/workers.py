@@ -1,4 +1,4 @@
-"""The rollout workers as Ray actors: their start, their shares of prompts, and their work on the tokens of a step."""
+"""The rollout workers as Ray actors: their start, and their calls on the tokens that they have stored."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ ENGINES_PER_WORKER = 8
 Item = TypeVar("Item")
 
 
-class WorkerGroup:
-    """Rollout workers in Ray actors. `start()` returns at once; then call `wait_ready()`.
+class RolloutWorkers:
+    """The actors of a `RolloutPool`, and what they do with stored tokens.
 
-    Workers also build shards, compute over tokens and write files; the driver holds only references to tokens.
+    Workers build shards, compute over tokens and write files; the driver holds only references to tokens.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WorkerGroup:
         engines: Sequence[Any],
         environments: Mapping[str, EnvironmentPool],
         *,
-        generation_timeout_s: float,
+        timeout_s: float,
         routed: RoutedForm | None = None,
         endpoint: EndpointSettings | None = None,
     ) -> None:
@@ -65,15 +65,15 @@ class WorkerGroup:
             number: count of workers; None: one for every ENGINES_PER_WORKER engines.
             engines: Ray actors with `generate` and `abort`, in the order of their numbers; empty: nothing is sampled.
             environments: pools of environment processes by task name, not yet started.
-            generation_timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
-            routed: form of the experts that engines return; None: engines return none.
-            endpoint: settings of the endpoints for agents; None: there are no endpoints.
+            timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
+            routed: form of the experts that engines return, or None.
+            endpoint: settings of the endpoints for agents, or None.
         """
         self._endpoint = endpoint
         self._number, self.engines, self._environments = number, engines, environments
-        self.generation_timeout_s, self.routed = generation_timeout_s, routed
+        self._timeout_s, self._routed = timeout_s, routed
         self.actors: list[Any] = []
-        self.engines_of: list[range] = []
+        self._engines_of: list[range] = []
         """By worker, the numbers of the engines that it uses."""
         self._shares: list[float] = []
         self._turn = count()
@@ -88,16 +88,16 @@ class WorkerGroup:
         handles = {name: one.start(workers) for name, one in self._environments.items()}
         # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
         starts = [engines * worker // workers for worker in range(workers + 1)]
-        self.engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
-        users = [sum(engine in one for one in self.engines_of) for engine in range(engines)]
-        self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self.engines_of]
+        self._engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
+        users = [sum(engine in one for one in self._engines_of) for engine in range(engines)]
+        self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self._engines_of]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
-        for index, numbers in enumerate(self.engines_of):
+        for index, numbers in enumerate(self._engines_of):
             worker = actor.remote(
                 index,
                 engines={number: self.engines[number] for number in numbers},
                 environments={name: shares[index] for name, shares in handles.items()},
-                generation_timeout_s=self.generation_timeout_s,
+                generation_timeout_s=self._timeout_s,
                 endpoint=None if self._endpoint is None else self._endpoint.of_worker(index),
             )
             self.actors.append(worker)
@@ -106,9 +106,9 @@ class WorkerGroup:
     def wait_ready(self) -> None:
         """Wait until every worker and its environments are up; RunError if that takes over STARTUP_S from `start`."""
         left = STARTUP_S - (time.monotonic() - self._started_at)
-        self.gather(self._starting, max(left, 0.0), "start of rollouts")
+        self._gather(self._starting, max(left, 0.0), "start of rollouts")
 
-    def shared_out(self, items: Sequence[Item]) -> list[list[Item]]:
+    def _share_out(self, items: Sequence[Item]) -> list[list[Item]]:
         """Divide items among the workers in proportion to their engines; each part is contiguous."""
         bounds = [round(len(items) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
         return [list(items[begin:end]) for begin, end in pairwise(bounds)]
@@ -120,7 +120,7 @@ class WorkerGroup:
         self.actors = []
 
     @staticmethod
-    def gather(calls: Mapping[int, Any], deadline_s: float, what: str) -> list[Any]:
+    def _gather(calls: Mapping[int, Any], deadline_s: float, what: str) -> list[Any]:
         """Wait for the answers to calls, given by number of the worker; returns them in the order of the calls.
 
         Raises:
@@ -153,7 +153,7 @@ class WorkerGroup:
             (bool: the token was sampled, not given), generation_logprobs (float32, 0 where not sampled); with recorded
             routing also routed_experts, [tokens of the shard, experts recorded per token].
         """
-        fields = shard_fields(self.routed)
+        fields = shard_fields(self._routed)
         shards = places_of(sequences, [len(group.outcomes) for group in groups])
         workers = len(self.actors)
         dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
@@ -168,7 +168,7 @@ class WorkerGroup:
             ]
             call = worker.on_thread.options(num_returns=len(fields) * len(mine))
             bundles = bundled([groups[group] for group in needed])
-            references = iter(call.remote("build shards", build_shards, bundles, local, self.routed))
+            references = iter(call.remote("build shards", build_shards, bundles, local, self._routed))
             for shard in mine:
                 for name in fields:
                     built[name][shard] = next(references)
@@ -189,7 +189,7 @@ class WorkerGroup:
             RunError: the function raised, or the worker failed.
         """
         call = self._begin("compute", compute, fn, batch, list(fields), args)
-        ((added, summary),) = self.gather(call, self.generation_timeout_s, "computation over a step's tokens")
+        ((added, summary),) = self._gather(call, self._timeout_s, "computation over a step's tokens")
         batch.fields |= added
         return summary
 
@@ -200,7 +200,7 @@ class WorkerGroup:
             RunError: a trajectory was lost with its worker, or did not arrive in time.
         """
         try:
-            return fetched(bundled(groups), self.generation_timeout_s)
+            return fetched(bundled(groups), self._timeout_s)
         except RayError as error:
             raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
 
@@ -215,7 +215,7 @@ class WorkerGroup:
             RunError: the file cannot be read in time.
         """
         call = self._begin("read rollouts", load, file)
-        ((facts, collected),) = self.gather(call, self.generation_timeout_s, "reading of rollouts")
+        ((facts, collected),) = self._gather(call, self._timeout_s, "reading of rollouts")
         return facts, groups_of(collected)
 
     def dump(
@@ -248,7 +248,7 @@ class WorkerGroup:
 
     def wait_dump(self, dump: Any) -> None:
         """Wait until the file of a `dump` is written; RunError if that fails."""
-        self.gather(dump, self.generation_timeout_s, "writing of rollouts")
+        self._gather(dump, self._timeout_s, "writing of rollouts")
 
     def _begin(self, what: str, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
         """Begin `RolloutWorker.on_thread` in the next worker (round robin); returns the call by the worker's number."""
