@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_grpo.models.families.family import WeightSlice
 from megatron_grpo.models.stored_tensors import INDEX_FILE, SINGLE_FILE
+from megatron_grpo.models.weight_map import WeightSlice
 
 _SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Configuration, tokenizer and template files that travel with the weights."""

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.families.family import WeightEntry, WeightSlice, global_entries, group_rows, is_per_layer
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, global_entries, group_rows, is_per_layer
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:

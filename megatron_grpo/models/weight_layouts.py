@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.families.family import HFTensor, WeightEntry, WeightSlice, is_per_layer
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice, is_per_layer
 from megatron_grpo_kernels.fp8_format import BLOCK
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.models.families.family import group_rows
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import known_value_shape
+from megatron_grpo.models.weight_map import group_rows
 from megatron_grpo.preflight.rules import Rule, as_problems
 
 

@@ -10,10 +10,10 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import unreadable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import as_value_model, shape_of_folder, weight_entries
-from megatron_grpo.models.families.family import global_entries, wanted_experts
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import PREPARED_FOLDER, download_config, is_hub_name, local_folder, made_before_the_run
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, stored_tensors
+from megatron_grpo.models.weight_map import global_entries, wanted_experts
 from megatron_grpo.preflight.tokenizer_checks import tokenizer_problems
 
 _NAMED = 3

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.families.family import WeightSlice, global_entries
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import Destination, RankShard, destinations
+from megatron_grpo.models.weight_map import WeightSlice, global_entries
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank

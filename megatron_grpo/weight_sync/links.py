@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megatron_grpo.models.families.family import WeightEntry
+from megatron_grpo.models.weight_map import WeightEntry
 from megatron_grpo.weight_sync.checksums import TRAILER_BYTES, checksum_problem, write_checksum
 from megatron_grpo.weight_sync.groups import Group, Rendezvous, Transfer, Watch, join
 from megatron_grpo.weight_sync.ipc import SharedMemory, shared_memory_on

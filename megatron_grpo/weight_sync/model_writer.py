@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.families.family import is_per_layer
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import Destination, RankShard, destinations
+from megatron_grpo.models.weight_map import is_per_layer
 from megatron_grpo.weight_sync.engine_layers import (
     BlockedLayer,
     RebuiltLayer,

@@ -15,10 +15,10 @@ from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitMode
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import shape_of_folder, weight_entries
-from megatron_grpo.models.families.family import WeightSlice
 from megatron_grpo.models.hf_weights import BoundEntry, bound_entries, split_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, engine_shards, training_shards
+from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.links import Links, schedule, write_plan

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.families.family import WeightEntry, WeightSlice, global_entries, is_per_layer
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, destinations, in_fp8_blocks
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, global_entries, is_per_layer
 from megatron_grpo_kernels.fp8_blocks import quantise
 from megatron_grpo_kernels.fp8_format import BLOCK, blocks
 

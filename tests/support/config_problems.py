@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.models.families import shape_of_config, weight_entries
-from megatron_grpo.models.families.family import global_entries
+from megatron_grpo.models.weight_map import global_entries
 from megatron_grpo.preflight.load import load_config
 
 SMALL = {

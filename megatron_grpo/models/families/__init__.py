@@ -11,10 +11,10 @@ from typing import Any
 from megatron_grpo.config.errors import shown
 from megatron_grpo.models.families import deepseek_v3, gemma3, llama
 from megatron_grpo.models.families import mixtures as experts
-from megatron_grpo.models.families.family import HFTensor, WeightEntry, global_entries
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, section
 from megatron_grpo.models.stored_tensors import has_head_of_its_own
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, global_entries
 
 _EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 _INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.models.families.family import Family, WeightEntry, in_layer, only_in
+from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import MLP, read_dense
 from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, chosen_experts, counted_experts
 from megatron_grpo.models.families.options import WINDOW
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, number, size
+from megatron_grpo.models.weight_map import WeightEntry, in_layer, only_in
 
 _INPUT_NORM = (in_layer("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
 _QUERY = (in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [latent_queries, hidden]"),)

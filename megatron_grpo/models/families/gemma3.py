@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.models.families.family import Family, in_layer
+from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, read_dense
 from megatron_grpo.models.families.rotary import read_rotary_by_kind
 from megatron_grpo.models.shape import ModelShape, number, size
+from megatron_grpo.models.weight_map import in_layer
 
 _DEFAULTS = {
     "head_dim": 256,

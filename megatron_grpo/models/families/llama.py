@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.models.families.family import Family, in_layer
+from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_nulls, refuse_options, refuse_windowed_layers
 from megatron_grpo.models.families.rotary import read_rotary
 from megatron_grpo.models.shape import ModelShape, flag, number, size
+from megatron_grpo.models.weight_map import in_layer
 
 ATTENTION = (
     in_layer(

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.models.families.family import Family, WeightEntry, in_layer, only_in
+from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, QWEN_DEFAULTS, read_dense
 from megatron_grpo.models.shape import ExpertShape, ModelShape, flag, size
+from megatron_grpo.models.weight_map import WeightEntry, in_layer, only_in
 
 # An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
 _FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"

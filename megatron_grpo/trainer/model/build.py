@@ -15,8 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.families.family import padded_vocab
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, RotaryTable, scaled_rope
 from megatron_grpo.trainer.model.experts import mark_experts

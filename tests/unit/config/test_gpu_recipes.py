@@ -8,9 +8,9 @@ import pytest
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import shape_of_folder, weight_entries
-from megatron_grpo.models.families.family import global_entries
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, destinations, engine_shards, in_fp8_blocks
+from megatron_grpo.models.weight_map import global_entries
 from megatron_grpo.preflight.load import check_config
 from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
 

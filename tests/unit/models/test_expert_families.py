@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_grpo.models.families import forward_flops, shape_of_config, weight_entries
-from megatron_grpo.models.families.family import global_entries, wanted_experts
+from megatron_grpo.models.weight_map import global_entries, wanted_experts
 from tests.support.tiny_models import SPECIAL
 
 MOE_FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3"]

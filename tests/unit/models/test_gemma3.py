@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_grpo.models.families import forward_flops, shape_of_config, weight_entries
-from megatron_grpo.models.families.family import global_entries
+from megatron_grpo.models.weight_map import global_entries
 from megatron_grpo.trainer.model_ranks import derive_cost
 from tests.support.gemma3_config import LINEAR, OLD, in_the_new_spelling
 from tests.support.tiny_models import BUILDERS

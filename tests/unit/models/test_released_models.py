@@ -7,8 +7,8 @@ from math import prod
 import pytest
 
 from megatron_grpo.models.families import shape_of_folder, weight_entries
-from megatron_grpo.models.families.family import global_entries
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import global_entries
 from tests.support.hf_configs import HF_CONFIGS, config_folder
 
 PUBLISHED = {

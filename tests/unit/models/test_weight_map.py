@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.families.family import WeightEntry, WeightSlice, global_entries, padded_vocab
 from megatron_grpo.models.hf_folder import HFFolderReader, write_hf_folder
 from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS, bound_entries, merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, global_entries, padded_vocab
 
 SHAPE = ModelShape(
     family="qwen2",

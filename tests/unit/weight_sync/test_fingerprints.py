@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_grpo.models.families.family import WeightSlice
 from megatron_grpo.models.weight_layouts import Destination
+from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.weight_sync.fingerprints import (
     DIRECTIONS,
     EXACT,

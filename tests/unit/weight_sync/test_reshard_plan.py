@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_config, weight_entries
-from megatron_grpo.models.families.family import WeightEntry, WeightSlice, padded_vocab
 from megatron_grpo.models.hf_weights import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, cut_blocks, destinations, engine_shards, training_shards
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, padded_vocab
 from megatron_grpo.weight_sync.links import schedule, split_messages
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.transfer_plan import Pieces, aligned, box_of, packed_pieces, plan_pieces, wire_dtypes
