@@ -28,7 +28,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -126,8 +126,8 @@ class IdleTransport(WeightTransport):
         """The report of a transfer of 0 bytes, in the place of `WeightTransport.publish`."""
         return TransferReport(version, bytes_sent=0, tensors=0, buckets=0, seconds=0.0)
 
-    def admit(self, report: TransferReport) -> TransferReport:
-        """The report as it is, in the place of `WeightTransport.admit`: no engine has to be checked."""
+    def start_serving(self, report: TransferReport) -> TransferReport:
+        """The report as it is, in the place of `WeightTransport.start_serving`: no engine has to be checked."""
         return report
 
     def _connect(self, engines: tuple[int, ...]) -> None:
@@ -197,7 +197,7 @@ def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
     """A policy of idle ranks, which begin to start."""
     settings = RankSettings(
         config=config.policy,
-        shape=shape_of_folder(config.policy.model.path),
+        shape=read_model_shape(config.policy.model.path),
         folder=config.policy.model.path,
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,

@@ -45,7 +45,7 @@ def _letters(name: str) -> str:
 def recipes() -> Iterator[tuple[str, Any, Any]]:
     """Name, configuration and shape of every recipe whose model is known."""
     from megatron_grpo.config.compose import compose_typed
-    from megatron_grpo.models.families import shape_of_config
+    from megatron_grpo.models.families import parse_model_shape
 
     overrides = [word for word in sys.argv[1:] if "=" in word]
     names = set(sys.argv[1:]) - set(overrides)
@@ -56,7 +56,7 @@ def recipes() -> Iterator[tuple[str, Any, Any]]:
         assert config is not None, f"{file} is not a valid configuration"
         raw = model_config(config.policy.model.path)
         if raw is not None:
-            yield file.stem, config, shape_of_config(raw)
+            yield file.stem, config, parse_model_shape(raw)
 
 
 def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: float) -> Iterator[dict[str, Any]]:

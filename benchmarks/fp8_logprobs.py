@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import Fp8Config, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
@@ -65,7 +65,7 @@ def sampled(folder: Path, sequences: int, tokens: int) -> Tensor:
 def logprobs(folder: Path, ids: Tensor, fp8: Fp8Config, precision: Literal["float32", "bfloat16"]) -> Tensor:
     """[sequences, tokens - 1], float32."""
     config = PolicyConfig(model=ModelConfig(path=str(folder)), precision=precision, fp8=fp8)
-    shape = shape_of_folder(folder)
+    shape = read_model_shape(folder)
     rank = PolicyRank(RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=1))
     batch = TokenBatch([ids.shape[1]] * len(ids), TokenFields(token_ids=ids.flatten().int()))
     found = rank.logprobs(batch, [[number] for number in range(len(ids))])

@@ -86,7 +86,7 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
     import torch
 
     from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
-    from megatron_grpo.models.families import shape_of_config
+    from megatron_grpo.models.families import parse_model_shape
     from megatron_grpo.platform.device import reach_store
     from megatron_grpo.trainer.messages import RankSettings
     from megatron_grpo.trainer.parallel import initialize_parallel
@@ -96,7 +96,7 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
     parallel = ParallelConfig(**layout)
     store = reach_store("127.0.0.1", port, 60.0)
     initialize_parallel(parallel, rank=rank, store=store, seed=0, timeout_s=300.0)
-    shape = shape_of_config(json.loads(Path(folder, "config.json").read_text()))
+    shape = parse_model_shape(json.loads(Path(folder, "config.json").read_text()))
     measure_import(shape, parallel, folder)  # what is allocated once, at the first time, belongs to nobody's import
     sizes, importing = measure_import(shape, parallel, folder)
     config = PolicyConfig(model=ModelConfig(path=folder), parallel=parallel, precision="float32")

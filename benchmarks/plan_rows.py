@@ -22,7 +22,7 @@ import yaml
 from header import header
 
 from megatron_grpo.config.schema import Config, Fp8Config, ParallelConfig
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap
 from megatron_grpo.planning.dry.work import Work
@@ -51,7 +51,7 @@ def shape_of(name: str, models: Mapping[str, Any]) -> ModelShape:
     given = dict(models.get(name, {"base": name}))
     base = given.pop("base", None)
     raw = json.loads((CONFIGS / base / "config.json").read_text()) if base else {}
-    return shape_of_config(raw | given)
+    return parse_model_shape(raw | given)
 
 
 def cases(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

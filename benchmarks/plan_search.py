@@ -31,7 +31,7 @@ def cpu_s() -> float:
 def measure(recipe: str, nodes: int) -> dict[str, Any]:
     """A search on H100s, within the seconds that a user's search has."""
     from megatron_grpo.config.compose import compose_typed
-    from megatron_grpo.models.families import shape_of_config
+    from megatron_grpo.models.families import parse_model_shape
     from megatron_grpo.planning.policy_layouts import layout_name
     from megatron_grpo.planning.search import search
     from megatron_grpo.planning.trace import tracing
@@ -42,7 +42,7 @@ def measure(recipe: str, nodes: int) -> dict[str, Any]:
     assert raw is not None, "the model is not in tests/data/hf_configs"
     began, used = time.monotonic(), cpu_s()
     with tracing() as pool:
-        found = search(config, shape_of_config(raw), pool, budget_s=config.plan.search_s)
+        found = search(config, parse_model_shape(raw), pool, budget_s=config.plan.search_s)
         seconds = cpu_s() - used
     layouts = [
         {

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from megatron_grpo.batch.packing import OF_TOKENS, planner
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
@@ -70,7 +70,7 @@ def ours(folder: Path, batch: TokenBatch, tokens: int, packing: bool) -> Step:
         microbatch_tokens=tokens,
         optimizer=OptimizerConfig(lr=1e-9),
     )
-    rank = PolicyRank(RankSettings(config=config, shape=shape_of_folder(folder), folder=str(folder), decay_steps=100))
+    rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=str(folder), decay_steps=100))
     (microbatches,) = planner(config, OF_TOKENS).microbatches([torch.tensor(batch.lengths).numpy()])
     loss_fn, counts = make_loss(), counts_of(batch)
     return lambda: rank.train(batch, microbatches, loss_fn, counts).grad_norm

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megatron_grpo.config.schema import GenerationParallelConfig
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import destinations, engine_shards, in_fp8_blocks
+from megatron_grpo.models.weight_layouts import can_travel_in_fp8, find_destinations, shard_engine
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.refit_plan import RefitSummary
 from megatron_grpo.weight_sync.groups import Rendezvous, gloo
@@ -91,13 +91,13 @@ def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, rep
 def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -> list[float]:
     """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
     context = multiprocessing.get_context("spawn")
-    places = engine_shards(engine, shape)
+    places = shard_engine(engine, shape)
     results, together = context.SimpleQueue(), context.Barrier(len(places))
     processes: list[BaseProcess] = []
     for place in places:
         sizes: dict[str, tuple[int, int]] = {}
-        for entry, layer in itertools.product(filter(in_fp8_blocks, weight_entries(shape)), place.layers):
-            for one in destinations(entry, shape, place, layer):
+        for entry, layer in itertools.product(filter(can_travel_in_fp8, build_weight_map(shape)), place.layers):
+            for one in find_destinations(entry, shape, place, layer):
                 rows, columns = one.part.local_shape
                 sizes[one.parameter] = (max(sizes.get(one.parameter, (0, 0))[0], one.row + rows), columns)
         if place.end:

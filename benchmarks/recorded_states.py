@@ -26,7 +26,7 @@ from torch.distributed import HashStore
 from megatron_grpo.batch.replay_files import StepFigures, sum_states, watched_tokens, write_figures
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
@@ -38,7 +38,7 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
     """Time passes for log-probabilities over `tokens` tokens in sequences of LENGTH, by a model in a folder."""
     config = PolicyConfig(model=ModelConfig(path=str(folder)), precision="float32", microbatch_tokens=4096)
     initialize_parallel(config.parallel, rank=0, store=HashStore(), seed=0, timeout_s=60)
-    rank = PolicyRank(RankSettings(config=config, shape=shape_of_folder(folder), folder=str(folder), decay_steps=1))
+    rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=str(folder), decay_steps=1))
     lengths = [LENGTH] * (tokens // LENGTH)
     batch = TokenBatch(lengths, TokenFields(token_ids=torch.randint(2, WORDS, (sum(lengths),)).int()))
     each = 4096 // LENGTH

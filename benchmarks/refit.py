@@ -37,7 +37,7 @@ from megatron_grpo.config.schema import (
 )
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.refit_plan import RefitSummary, refit_summary
 from megatron_grpo.run.launch import make_transport
 from megatron_grpo.trainer.messages import RankSettings
@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parameters = _make_model(Path(folder), options)
         measured = _refits(Path(folder), options)
-        shape = shape_of_folder(folder)
+        shape = read_model_shape(folder)
         summary = refit_summary(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
     ray.shutdown()
     repeats, engine = options.warmup + options.repeats, _layouts(options)[1]
@@ -174,7 +174,7 @@ def _refits(folder: Path, options: argparse.Namespace) -> dict[str, Measured]:
     layout, engines = _layouts(options)
     settings = RankSettings(
         config=PolicyConfig(model=ModelConfig(path=str(folder)), parallel=layout, precision="float32"),
-        shape=shape_of_folder(folder),
+        shape=read_model_shape(folder),
         folder=str(folder),
         decay_steps=1,
     )

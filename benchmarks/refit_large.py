@@ -20,8 +20,8 @@ from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import shape_of_config
-from megatron_grpo.models.weight_layouts import cut_blocks, engine_shards, training_shards
+from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.weight_layouts import find_cut_blocks, shard_engine, shard_policy
 from megatron_grpo.refit_plan import refit_summary
 
 DEEPSEEK_V3: dict[str, Any] = {
@@ -85,9 +85,9 @@ def main() -> None:
     speed = options.gb_per_s * 1e9
     cases = []
     for name, (raw, training, generation) in CASES.items():
-        shape = shape_of_config(raw)
+        shape = parse_model_shape(raw)
         arguments = shape, training, generation, "bfloat16", int(options.bucket_mib * 2**20)
-        assert not any(cut_blocks(shape, training_shards(training, shape), engine_shards(generation, shape)))
+        assert not any(find_cut_blocks(shape, shard_policy(training, shape), shard_engine(generation, shape)))
         summary, in_fp8 = refit_summary(*arguments), refit_summary(*arguments, fp8_blocks=True)
         whole = summary.bytes / generation.data  # a worker has a part of an engine, which has the model once
         cases.append(

@@ -19,8 +19,8 @@ from header import header
 from refit_large import CASES
 
 from megatron_grpo.config.generation_schema import RefitConfig
-from megatron_grpo.models.families import shape_of_config
-from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.models.families import parse_model_shape
+from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.groups import FAILURE, LOOK_S, Rendezvous
 from megatron_grpo.weight_sync.links import schedule, write_plan
@@ -44,8 +44,8 @@ class CountingStore:
 
 def main() -> None:
     raw, training, generation = CASES["DeepSeek-V3, 1,024 to 512 ranks"]
-    shape, bucket = shape_of_config(raw), int(RefitConfig().bucket_mib * 2**20)
-    shards, engine = training_shards(training, shape), engine_shards(generation, shape)
+    shape, bucket = parse_model_shape(raw), int(RefitConfig().bucket_mib * 2**20)
+    shards, engine = shard_policy(training, shape), shard_engine(generation, shape)
     dtypes, workers = wire_dtypes(shape, "bfloat16", False), len(engine) * generation.data
     planned, planning_s = _timed(
         lambda: schedule(plan_pieces(shape, shards, engine, generation.data, dtypes, bucket // 2), bucket)

@@ -50,7 +50,7 @@ from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
@@ -270,7 +270,7 @@ def _generation(config: Config, folder: Path, stack: ExitStack) -> VllmGeneratio
 def _policy(config: Config, folder: Path, stack: ExitStack) -> MegatronPolicy:
     settings = RankSettings(
         config=config.policy,
-        shape=shape_of_folder(folder),
+        shape=read_model_shape(folder),
         folder=str(folder),
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,

@@ -35,7 +35,7 @@ from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.batch.rollout_files import read_recorded, rollouts_file  # noqa: E402
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given  # noqa: E402
 from megatron_grpo.batch.trajectory import Trajectory  # noqa: E402
-from megatron_grpo.models.source import model_folder  # noqa: E402
+from megatron_grpo.models.source import fetch_model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
 from megatron_grpo.rollouts.shards import shard_arrays  # noqa: E402
@@ -90,7 +90,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
             ["+exp=quickstart", f"run_dir={folder}/run", "logger.progress=false", "checkpointing=none", *overrides]
         )
         with setup(config) as run:
-            model = str(model_folder(config.policy.model.path))
+            model = str(fetch_model_folder(config.policy.model.path))
             plain = PlainTorch(model, config.policy.optimizer.lr, config.generation.temperature or 1.0)
             prompts = [next(iter(run.loader)) for _ in range(steps + WARM_UP_STEPS)]
             for number, batch_of_prompts in enumerate(prompts):

@@ -18,7 +18,7 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
-from megatron_grpo.models.source import is_prepared, local_folder
+from megatron_grpo.models.source import find_local_folder, is_prepared
 from megatron_grpo.preflight.load import check_overrides, summary
 from megatron_grpo.preflight.tokenizer_checks import has_tokenizer
 from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
@@ -92,7 +92,7 @@ def _check_start(config: Config) -> Path | None:
         print(remark, flush=True)
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
     start_from = find_start_checkpoint(checkpointer, config)
-    folder = local_folder(config.policy.model.path)
+    folder = find_local_folder(config.policy.model.path)
     if config.generates and not is_prepared(config) and folder is not None and has_tokenizer(folder):
         from megatron_grpo.preflight.conversation_checks import (
             load_examined_prompts,  # imported here, because torch takes long to import

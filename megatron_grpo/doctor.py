@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.typed import converted
-from megatron_grpo.models.source import model_folder
+from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.summary import reason_of_end
 from megatron_grpo.run.directory import CONFIG_FILE
 from megatron_grpo.run.recorded_config import load_run_config
@@ -57,7 +57,7 @@ def _run(arguments: Sequence[str]) -> int:
     if not (run_dir / CONFIG_FILE).exists() and (reason := reason_of_end(run_dir)) is not None:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
     config = load_run_config(run_dir, overrides)
-    model = model_folder(config.policy.model.path)
+    model = fetch_model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")
     logging.disable(logging.WARNING)  # packages log their fallbacks

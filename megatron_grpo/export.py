@@ -18,8 +18,8 @@ from megatron_grpo.config.paths import is_hub_name, unwritable
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
 from megatron_grpo.config.typed import converted
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.models.source import model_folder
+from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
 from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, TEMPLATE_FILE, read_config_file
@@ -65,13 +65,13 @@ def _export(arguments: Sequence[str]) -> int:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
         raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
-    source = model_folder(policy.model.path)
+    source = fetch_model_folder(policy.model.path)
     if not (source / "config.json").is_file():
         text = f"the model that the run began with, policy.model.path in {config_file}, is not there; its settings and"
         raise ValueError(
             f"{source}: {text} tokenizer belong to the export: put it back, or correct the path in that file"
         )
-    shape = shape_of_folder(source)
+    shape = read_model_shape(source)
     remark = verify_checkpoint(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)

@@ -15,7 +15,7 @@ from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import known_shape
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.advice import with_advice
 from megatron_grpo.planning.calibrate import calibrate, measured_of, write_profile
 from megatron_grpo.planning.device_memory import GIB
@@ -148,7 +148,7 @@ def _calibrate(arguments: Sequence[str]) -> int:
         raise ValueError("calibrate takes one RUN_DIR, the folder of a run that recorded its rollouts")
     (run_dir,) = folders
     config = _config_of_run(run_dir, [one for one in words if "=" in one])
-    shape, path = known_shape(config), config.policy.model.path
+    shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:
         text = "is not on this machine; give a folder with its config.json"
         subject = f"policy.model.path={path}"
@@ -204,13 +204,13 @@ def _read(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) 
         raise ConfigError([Problem("cluster.gpus_per_node=0", "is a run on CPU; give the GPUs of a node")])
     if not config.debug.train:
         raise ConfigError([Problem("debug.train=False", "trains nothing, so there is nothing to plan; use true")])
-    shape, path = known_shape(config), config.policy.model.path
+    shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:
         problems = list(unusable_model(f"policy.model.path={path}", path))
         if problems:
             raise ConfigError(problems)
         config = compose([*overrides, *fixed])  # downloaded just now: its checks against the model are still due
-        shape = known_shape(config)
+        shape = find_model_shape(config)
         assert shape is not None, "a usable model has a shape"
     return config, shape
 

@@ -11,7 +11,7 @@ from megatron_grpo.config.help import run_command
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.config.typed import converted
-from megatron_grpo.models.source import known_shape
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, refit_summary
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, nccl_bytes
 from megatron_grpo.preflight.load import compose_config
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(arguments: Sequence[str]) -> int:
     speed, as_json, overrides = _options(arguments)
     config = compose_config(overrides)
-    shape, policy = known_shape(config), config.policy
+    shape, policy = find_model_shape(config), config.policy
     if shape is None:
         path = f"policy.model.path={policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])

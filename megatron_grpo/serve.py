@@ -15,7 +15,7 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import TOKEN_VARIABLE, token
 from megatron_grpo.generation.http_guard import NAMES_VARIABLE
 from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
-from megatron_grpo.models.source import model_folder
+from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.platform.device import current_platform
 
 LOOPBACK = "127.0.0.1"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         model, given = _split_model(options.model, given)
         given = _as_vllm_arguments(given)
         _require_free(given)
-        folder = model_folder(model, "MODEL")
+        folder = fetch_model_folder(model, "MODEL")
         if not (folder / "config.json").is_file():
             raise RunError(f"MODEL={model} has no config.json; give a folder in Hugging Face format or a hub name")
     except (RunError, OSError) as error:

@@ -19,7 +19,7 @@ from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
 from megatron_grpo.config.typed import converted
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.layout_checks import split_rules
 from megatron_grpo.preflight.model_file_checks import weight_problems
@@ -124,7 +124,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
     from megatron_grpo.verification.ranks import Task, compare_layout, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
-    shape = shape_of_folder(model)
+    shape = read_model_shape(model)
     for text in weight_problems(model, shape):
         raise ValueError(f"model={request.model}: {text}")
     layouts = _layouts(request, shape)

@@ -105,14 +105,14 @@ def spoil_sender(module: ModuleType, defect: str) -> None:
     """The policy sends its weights without its adapters."""
     if defect != "adapters_missing":
         return
-    bound, calls = module.bound_entries, []
+    bound, calls = module.bind_entries, []
 
     def bare(*arguments: Any) -> list[Any]:
         calls.append(1)
         entries = list(bound(*arguments))
         return entries if len(calls) <= RIGHT_REFITS else [replace(one, adapted=None) for one in entries]
 
-    vars(module)["bound_entries"] = bare
+    vars(module)["bind_entries"] = bare
 
 
 def spoil_packing(module: ModuleType, defect: str) -> None:

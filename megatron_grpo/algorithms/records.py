@@ -27,8 +27,8 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError, Sampling
 from megatron_grpo.config.schema import Config, LoggerConfig
 from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.models.source import vocabulary_digest
+from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.models.source import compute_vocabulary_digest
 from megatron_grpo.observability.run_files import write_json
 from megatron_grpo.observability.run_logger import one_a_group
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -139,8 +139,8 @@ def describe_run(config: Config, folder: Path) -> RunFacts:
         prompts_per_step=loop.num_prompts_per_step,
         samples_per_prompt=loop.num_generations_per_prompt,
         max_num_steps=loop.max_num_steps,
-        vocab=shape_of_folder(folder).vocab,
-        vocabulary=vocabulary_digest(folder),
+        vocab=read_model_shape(folder).vocab,
+        vocabulary=compute_vocabulary_digest(folder),
     )
 
 

@@ -31,7 +31,7 @@ from megatron_grpo.data.loader import Batches
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.models.source import is_prepared, model_folder
+from megatron_grpo.models.source import fetch_model_folder, is_prepared
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
@@ -123,7 +123,7 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
         with startup.part("refit"):
             with placement.refit(StepTimer()):
                 report = transport.publish(progress.state["total_steps"])
-            transport.admit(report)
+            transport.start_serving(report)
     sampling = _sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     if models is None:
         return sampling
@@ -150,7 +150,7 @@ def _model(config: Config, startup: Startup) -> Path:
         with startup.part("prepare"):
             assert config.prepare.name is not None
             prepare(config.prepare.name, config.prepare.folder)
-    return model_folder(config.policy.model.path)
+    return fetch_model_folder(config.policy.model.path)
 
 
 def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:

@@ -274,7 +274,7 @@ def publish(
         with placement.refit(timer), timer.phase("refit"):
             report = refit_policy_generation(transport, version)
         with timer.phase("refit"):
-            return transport.admit(report)
+            return transport.start_serving(report)
     except CanaryFailedError as error:
         return RefitError(f"{error}; {_differing_weights(transport, placement, timer)}")
     except RefitError as error:

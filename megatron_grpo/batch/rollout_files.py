@@ -234,7 +234,7 @@ class RunFacts:
     vocab: int
     """Number of tokens in the model's vocabulary."""
     vocabulary: str | None
-    """Digest of the tokens with their numbers (`vocabulary_digest`); None: not known."""
+    """Digest of the tokens with their numbers (`compute_vocabulary_digest`); None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from megatron_grpo.config.errors import counted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import is_remote
-from megatron_grpo.models.source import made_before_the_run
+from megatron_grpo.models.source import is_made_before_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _identity(config: Config, key: str) -> SetIdentity:
     path = "".join([one.path, *(f" ({part})" for part in (one.subset, one.split) if named and part is not None)])
     report, is_streamed = SetReport(), config.data.streaming and key in training
     # The rows that prepare.name makes follow from it, and may be made only after this check.
-    is_made = made_before_the_run(config, one.path)
+    is_made = is_made_before_run(config, one.path)
     if config.generates and not is_streamed and not is_made and (named or os.path.isfile(one.path)):
         report = examined(one, config.data, {name: env.type for name, env in config.env.items()})
     if report.source is None:

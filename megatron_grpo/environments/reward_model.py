@@ -17,7 +17,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.models.source import download_config, local_folder, model_folder
+from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder
 
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import RewardModelConfig
@@ -30,10 +30,10 @@ def find_model_problem(path: str) -> str | None:
     """Reason why a folder or hub name is not a reward model; None: it is one, judging by its config.json."""
     folder = Path(path)
     if is_hub_name(path):
-        reason = None if local_folder(path) else download_config(path)
+        reason = None if find_local_folder(path) else download_config(path)
         if reason is not None:
             return f"is not a folder here, nor in the Hugging Face cache, and the hub says: {reason}"
-        found = local_folder(path)
+        found = find_local_folder(path)
         assert found is not None
         folder = found
     file = folder / "config.json"
@@ -183,7 +183,7 @@ def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardMode
     Raises:
         RunError: a model of the hub cannot be downloaded.
     """
-    folder = str(model_folder(path, "reward_funcs"))
+    folder = str(fetch_model_folder(path, "reward_funcs"))
     options = {"num_cpus": 0, "num_gpus": config.gpus, "max_restarts": RESTARTS, "max_task_retries": 1}
     actor = ray.remote(**options)(RewardModel)
     workers = [actor.remote(folder, config, number) for number in range(config.num_workers)]

@@ -208,7 +208,7 @@ class VllmEngine(Engine):
 
     @phase("commit weights")
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
-        """Serve the received weights as this version, or if it `awaits_canary` only after `admit_weights`.
+        """Serve the received weights as this version, or if it `awaits_canary` only after `check_canary`.
 
         Raises:
             EngineLostError: a process of the engine has ended; every worker must confirm the version.
@@ -231,7 +231,7 @@ class VllmEngine(Engine):
             await self._serve()
 
     @phase("canary")
-    async def admit_weights(self, prompt: CanaryPrompt) -> float:
+    async def check_canary(self, prompt: CanaryPrompt) -> float:
         """Serve the committed weights if the engine's log-probabilities of the canary agree with the policy's.
 
         Requests in flight continue meanwhile, since the scheduler runs all or none. If the comparison fails, they are

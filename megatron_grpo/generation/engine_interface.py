@@ -68,10 +68,10 @@ class Engine(Protocol):
         ...
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
-        """Serve the received weights as this version, or if it `awaits_canary` only after `admit_weights`."""
+        """Serve the received weights as this version, or if it `awaits_canary` only after `check_canary`."""
         ...
 
-    async def admit_weights(self, prompt: CanaryPrompt) -> float:
+    async def check_canary(self, prompt: CanaryPrompt) -> float:
         """Serve the committed weights if the engine's log-probabilities of the canary agree with the policy's.
 
         Returns:

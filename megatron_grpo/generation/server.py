@@ -30,7 +30,7 @@ from megatron_grpo.generation.engine_canary import ARGUMENTS, CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine, EngineWorker
 from megatron_grpo.generation.shutdown import EngineProcesses, own_processes
 from megatron_grpo.generation.vllm_requests import EngineStatistics, in_bunches, sampling_arguments, without_problems
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 
 CONNECT_S = 10.0
 PROBE_S = 1.0
@@ -148,7 +148,7 @@ class ServerEngine(Engine):
             self._serving.set()
 
     @phase("canary")
-    async def admit_weights(self, prompt: CanaryPrompt) -> float:
+    async def check_canary(self, prompt: CanaryPrompt) -> float:
         await self._post("/resume")
         try:
             error = prompt.require(
@@ -293,7 +293,7 @@ class ServerEngine(Engine):
             ) from None
         if "problem" in worker:
             raise RuntimeError(f"{url}: {worker['problem']}")
-        expected = json.loads(json.dumps(asdict(shape_of_folder(self._settings.model_path))))
+        expected = json.loads(json.dumps(asdict(read_model_shape(self._settings.model_path))))
         other = [
             f"{name} {worker['shape'].get(name)}, not {value}"
             for name, value in expected.items()

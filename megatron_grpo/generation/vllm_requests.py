@@ -179,7 +179,7 @@ async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: R
         return [form.from_engine(one) for one in await recorded_experts(llm, finals, form)]
     # A request that was aborted before its first token has no experts.
     found = [final.outputs[0].routed_experts for final in finals]
-    return [form.laid_end_to_end([]) if one is None else form.from_engine(one) for one in found]
+    return [form.concatenate([]) if one is None else form.from_engine(one) for one in found]
 
 
 async def responses(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.hf_weights import bound_entries
+from megatron_grpo.models.hf_weights import bind_entries
 from megatron_grpo.models.shape import ModelShape
 
 COLUMNS = 64
@@ -51,7 +51,7 @@ def check_adapters(chunks: Sequence[Any], shape: ModelShape) -> AdapterCheck:
         chunks: the rank's unwrapped Megatron GPTModels.
         shape: sizes of the whole model.
     """
-    published = {id(bound.parameter): bound for bound in bound_entries(chunks, shape)}
+    published = {id(bound.parameter): bound for bound in bind_entries(chunks, shape)}
     faults: list[str] = []
     has_moved = False
     for chunk in chunks:

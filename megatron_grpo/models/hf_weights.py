@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, global_entries, group_rows, is_per_layer
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, count_group_rows, is_per_layer, iter_entries
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
@@ -31,8 +31,8 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
     """
     # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
     # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
-    if entry.merge == "qkv" and sum(map(len, parts)) >= sum(group_rows(model)):
-        widths = group_rows(model)
+    if entry.merge == "qkv" and sum(map(len, parts)) >= sum(count_group_rows(model)):
+        widths = count_group_rows(model)
         group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
         return torch.cat(group_parts, dim=1).flatten(0, 1)
     if entry.merge in ("qkv", "gate_up"):  # for qkv: a piece of one group
@@ -47,10 +47,10 @@ def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice]
 
     The slices are contiguous and may share memory with `local`.
     """
-    if entry.merge == "qkv" and len(local) < sum(group_rows(model)):
+    if entry.merge == "qkv" and len(local) < sum(count_group_rows(model)):
         return list(local.split([wanted.stop - wanted.start for wanted in slices]))
     if entry.merge == "qkv":
-        widths = group_rows(model)
+        widths = count_group_rows(model)
         grouped = local.view(-1, sum(widths), *local.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
     if entry.merge == "gate_up":
@@ -108,7 +108,7 @@ class BoundEntry:
         return weight.dequantize() if _is_quantised(weight) else weight
 
 
-def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
+def bind_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
     """Every parameter of this rank with its entry: chunk by chunk, each in the order of the weight map.
 
     Args:
@@ -136,13 +136,13 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     # for the copy of a tied embedding.
     whole = model.pre_process and model.post_process
     bound: list[BoundEntry] = []
-    for entry, layer, local in global_entries(weight_entries(shape), shape, layers):
+    for entry, layer, local in iter_entries(build_weight_map(shape), shape, layers):
         for expert in range(len(experts) if entry.per_expert else 1):
             names = [name.format(layer=local, expert=expert) for name in entry.megatron]
             there = [name for name in names if name in parameters]
-            in_layer = is_per_layer(entry.megatron[0])
-            owner_text = f"layer {layer} of the model" if in_layer else "the model"
-            assert there or not (in_layer or (whole and not entry.copy)), f"{owner_text} has no parameter {names}"
+            is_layer_entry = is_per_layer(entry.megatron[0])
+            owner_text = f"layer {layer} of the model" if is_layer_entry else "the model"
+            assert there or not (is_layer_entry or (whole and not entry.copy)), f"{owner_text} has no parameter {names}"
             for name in there:
                 module, _, last = name.rpartition(".")
                 adapted = None
@@ -177,7 +177,7 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
     """
     reader, groups = HFFolderReader(folder), chunks[0].pg_collection
     experts = _experts_of_rank(chunks[0], shape)
-    for bound in bound_entries(chunks, shape):
+    for bound in bind_entries(chunks, shape):
         entry = bound.entry
         split = groups.expt_tp if entry.per_expert else groups.tp
         slices = entry.slices(shape, bound.layer, split.rank(), split.size(), experts[bound.expert])
@@ -212,7 +212,7 @@ def iter_hf_tensors(
         Tensors are contiguous, in the value's dtype, and may share memory with the model.
     """
     groups, here = chunks[0].pg_collection, len(_experts_of_rank(chunks[0], shape))
-    for bound in bound_entries(chunks, shape):
+    for bound in bind_entries(chunks, shape):
         own = None if bound.entry.copy else value(bound)
         if own is None:
             continue
@@ -241,7 +241,7 @@ def iter_adapter_tensors(
     prefix. `value` is the tensor to export for a parameter, in its shape.
     """
     groups = chunks[0].pg_collection
-    for bound in bound_entries(chunks, shape):
+    for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
         names = [one.name.removesuffix(".weight") for one in bound.entry.slices(shape, bound.layer, 0, 1)]

@@ -12,7 +12,7 @@ _CHUNKS = 4
 """Parts of each file of weights that are read, evenly spaced, so that hundreds of gigabytes take a second."""
 
 
-def model_digest(folder: Path) -> str | None:
+def compute_model_digest(folder: Path) -> str | None:
     """Digest of a model: its config.json, its vocabulary, and sizes and samples of its weights.
 
     Chat templates and generation settings are left out, since a run may change them between two starts. Weights that

@@ -27,7 +27,7 @@ class RoutedForm:
     """Number of experts in one layer."""
 
     @staticmethod
-    def of(shape: ModelShape) -> RoutedForm:
+    def from_shape(shape: ModelShape) -> RoutedForm:
         """The form for a model, which must have experts."""
         experts = shape.experts
         assert experts is not None, "a model without experts routes nothing"
@@ -58,7 +58,7 @@ class RoutedForm:
         assert top_k == self.top_k, f"{top_k} experts of a token, expected {self.top_k}"
         return chosen[:, list(self.layers)].astype(self.dtype).reshape(len(chosen), self.columns)
 
-    def laid_end_to_end(self, sequences: Sequence[tuple[int, NDArray[Any] | None]]) -> NDArray[Any]:
+    def concatenate(self, sequences: Sequence[tuple[int, NDArray[Any] | None]]) -> NDArray[Any]:
         """The experts of all tokens of some sequences.
 
         Args:

@@ -14,9 +14,9 @@ import yaml
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
-from megatron_grpo.models.families import shape_of_config, shape_of_folder
+from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.tokenizer_files import numbered_tokens
+from megatron_grpo.models.tokenizer_files import read_token_ids
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
@@ -41,7 +41,7 @@ _PROBE_S = 10.0
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
-def local_folder(path: str) -> Path | None:
+def find_local_folder(path: str) -> Path | None:
     """The folder on this machine with the model's config.json, perhaps in the hub's cache; None: there is none."""
     if not is_hub_name(path):
         return Path(path) if os.path.isdir(path) else None
@@ -59,12 +59,12 @@ def download_config(path: str) -> str | None:
         # One request first: a download makes five, and logs a line for each, before it gives up.
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_PROBE_S)
         hf_hub_download(path, "config.json")
-    except hub_errors() as error:
+    except list_hub_errors() as error:
         return _reason(error)
     return None
 
 
-def model_folder(path: str, key: str = "policy.model.path") -> Path:
+def fetch_model_folder(path: str, key: str = "policy.model.path") -> Path:
     """The folder of the complete model, downloaded into the hub's cache first when it is not there yet.
 
     Args:
@@ -80,7 +80,7 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
 
     try:
         return Path(snapshot_download(path, allow_patterns=_WANTED))
-    except hub_errors() as error:
+    except list_hub_errors() as error:
         raise RunError(f"{key}={path} could not be downloaded: {_reason(error)}") from error
 
 
@@ -93,7 +93,7 @@ def require_folder(folder: str) -> None:
         )
 
 
-def hub_errors() -> tuple[type[Exception], ...]:
+def list_hub_errors() -> tuple[type[Exception], ...]:
     """Exceptions that a download raises: HTTP errors, no connection to the hub, no room for the files."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -106,24 +106,24 @@ def _reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def known_shape(config: Config) -> ModelShape | None:
+def find_model_shape(config: Config) -> ModelShape | None:
     """Sizes of the policy's model, if this machine can tell them; None: the model is not here (yet)."""
-    if made_before_the_run(config, config.policy.model.path):
+    if is_made_before_run(config, config.policy.model.path):
         assert config.prepare.name is not None
-        return shape_of_config(PREPARED_MODELS[config.prepare.name])
+        return parse_model_shape(PREPARED_MODELS[config.prepare.name])
     return None if config.policy.model.path == MISSING else _shape_here(config.policy.model.path)
 
 
-def known_value_shape(config: Config) -> ModelShape | None:
+def find_value_shape(config: Config) -> ModelShape | None:
     """Sizes of the model or reward model at value.model.path, if this machine can tell them; None: it is not here."""
     assert config.value.model.path is not None
     return _shape_here(config.value.model.path, reward_models=True)
 
 
 def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
-    folder = local_folder(path)
+    folder = find_local_folder(path)
     try:
-        return None if folder is None else shape_of_folder(folder, reward_models=reward_models)
+        return None if folder is None else read_model_shape(folder, reward_models=reward_models)
     except ValueError:
         return None  # preflight reports what is wrong with the files
 
@@ -131,15 +131,15 @@ def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
 def is_prepared(config: Config) -> bool:
     """Whether the run reads a model or data that megatron_grpo.prepare makes before it."""
     sets = [*config.data.training.values(), *config.data.validation.values()]
-    return any(made_before_the_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
+    return any(is_made_before_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
 
 
-def made_before_the_run(config: Config, path: str) -> bool:
+def is_made_before_run(config: Config, path: str) -> bool:
     """Whether a path lies in prepare.folder, which is filled before the run, so that it need not exist yet."""
     return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
 
 
-def vocabulary_digest(folder: Path) -> str | None:
+def compute_vocabulary_digest(folder: Path) -> str | None:
     """Digest (BLAKE2b, 16 bytes, hexadecimal) of all tokens with their ids, added tokens included.
 
     Args:
@@ -148,7 +148,7 @@ def vocabulary_digest(folder: Path) -> str | None:
     Returns:
         The digest; None where the folder has no tokenizer.json, or one that cannot be read.
     """
-    tokens = numbered_tokens(folder)
+    tokens = read_token_ids(folder)
     if tokens is None:
         return None
     return hashlib.blake2b(json.dumps(sorted(tokens.items())).encode(), digest_size=16).hexdigest()

@@ -90,7 +90,7 @@ def _tensors_in(file: Path, missing: str) -> dict[str, StoredTensor]:
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
 
 
-def has_head_of_its_own(folder: Path) -> bool:
+def has_own_head(folder: Path) -> bool:
     """Whether the folder stores an output head that differs from the embedding.
 
     transformers 5 and vLLM then use the stored head, whatever tie_word_embeddings says. A folder without weights, or

@@ -19,7 +19,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def numbered_tokens(folder: Path) -> dict[str, int] | None:
+def read_token_ids(folder: Path) -> dict[str, int] | None:
     """Numbers of all tokens of a folder's tokenizer.json; None: there is no such file, or it cannot be read."""
     content = read_settings(folder / TOKENIZER_FILE)
     try:

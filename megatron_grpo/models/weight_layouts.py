@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, WeightSlice, is_per_layer
 from megatron_grpo_kernels.fp8_format import BLOCK
@@ -50,7 +50,7 @@ class RankShard:
         return self.expert_tensor if entry.per_expert else self.tensor
 
 
-def training_shards(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
+def shard_policy(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
     """The shard of every rank of the policy, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp for
     experts."""
     count = shape.experts.count if shape.experts is not None else 1
@@ -91,7 +91,7 @@ def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ..
     return [tuple(numbers) for numbers in layers]
 
 
-def engine_shards(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
+def shard_engine(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
     """The shard of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours are adjacent."""
     stages, tensor = parallel.pipeline, parallel.tensor
     # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
@@ -142,7 +142,7 @@ class Destination:
     """Index of the expert in the parameter's first dimension, which counts the rank's experts; None: no expert."""
 
 
-def destinations(
+def find_destinations(
     entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
 ) -> list[Destination]:
     """An engine rank's destinations of the tensors of an entry, in the order of `entry.hf`.
@@ -206,14 +206,14 @@ _ROUTING = {"experts", "score"}
 """Dimensions of the router's and of a value head's tensors, which are not converted to FP8."""
 
 
-def in_fp8_blocks(entry: WeightEntry) -> bool:
+def can_travel_in_fp8(entry: WeightEntry) -> bool:
     """Whether an entry's tensors can travel in FP8: matrices of layers; no embedding, head, router, norm or bias."""
     return is_per_layer(entry.megatron[0]) and all(
         len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
     )
 
 
-def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
+def find_cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
     """Yield, for error messages, every matrix that some rank's part cuts inside a block, with the part's range.
 
     An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
@@ -226,7 +226,7 @@ def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence
         sources: shards of the policy's ranks.
         engine: shards of an engine's ranks.
     """
-    for entry in filter(in_fp8_blocks, weight_entries(shape)):
+    for entry in filter(can_travel_in_fp8, build_weight_map(shape)):
         expert = engine[0].experts[0] if entry.per_expert else 0
         for part in sorted({shard.part(entry) for shard in sources}, key=lambda part: part.index):
             for held in entry.slices(shape, 0, part.index, part.count, expert):
@@ -234,7 +234,7 @@ def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence
                     yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"
         for number, shard in enumerate(engine):
             first = shard.experts[0] if entry.per_expert else 0
-            for destination in destinations(entry, shape, shard, expert=first):
+            for destination in find_destinations(entry, shape, shard, expert=first):
                 kept = destination.part
                 if _inside(kept) or destination.row % BLOCK:
                     yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_grpo.models.shape import ModelShape
 
 Dim = str
-"""Name of a tensor's dimension, whose size `dim_size` gives; "heads" and "kv_heads" count features: heads * head_dim.
+"""Name of a tensor's dimension (size: `resolve_dim`); "heads" and "kv_heads" count features: heads * head_dim.
 
 With latent attention, "latent" is the rank of keys and values, "compressed" that rank plus the length of the rotated
 key, and the other "latent_..." are the features of all heads together."""
@@ -46,7 +46,7 @@ class HFTensor:
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Full shape of the tensor in a model of these sizes."""
-        return tuple(dim_size(dim, model) for dim in self.dims)
+        return tuple(resolve_dim(dim, model) for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class WeightEntry:
         if self.merge == "qkv" and size > model.key_value_heads:
             # The merged rows are cut evenly, through the middle of a group: a rank has some rows of one group, which
             # may be queries, its key or its value.
-            widths = group_rows(model)
+            widths = count_group_rows(model)
             pieces = size // model.key_value_heads
             group, piece = divmod(rank, pieces)
             rows = sum(widths) // pieces
@@ -137,7 +137,7 @@ class WeightEntry:
         return rank * (total // size), (rank + 1) * (total // size)
 
 
-def in_layer(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
+def map_parameter(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
     """The entry of a parameter of each layer.
 
     Args:
@@ -152,12 +152,12 @@ def in_layer(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
     )
 
 
-def only_in(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
+def limit_to(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
     """The entries, restricted to layers of one kind."""
     return tuple(replace(entry, layers=layers) for entry in entries)
 
 
-def dim_size(dim: Dim, model: ModelShape) -> int:
+def resolve_dim(dim: Dim, model: ModelShape) -> int:
     """Size of a dimension in a model of this shape."""
     sizes = {
         "vocab": model.vocab,
@@ -184,18 +184,18 @@ def dim_size(dim: Dim, model: ModelShape) -> int:
     return sizes[dim]
 
 
-def group_rows(model: ModelShape) -> list[int]:
+def count_group_rows(model: ModelShape) -> list[int]:
     """Rows of one key/value group in the merged matrix: its queries, its key, its value."""
     heads_per_group = model.attention_heads // model.key_value_heads
     return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
 
 
-def padded_vocab(model: ModelShape, tp_size: int) -> int:
+def pad_vocab(model: ModelShape, tp_size: int) -> int:
     """Vocabulary entries of the Megatron model, rounded up to a multiple of the tensor-parallel size."""
     return -(-model.vocab // tp_size) * tp_size
 
 
-def wanted_experts(entry: WeightEntry, model: ModelShape) -> range:
+def list_experts(entry: WeightEntry, model: ModelShape) -> range:
     """Numbers of the experts that an entry describes; [0] for an entry outside experts."""
     return range(model.experts.count) if entry.per_expert and model.experts is not None else range(1)
 
@@ -205,7 +205,7 @@ def is_per_layer(name: str) -> bool:
     return "{layer}" in name
 
 
-def global_entries(
+def iter_entries(
     entries: tuple[WeightEntry, ...], model: ModelShape, layers: Sequence[int]
 ) -> Iterator[tuple[WeightEntry, int, int]]:
     """Yield (entry, layer in the model, layer in the stage) for a stage that holds `layers`, in the entries' order.

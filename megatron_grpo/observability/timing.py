@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from megatron_grpo.models.families import forward_flops
+from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 
 TOTAL = "total"
@@ -89,7 +89,7 @@ def throughput(
         count, nor does padding.
     """
     # FLOPs that the model needs, not those of the machine: work wasted on padding must not look like utilisation.
-    tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
+    tflops = BACKWARD_FACTOR * passes * count_forward_flops(shape, lengths) / 1e12
     figures = processed(lengths, timing)
     figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0
     if peak is not None:

@@ -11,7 +11,7 @@ from itertools import combinations, islice
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import known_value_shape
+from megatron_grpo.models.source import find_value_shape
 from megatron_grpo.planning.changes import (
     Changes,
     all_changes,
@@ -208,7 +208,7 @@ def _layouts(plan: Plan) -> list[Changes]:
 def _models(plan: Plan) -> Iterator[tuple[str, Sequence[RankMemory], ModelShape]]:
     yield "policy", plan.ranks, plan.shape
     if plan.value_ranks:
-        own = known_value_shape(plan.config) if plan.config.value.model.path is not None else None
+        own = find_value_shape(plan.config) if plan.config.value.model.path is not None else None
         yield "value", plan.value_ranks, own or plan.shape
 
 

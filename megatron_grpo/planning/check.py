@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.source import known_shape
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.advice import with_advice
 from megatron_grpo.planning.device_memory import GIB
 from megatron_grpo.planning.trace import tracing
@@ -24,7 +24,7 @@ def fit_remarks(config: Config) -> Iterator[Problem]:
     """
     if config.cluster.gpu is None or not config.cluster.gpus or not config.debug.train:
         return
-    shape, path = known_shape(config), config.policy.model.path
+    shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:  # a model of the hub is read when it is here
         yield from [] if is_hub_name(path) else unusable_model(f"policy.model.path={path}", path)
         return

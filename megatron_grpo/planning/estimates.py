@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import training_shards
+from megatron_grpo.models.weight_layouts import shard_policy
 from megatron_grpo.planning.generation_cost import attention_numbers, expert_numbers, lengths_of
 from megatron_grpo.planning.hardware import Hardware
 
@@ -25,7 +25,7 @@ def static_bytes(config: Config, shape: ModelShape) -> int:
     weight, gradient, state = number_bytes(policy)
     copies = 2 if config.uses_reference and not config.reference.offload and not policy.lora.rank else 1
     worst = 0.0
-    for shard in training_shards(parallel, shape)[::each]:
+    for shard in shard_policy(parallel, shape)[::each]:
         dense, routed = layer_numbers(shape, shard.layers)
         dense += _ends(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
         total = 0.0
@@ -105,7 +105,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> float:
     tokens = policy.microbatch_tokens / parallel.context
     rows = parallel.tensor if parallel.sequence else 1
     layers = max(
-        len(shard.layers) for shard in training_shards(parallel, shape)[:: parallel.world_size // parallel.pipeline]
+        len(shard.layers) for shard in shard_policy(parallel, shape)[:: parallel.world_size // parallel.pipeline]
     )
     in_flight = (
         parallel.pipeline if parallel.virtual_pipeline == 1 else parallel.pipeline * (1 + 1 / parallel.virtual_pipeline)

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.weight_sync.links import schedule
 from megatron_grpo.weight_sync.transfer_plan import Pieces, plan_pieces, wire_dtypes
 
@@ -79,7 +79,7 @@ def refit_summary(
         fp8_blocks: whether matrices of the layers are sent in FP8.
     """
     began = time.perf_counter()
-    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
+    sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
     dtypes = wire_dtypes(shape, precision, fp8_blocks)
     scheduled = schedule(plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes)
     planned_s = time.perf_counter() - began

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import training_shards
+from megatron_grpo.models.weight_layouts import shard_policy
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry.work import Work
@@ -71,7 +71,7 @@ def distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> 
     parallel = config.policy.parallel
     each = parallel.world_size // parallel.pipeline
     found: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
-    for stage, shard in enumerate(training_shards(parallel, shape)[::each]):
+    for stage, shard in enumerate(shard_policy(parallel, shape)[::each]):
         sorts = tuple((shape.has_experts(one), one in _exceptions(config, shape)) for one in shard.layers)
         found.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
     return dict(found.values())

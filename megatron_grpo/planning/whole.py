@@ -13,7 +13,7 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import as_value_model
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import known_value_shape
+from megatron_grpo.models.source import find_value_shape
 from megatron_grpo.planning.device_memory import GIB, RankMemory, rank_memory, reserve_parts
 from megatron_grpo.planning.engine_layouts import room_problems
 from megatron_grpo.planning.estimates import host_bytes
@@ -324,7 +324,7 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
         raise ConfigError(problems)
     models = [(config, shape)]
     if config.value_model is not None and config.plan.workload == "rl":
-        own = known_value_shape(config) if config.value.model.path is not None else shape
+        own = find_value_shape(config) if config.value.model.path is not None else shape
         if own is None:
             text = "is not on this machine; give a folder with its config.json"
             raise ConfigError([Problem(f"value.model.path={config.value.model.path}", text)])

@@ -20,7 +20,12 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.data.specs import PREPARED_PROMPTS, PreparedPrompts, spec_problems
-from megatron_grpo.models.source import known_shape, local_folder, made_before_the_run, vocabulary_digest
+from megatron_grpo.models.source import (
+    compute_vocabulary_digest,
+    find_local_folder,
+    find_model_shape,
+    is_made_before_run,
+)
 from megatron_grpo.preflight.rules import Rule, as_problems
 
 
@@ -85,7 +90,7 @@ def _too_few(config: Config, rows: int) -> Iterator[Rule]:
 def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
     """The report on a set, from its rows or, for a set that prepare.name makes, from PREPARED_PROMPTS."""
     subject = f"{key}={one.path}"
-    if not made_before_the_run(config, one.path):
+    if not is_made_before_run(config, one.path):
         return report_of_rows(config, subject, one)
     assert config.prepare.name is not None
     made = PREPARED_PROMPTS[config.prepare.name]
@@ -191,15 +196,15 @@ def _of_file(config: Config, subject: str, file: Path) -> Iterator[Rule]:
 
 def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Rule]:
     """Recorded tokens that are not from the model's vocabulary."""
-    shape, recorded, subject = known_shape(config), found.record.run, "policy.model.path="
+    shape, recorded, subject = find_model_shape(config), found.record.run, "policy.model.path="
     if shape is None:
         return
     if found.largest_token is not None and found.largest_token >= shape.vocab:
         text = f"has {shape.vocab} tokens, and {file} has token {found.largest_token}; name the model that was recorded"
         yield True, subject, text
         return
-    folder = local_folder(config.policy.model.path)
-    ours = None if folder is None else vocabulary_digest(folder)
+    folder = find_local_folder(config.policy.model.path)
+    ours = None if folder is None else compute_vocabulary_digest(folder)
     if ours is not None and recorded.vocabulary is not None:
         text = f"has another vocabulary than the model that {file} was recorded with; name that, or one with its"
         yield ours != recorded.vocabulary, subject, f"{text} tokenizer"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import cut_blocks, engine_shards, training_shards
+from megatron_grpo.models.weight_layouts import find_cut_blocks, shard_engine, shard_policy
 from megatron_grpo.preflight.layout_checks import layout_problems
 from megatron_grpo.preflight.rules import Rule, as_problems
 
@@ -160,8 +160,8 @@ def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
     yield config.engine_dtype != "bfloat16", subject, text
     if shape is not None and not any(layout_problems(config, shape)):
-        places = training_shards(config.policy.parallel, shape), engine_shards(config.generation.parallel, shape)
-        cuts = list(cut_blocks(shape, *places))
+        places = shard_policy(config.policy.parallel, shape), shard_engine(config.generation.parallel, shape)
+        cuts = list(find_cut_blocks(shape, *places))
         more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""
         text = (
             f"ranks would share a block of 128 x 128: {next(iter(cuts), '')}{more}; use fewer tensor-parallel ranks, "

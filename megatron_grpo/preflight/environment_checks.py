@@ -19,7 +19,7 @@ from megatron_grpo.environments.reward_functions import (
     load_reward_function,
 )
 from megatron_grpo.environments.reward_model import find_model_problem
-from megatron_grpo.models.source import made_before_the_run
+from megatron_grpo.models.source import is_made_before_run
 
 
 def check_scoring(
@@ -74,7 +74,7 @@ def _column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | 
     if not needed or is_own or (config.data.streaming and sets is None):
         return
     for one in _sets(config, sets):
-        if made_before_the_run(config, one.path):
+        if is_made_before_run(config, one.path):
             continue
         columns = examined(one, config.data, _types(config)).common_columns.get(task)
         missing = [] if columns is None else [name for name in needed if name not in columns]
@@ -126,7 +126,7 @@ def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) ->
         return None
     found: set[str] = set()
     for one in _sets(config, sets):
-        if made_before_the_run(config, one.path):
+        if is_made_before_run(config, one.path):
             assert config.prepare.name is not None
             made = PREPARED_PROMPTS[config.prepare.name]
             found |= set(made.columns) if task in made.tasks else set()

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import known_value_shape
-from megatron_grpo.models.weight_map import group_rows
+from megatron_grpo.models.source import find_value_shape
+from megatron_grpo.models.weight_map import count_group_rows
 from megatron_grpo.preflight.rules import Rule, as_problems
 
 
@@ -56,7 +56,7 @@ def _undivided(tensor: int, shape: ModelShape) -> str | None:
     if groups % tensor == 0 or shape.latent is not None:
         return None
     # More ranks than key/value heads: every rank has an equal part of one head's queries, key and value.
-    if tensor % groups or sum(group_rows(shape)) % (tensor // groups):
+    if tensor % groups or sum(count_group_rows(shape)) % (tensor // groups):
         return f"{groups} key/value heads, nor is it a multiple of them"
     return None
 
@@ -143,7 +143,7 @@ def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator
 
 def _value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
     own = config.value.model.path is not None
-    shape = known_value_shape(config) if own else policy
+    shape = find_value_shape(config) if own else policy
     if config.value_model is None or shape is None:
         return
     yield from split_rules("value.parallel", config.value.parallel, shape)

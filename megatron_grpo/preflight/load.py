@@ -14,7 +14,7 @@ from megatron_grpo.config.job import Job
 from megatron_grpo.config.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import known_shape
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.preflight.config_checks import config_problems
 from megatron_grpo.preflight.data_checks import recorded_max_num_steps, training_rows
 from megatron_grpo.preflight.engine_checks import (
@@ -169,7 +169,7 @@ def _problems(config: Config) -> list[Problem]:
     find_gpus(config.cluster)
     if config.loop.max_num_steps == -1:
         config.loop.max_num_steps = _OPEN
-    return problems_with(config, known_shape(config))
+    return problems_with(config, find_model_shape(config))
 
 
 def problems_with(config: Config, shape: ModelShape | None) -> list[Problem]:

@@ -29,7 +29,7 @@ from megatron_grpo.config.paths import unreadable, unwritable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
-from megatron_grpo.models.source import known_shape
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.platform.hooks import untried_versions
 from megatron_grpo.preflight.config_checks import sampling_problems
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
@@ -264,7 +264,7 @@ def evaluation_problems(config: Config) -> list[Problem]:
     """Problems that exclude an evaluation: sampling with engines and scoring with environments."""
     find_address(config.cluster)
     find_gpus(config.cluster)
-    shape = known_shape(config)
+    shape = find_model_shape(config)
     arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}
     problems = [
         *engine_layout_problems(config, shape),

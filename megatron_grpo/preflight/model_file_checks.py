@@ -9,11 +9,17 @@ from pathlib import Path
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import unreadable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import as_value_model, shape_of_folder, weight_entries
+from megatron_grpo.models.families import as_value_model, build_weight_map, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import PREPARED_FOLDER, download_config, is_hub_name, local_folder, made_before_the_run
+from megatron_grpo.models.source import (
+    PREPARED_FOLDER,
+    download_config,
+    find_local_folder,
+    is_hub_name,
+    is_made_before_run,
+)
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, stored_tensors
-from megatron_grpo.models.weight_map import global_entries, wanted_experts
+from megatron_grpo.models.weight_map import iter_entries, list_experts
 from megatron_grpo.preflight.tokenizer_checks import tokenizer_problems
 
 _NAMED = 3
@@ -52,8 +58,8 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 def _tensors_of(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """Name and shape of every tensor of a model, and whether a folder must have it."""
-    for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers))):
-        for expert in wanted_experts(entry, shape):
+    for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
+        for expert in list_experts(entry, shape):
             for tensor in entry.hf:
                 yield tensor.name.format(layer=layer, expert=expert), tensor.shape(shape), not entry.zero_if_absent
 
@@ -78,9 +84,9 @@ def _unread(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> list[str]
 def unused_tensors(config: Config) -> Iterator[Problem]:
     """The remark that the policy's folder, which has no problems, holds layers that are not trained."""
     path = config.policy.model.path
-    if is_hub_name(path) or made_before_the_run(config, path):
+    if is_hub_name(path) or is_made_before_run(config, path):
         return
-    shape = shape_of_folder(path)
+    shape = read_model_shape(path)
     extra = [name for name in stored_tensors(Path(path)) if _is_extra_prediction(name, shape)]
     if extra:
         text = f"holds {len(extra)} tensor(s) of layers that predict further tokens (num_nextn_predict_layers), which"
@@ -93,7 +99,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
         if path is None:
             continue
         subject, of_value = f"{key}={path}", key.startswith("value.")
-        if made_before_the_run(config, path):
+        if is_made_before_run(config, path):
             if Path(path) != Path(config.prepare.folder, PREPARED_FOLDER):
                 yield Problem(subject, f"prepare.name={config.prepare.name} makes one model: {PREPARED_FOLDER}")
             continue
@@ -102,13 +108,13 @@ def model_problems(config: Config) -> Iterator[Problem]:
         if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
             yield from _incomplete(subject, Path(path), of_value=of_value)
             if not of_value:
-                yield from tokenizer_problems(subject, Path(path), config, shape_of_folder(path).vocab)
+                yield from tokenizer_problems(subject, Path(path), config, read_model_shape(path).vocab)
 
 
 def unusable_model(subject: str, path: str, *, of_value: bool = False) -> Iterator[Problem]:
     """A folder or hub name without a trainable model: it is missing, or its config.json is not supported."""
     if is_hub_name(path):
-        reason = None if local_folder(path) else download_config(path)
+        reason = None if find_local_folder(path) else download_config(path)
         text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"
     else:
         reason = unreadable(path, "folder")
@@ -117,10 +123,10 @@ def unusable_model(subject: str, path: str, *, of_value: bool = False) -> Iterat
     if reason is not None:
         yield Problem(subject, text)
         return
-    folder = local_folder(path)
+    folder = find_local_folder(path)
     assert folder is not None
     try:
-        shape_of_folder(folder, reward_models=of_value)
+        read_model_shape(folder, reward_models=of_value)
     except ValueError as error:
         yield Problem(subject, str(error))
 
@@ -130,6 +136,6 @@ def _incomplete(subject: str, folder: Path, *, of_value: bool) -> Iterator[Probl
         text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
         yield Problem(subject, text)
         return
-    shape = shape_of_folder(folder, reward_models=of_value)
+    shape = read_model_shape(folder, reward_models=of_value)
     for text in weight_problems(folder, as_value_model(shape) if of_value else shape):
         yield Problem(subject, text)

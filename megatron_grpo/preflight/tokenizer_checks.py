@@ -12,7 +12,7 @@ from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import LFS_POINTER, is_lfs_pointer, unreadable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_end_tokens, numbered_tokens, read_settings
+from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_end_tokens, read_settings, read_token_ids
 
 _SETTINGS_FILE = "tokenizer_config.json"
 _FILES = (TOKENIZER_FILE, "tokenizer.model", _SETTINGS_FILE)
@@ -77,7 +77,7 @@ def _vocabulary_problems(subject: str, folder: Path, data: DataConfig, vocab: in
     beyond = [number for number in declared_end_tokens(folder) if not 0 <= number < vocab]
     if beyond:
         yield Problem(subject, f"eos_token_id of {name} has {beyond[0]}, and {has}; give the model's own end token")
-    tokens = numbered_tokens(folder) or {}
+    tokens = read_token_ids(folder) or {}
     settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / _SETTINGS_FILE)
     fix = "give the model's own tokens, or a model whose embedding has a row for each token"
     for role in ("eos_token", "bos_token"):

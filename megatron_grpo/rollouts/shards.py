@@ -88,7 +88,7 @@ def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None =
         begin += len(one.token_ids)
     arrays = {"token_ids": token_ids, "sampled": sampled, "generation_logprobs": logprobs}
     if routed is not None:
-        arrays["routed_experts"] = routed.laid_end_to_end([(len(one.token_ids), one.routed) for one in trajectories])
+        arrays["routed_experts"] = routed.concatenate([(len(one.token_ids), one.routed) for one in trajectories])
     return arrays
 
 

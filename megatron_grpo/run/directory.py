@@ -20,8 +20,8 @@ from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.data.identity import identify, read_identity, training_difference, validation_differences
 from megatron_grpo.data.specs import task_templates
-from megatron_grpo.models.model_identity import model_digest
-from megatron_grpo.models.source import local_folder, made_before_the_run
+from megatron_grpo.models.model_identity import compute_model_digest
+from megatron_grpo.models.source import find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import write_json, write_text
 
 CONFIG_FILE = "config.yaml"
@@ -216,9 +216,9 @@ def _model_difference(folder: Path, path: str, config: Config) -> str | None:
 def _digest_of_model(config: Config) -> str | None:
     """Digest of the policy's model; None: it is not on this machine yet, or the recipe makes it anew."""
     path = config.policy.model.path
-    is_elsewhere = path == MISSING or made_before_the_run(config, path)
-    model = None if is_elsewhere else local_folder(path)
-    return None if model is None else model_digest(model)
+    is_elsewhere = path == MISSING or is_made_before_run(config, path)
+    model = None if is_elsewhere else find_local_folder(path)
+    return None if model is None else compute_model_digest(model)
 
 
 def compare_data(folder: Path, config: Config) -> list[str]:

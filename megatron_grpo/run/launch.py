@@ -17,9 +17,9 @@ from megatron_grpo.environments.environment_processes import EnvironmentPool, bu
 from megatron_grpo.environments.interface import make_environment_settings
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration
-from megatron_grpo.models.families import as_value_model, shape_of_folder
+from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.models.source import model_folder
+from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.rollouts.endpoint import endpoint_settings
 from megatron_grpo.rollouts.pool import Restore, RolloutPool, not_replaced
 from megatron_grpo.trainer.messages import RankSettings, training_filter
@@ -91,7 +91,7 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: 
         config=config.generation,
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        routed=RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None,
+        routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
     )
     options, timeout_s = cluster.engine_options, config.cluster.startup_timeout_s
@@ -105,7 +105,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     """Settings of the policy's ranks; `folder`: the policy's model in Hugging Face format."""
     return RankSettings(
         config=config.policy,
-        shape=shape_of_folder(folder),
+        shape=read_model_shape(folder),
         folder=str(folder),
         reference=config.reference if config.uses_reference else None,
         temperature=config.generation.temperature,
@@ -118,10 +118,10 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
 
 def _value(config: Config, cluster: RayCluster) -> MegatronValue:
     assert config.value_model is not None
-    folder = model_folder(config.value_model.model.path, "value.model.path")
+    folder = fetch_model_folder(config.value_model.model.path, "value.model.path")
     settings = RankSettings(
         config=config.value_model,
-        shape=as_value_model(shape_of_folder(folder, reward_models=True)),
+        shape=as_value_model(read_model_shape(folder, reward_models=True)),
         folder=str(folder),
         decay_steps=config.value_decay_steps,
         seed=config.loop.seed,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
-from megatron_grpo.models.source import hub_errors
+from megatron_grpo.models.source import list_hub_errors
 from megatron_grpo.run.checkpoint_files import read_state
 from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
 
@@ -77,6 +77,6 @@ def push_to_hub(folder: Path, name: str, base: str, checkpoint: Path, *, adapter
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload the model")
-    except hub_errors() as error:
+    except list_hub_errors() as error:
         raise RunError(f"push_to_hub={name}: {str(error).splitlines()[0]}; {folder} has the model") from error
     return f"https://huggingface.co/{name}"

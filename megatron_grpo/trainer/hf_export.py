@@ -17,7 +17,7 @@ from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFo
 from megatron_grpo.models.adapter_check import check_adapters
 from megatron_grpo.models.families import is_untied_by_weights
 from megatron_grpo.models.hf_folder import new_folder, save_tensors, write_hf_folder
-from megatron_grpo.models.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
+from megatron_grpo.models.hf_weights import bind_entries, iter_hf_tensors, load_hf_weights, split_parameter
 from megatron_grpo.models.shape import ModelShape, read_config_json
 
 
@@ -128,7 +128,7 @@ def write_peft_folder(
         ValueError: `output` already holds something.
     """
     tensors = {}
-    for bound in bound_entries(chunks, shape):
+    for bound in bind_entries(chunks, shape):
         if bound.adapted is None:
             continue
         slices = bound.entry.slices(shape, bound.layer, 0, 1)

@@ -21,7 +21,7 @@ from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
-from megatron_grpo.models.families import forward_flops
+from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.actor import RankActor
 from megatron_grpo.trainer.messages import RankReport, RankSettings, StepShare
@@ -66,11 +66,11 @@ class RefusedStepError(RunError):
 def derive_cost(shape: ModelShape) -> Cost:
     """Floating-point operations of a sequence's forward pass in a model of these sizes.
 
-    Coefficients come from `forward_flops`, which is linear in tokens and in query-key pairs of both kinds of layers.
+    `count_forward_flops` is linear in tokens and in query-key pairs of both kinds of layers.
     """
 
     def of(length: int) -> float:
-        return forward_flops(shape, [length])
+        return count_forward_flops(shape, [length])
 
     every_pair = of(2) - 2 * of(1)  # two tokens of one sequence see three pairs, those of two sequences see two
     window = shape.window

@@ -19,9 +19,9 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ExpertShape
-from megatron_grpo.models.source import download_config, is_hub_name, local_folder, model_folder
+from megatron_grpo.models.source import download_config, fetch_model_folder, find_local_folder, is_hub_name
 from megatron_grpo.verification.oracle import eager_model, stored_tensors
 
 SMALL, EXPERTS, LATENT, WINDOW, TINY = yaml.safe_load(Path(__file__).with_name("tiny_models.yaml").read_text()).values()
@@ -75,9 +75,9 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
 def _folder_of(model: str, *, weights: bool) -> Path:
     """The folder of a model, downloaded from the hub if necessary; without `weights` only its config.json."""
     if weights or not is_hub_name(model):
-        return model_folder(model, "model")
-    reason = download_config(model) if local_folder(model) is None else None
-    folder = local_folder(model)
+        return fetch_model_folder(model, "model")
+    reason = download_config(model) if find_local_folder(model) is None else None
+    folder = find_local_folder(model)
     if folder is None:
         raise ValueError(f"model={model} could not be downloaded: {reason}")
     return folder
@@ -168,7 +168,7 @@ def _solved(folder: Path, batch: TokenBatch) -> Truth:
     model = eager_model(folder, torch.float32)
     # torch gives the row of this token no gradient. Training has no such token: padding is never computed.
     model.get_input_embeddings().padding_idx = None
-    experts = shape_of_folder(folder).experts
+    experts = read_model_shape(folder).experts
     asked = {} if experts is None else {"output_router_logits": True}
     in_memory = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
     weights = revert_weight_conversion(model, in_memory)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_grpo.batch.packing import OF_TOKENS, planner
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
@@ -109,7 +109,7 @@ def _config(task: Task, *, distributed: bool = False) -> PolicyConfig:
 
 def _build(config: PolicyConfig) -> PolicyRank:
     folder = config.model.path
-    return PolicyRank(RankSettings(config=config, shape=shape_of_folder(folder), folder=folder, decay_steps=100))
+    return PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=folder, decay_steps=100))
 
 
 def _loss(shares: list[dict[str, Tensor]]) -> float:

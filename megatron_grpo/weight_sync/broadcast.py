@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.weight_layouts import RankShard, training_shards
+from megatron_grpo.models.weight_layouts import RankShard, shard_policy
 from megatron_grpo.weight_sync.engine_layers import ModelReload
 from megatron_grpo.weight_sync.reshard import ReshardReceiver, ReshardTransport
 from megatron_grpo.weight_sync.transfer_plan import tensor_name
@@ -22,7 +22,7 @@ class BroadcastTransport(ReshardTransport):
     mode: ClassVar[RefitMode] = "broadcast"
 
     def _engine_shards(self) -> list[RankShard]:
-        return training_shards(ParallelConfig(), self._policy.settings.shape)  # one rank that keeps the whole model
+        return shard_policy(ParallelConfig(), self._policy.settings.shape)  # one rank that keeps the whole model
 
 
 class BroadcastReceiver(ReshardReceiver):

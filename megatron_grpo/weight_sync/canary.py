@@ -168,7 +168,7 @@ def policy_logprobs(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) ->
     lengths = [len(sequence) for sequence in sequences]
     fields = TokenFields(token_ids=torch.tensor([token for one in sequences for token in one], dtype=torch.int32))
     if rank.routing is not None and rank.routing.replays:  # nothing is recorded, so that routers choose
-        form = RoutedForm.of(rank.shape)
+        form = RoutedForm.from_shape(rank.shape)
         fields.routed_experts = torch.full((sum(lengths), form.columns), UNKNOWN, dtype=torch.int16)
     settings = rank.settings
     # vLLM computes those of a prompt without a temperature and without filters.

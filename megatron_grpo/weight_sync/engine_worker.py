@@ -12,7 +12,7 @@ from vllm.forward_context import set_forward_context
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.generation_schema import RefitMode
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.weight_sync.broadcast import BroadcastReceiver
 from megatron_grpo.weight_sync.files import FilesReceiver
 from megatron_grpo.weight_sync.fingerprints import Fingerprint, engine_fingerprints
@@ -87,7 +87,7 @@ class RefitWorker(Worker):
         """Fingerprints of this worker's weights as its kernels hold them (`engine_fingerprints`)."""
         try:
             config = self.vllm_config
-            shape = shape_of_folder(config.model_config.model)
+            shape = read_model_shape(config.model_config.model)
             shard, model = shard_of_worker(self, shape), self.model_runner.get_model()
             with set_current_vllm_config(config), set_forward_context(None, config):
                 return engine_fingerprints(model, config.model_config.dtype, shape, shard)
@@ -106,7 +106,7 @@ class RefitWorker(Worker):
         if self.device.type == "cpu" and config.scheduler_config.enable_chunked_prefill:
             return {"problem": "a CPU engine that cuts prompts into pieces cannot repeat a response"}
         try:
-            shape = asdict(shape_of_folder(model.model))
+            shape = asdict(read_model_shape(model.model))
         except ValueError as error:
             return {"problem": str(error)}
         tensor = parallel.tensor_parallel_size

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import Destination, RankShard, destinations
-from megatron_grpo.models.weight_map import WeightSlice, global_entries
+from megatron_grpo.models.weight_layouts import Destination, RankShard, find_destinations
+from megatron_grpo.models.weight_map import WeightSlice, iter_entries
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
@@ -116,10 +116,10 @@ def differing(
 
 def kept_parts(shape: ModelShape, shard: RankShard) -> Iterator[Destination]:
     """Yield the parts of Hugging Face tensors that a rank of an engine keeps, in the order of the weight map."""
-    for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers))):
+    for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
         if not entry.copy and shard.keeps(entry, layer):
             for expert in range(*shard.experts) if entry.per_expert else [0]:
-                yield from destinations(entry, shape, shard, layer, expert)
+                yield from find_destinations(entry, shape, shard, layer, expert)
 
 
 def expert_name(tensor: str) -> str:

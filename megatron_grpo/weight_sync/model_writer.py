@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import Destination, RankShard, destinations
+from megatron_grpo.models.weight_layouts import Destination, RankShard, find_destinations
 from megatron_grpo.models.weight_map import is_per_layer
 from megatron_grpo.weight_sync.engine_layers import (
     BlockedLayer,
@@ -50,7 +50,7 @@ class _Region(NamedTuple):
 
     @property
     def blocks(self) -> list[slice]:
-        """Rows and columns of the region's scales; a region starts at the start of a block (`layouts.cut_blocks`)."""
+        """Rows and columns of the region's scales; it starts with a block (`find_cut_blocks`)."""
         sides = (self.rows, self.columns)
         assert not any(side.start % BLOCK for side in sides), f"{self} begins inside a block"
         return [slice(side.start // BLOCK, blocks(side.stop)) for side in sides]
@@ -98,8 +98,8 @@ class ModelWriter:
             if name in in_fp8 or is_derived(layer)
         }
         # vLLM's names of the parameters outside layers that only other pipeline stages compute with.
-        outside = [entry for entry in weight_entries(shape) if not is_per_layer(entry.megatron[0])]
-        others = [one for entry in outside if not shard.keeps(entry) for one in destinations(entry, shape, shard)]
+        outside = [entry for entry in build_weight_map(shape) if not is_per_layer(entry.megatron[0])]
+        others = [one for entry in outside if not shard.keeps(entry) for one in find_destinations(entry, shape, shard)]
         self._require_all(regions, {one.parameter for one in others})
 
     def begin(self) -> None:
@@ -177,11 +177,11 @@ def _regions(
     shape: ModelShape, shard: RankShard, messages: Sequence[Pieces], scaled: Collection[int]
 ) -> list[list[_Region]]:
     """For each message the regions of its pieces, on a rank that holds `shard`."""
-    entries = weight_entries(shape)
+    entries = build_weight_map(shape)
 
     @cache
     def destinations_of(entry: int, layer: int, expert: int) -> list[Destination]:
-        return destinations(entries[entry], shape, shard, layer, expert)
+        return find_destinations(entries[entry], shape, shard, layer, expert)
 
     def region(piece: Any) -> _Region:
         entry = int(piece["entry"])

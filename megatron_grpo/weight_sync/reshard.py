@@ -14,10 +14,10 @@ from torch.distributed import Store
 from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitMode
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.models.families import shape_of_folder, weight_entries
-from megatron_grpo.models.hf_weights import BoundEntry, bound_entries, split_parameter
+from megatron_grpo.models.families import build_weight_map, read_model_shape
+from megatron_grpo.models.hf_weights import BoundEntry, bind_entries, split_parameter
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, engine_shards, training_shards
+from megatron_grpo.models.weight_layouts import RankShard, shard_engine, shard_policy
 from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync.groups import Rendezvous
@@ -44,7 +44,7 @@ class ShardSender:
 
     def __init__(self, rank: PolicyRank, shard: RankShard, links: Links) -> None:
         self._rank, self._shard, self._links = rank, shard, links
-        self._entries = weight_entries(rank.shape)
+        self._entries = build_weight_map(rank.shape)
         self._cuts = [[self._cut(piece) for piece in pieces] for pieces in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}
         """The model's parameters at the start of the current send."""
@@ -61,7 +61,7 @@ class ShardSender:
         first = self._shard.experts[0]
         self._bound = {
             (numbers[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
-            for bound in bound_entries(self._rank.gather_chunks(), self._rank.shape)
+            for bound in bind_entries(self._rank.gather_chunks(), self._rank.shape)
         }
         self._links.send(self._fill, version)
         self._key, self._tensors = None, []
@@ -107,9 +107,9 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous) -> None:
     # The plan's layout follows from the configuration alone, and must equal Megatron-Core's.
     layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
     tensor = parallel_state.get_tensor_model_parallel_rank()
-    planned = training_shards(rank.config.parallel, rank.shape)[number]
+    planned = shard_policy(rank.config.parallel, rank.shape)[number]
     assert (layers, tensor) == (planned.layers, planned.tensor.index), f"planned for {planned}, has {layers}, {tensor}"
-    links = Links(rendezvous, "source", number, rank.platform.device, weight_entries(rank.shape))
+    links = Links(rendezvous, "source", number, rank.platform.device, build_weight_map(rank.shape))
     _sender = ShardSender(rank, planned, links)
 
 
@@ -127,7 +127,7 @@ class ReshardTransport(WeightTransport):
 
     def _engine_shards(self) -> list[RankShard]:
         """The shard that each rank of an engine receives."""
-        return engine_shards(self._generation.config.parallel, self._policy.settings.shape)
+        return shard_engine(self._generation.config.parallel, self._policy.settings.shape)
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Connect the policy and these engines, and no others."""
@@ -153,7 +153,7 @@ class ReshardTransport(WeightTransport):
     def _write_plan(self, store: Store, receivers: int) -> None:
         """Write the messages of all ranks into the store."""
         settings, config = self._policy.settings, self._config
-        shards = training_shards(settings.config.parallel, settings.shape)
+        shards = shard_policy(settings.config.parallel, settings.shape)
         engine = self._engine_shards()
         dtypes = wire_dtypes(settings.shape, settings.config.precision, config.fp8_blocks)
         limit, same_devices = self._bucket_bytes // 2, self._generation.config.colocated
@@ -181,7 +181,7 @@ def shard_of_worker(worker: Any, shape: ModelShape) -> RankShard:
         pipeline=parallel.pipeline_parallel_size,
         expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
     )
-    return engine_shards(layout, shape)[parallel.rank]
+    return shard_engine(layout, shape)[parallel.rank]
 
 
 class ReshardReceiver:
@@ -194,8 +194,8 @@ class ReshardReceiver:
     """
 
     def __init__(self, worker: Any, rendezvous: Rendezvous, number: int) -> None:
-        self._shape = shape_of_folder(worker.vllm_config.model_config.model)
-        self._entries = weight_entries(self._shape)
+        self._shape = read_model_shape(worker.vllm_config.model_config.model)
+        self._entries = build_weight_map(self._shape)
         self._links = Links(rendezvous, "target", number, worker.device, self._entries)
         self._model = self._loaded_model(worker)
         self.abandon = self._model.abandon

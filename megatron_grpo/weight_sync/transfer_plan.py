@@ -1,7 +1,7 @@
 """Runs on the driver: plans which slice of which tensor goes from which rank of the policy to which rank of an engine.
 
 Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.slices` for Megatron-Core's ranks, and
-`layouts.destinations` for vLLM's. Both name rows and columns of the same full tensor, so what must travel between two
+`find_destinations` for vLLM's. Both name rows and columns of the same full tensor, so what must travel between two
 ranks is the intersection of their two boxes, whatever the two layouts are; no pair of layouts needs code of its own,
 and no rank ever holds a full matrix. For each engine rank the boxes of one replica of the policy tile what it keeps,
 without overlap. So each byte is sent exactly once to each rank that keeps it: of the policy's ranks that hold equal
@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, destinations, in_fp8_blocks
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, global_entries, is_per_layer
+from megatron_grpo.models.weight_layouts import RankShard, can_travel_in_fp8, find_destinations
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, is_per_layer, iter_entries
 from megatron_grpo_kernels.fp8_blocks import quantise
 from megatron_grpo_kernels.fp8_format import BLOCK, blocks
 
@@ -44,8 +44,8 @@ def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str
         precision: `policy.precision`.
         fp8_blocks: whether the layers' matrices travel in FP8.
     """
-    entries = weight_entries(shape)
-    found = [FP8 if fp8_blocks and in_fp8_blocks(entry) else precision for entry in entries]
+    entries = build_weight_map(shape)
+    found = [FP8 if fp8_blocks and can_travel_in_fp8(entry) else precision for entry in entries]
     for number, entry in enumerate(entries):
         if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
             found[number] = "float32"
@@ -186,12 +186,12 @@ def plan_pieces(
     Returns:
         Pieces in the order of the weight map, layer by layer.
     """
-    entries = weight_entries(shape)
+    entries = build_weight_map(shape)
     holders = _Holders(sources)
     found: list[Pieces] = []
     sets: list[NDArray[np.int64]] = []
     numbers = {entry: number for number, entry in enumerate(entries)}
-    for entry, layer, _ in global_entries(entries, shape, list(range(shape.layers))):
+    for entry, layer, _ in iter_entries(entries, shape, list(range(shape.layers))):
         if entry.copy:
             continue
         number, parts = numbers[entry], sources[0].part(entry).count
@@ -223,7 +223,7 @@ def _routes(
 ) -> Iterator[tuple[int, int, Box, int]]:
     """Yield (tensor, policy part, box of at most `limit` bytes, its bytes) for all that one engine rank keeps of an
     entry's matrices; tensor and part are numbers, and every layer and expert has the same boxes."""
-    wanted = destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
+    wanted = find_destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
     held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
     size = getattr(torch, dtype).itemsize
     for tensor, destination in enumerate(wanted):

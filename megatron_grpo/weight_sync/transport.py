@@ -42,7 +42,7 @@ from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.models.weight_layouts import engine_shards
+from megatron_grpo.models.weight_layouts import shard_engine
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.canary import Canary, base_logprobs, policy_logprobs, rank_adapters
 from megatron_grpo.weight_sync.fingerprints import differing, policy_fingerprints
@@ -145,7 +145,7 @@ class WeightTransport(ABC):
             raise RefitError(str(error)) from None
 
     def publish(self, version: int) -> TransferReport:
-        """Send the policy's current weights to every engine and commit them there as `version`; then call `admit`.
+        """Send the policy's weights to every engine and commit them as `version`; `start_serving` follows.
 
         Raises:
             RefitError: in every attempt the deadline passed, a process died or a checksum differed; says which. Or
@@ -158,7 +158,7 @@ class WeightTransport(ABC):
         replaced, self._replaced = tuple(self._replaced), []
         return replace(report, seconds=time.monotonic() - began, replaced=replaced)
 
-    def admit(self, report: TransferReport) -> TransferReport:
+    def start_serving(self, report: TransferReport) -> TransferReport:
         """Let engines that share the policy's devices serve the weights that they received, if the canary allows it.
 
         They have no memory to compute before the policy has left the devices. Other engines serve already.
@@ -323,7 +323,7 @@ class WeightTransport(ABC):
         base = next((one for one in found[len(self._scores) :] if one is not None), None)
         canary, limit = self._canary, self._canary.limit
         prompt = CanaryPrompt(version, canary.sequences, expected, limit, canary.adapter_rounding, base)
-        calls = self._on_engines(engines, Engine.admit_weights, prompt)
+        calls = self._on_engines(engines, Engine.check_canary, prompt)
         errors = self._complete([], calls, deadline, f"canary of version {version}")
         self._scores = None
         seconds = time.monotonic() - began
@@ -335,7 +335,7 @@ class WeightTransport(ABC):
     def _differences(self, engines: Sequence[int], deadline: float) -> list[str]:
         """A text on each tensor, as an engine's worker holds it, that rounding does not explain."""
         shape = self._policy.settings.shape
-        shards = engine_shards(self._generation.config.parallel, shape)
+        shards = shard_engine(self._generation.config.parallel, shape)
         stages = self._policy.submit(policy_fingerprints, shards)
         calls = self._on_engines(engines, Engine.fingerprint_weights)
         answers = self._complete(stages, calls, deadline, "comparing weights")

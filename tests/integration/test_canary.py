@@ -19,7 +19,7 @@ from megatron_grpo.algorithms.stages import publish
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.lora import AdaptedLinear
@@ -55,7 +55,7 @@ def pair(
             precision="float32",
             threads=1,
         ),
-        shape=shape_of_folder(trained),
+        shape=read_model_shape(trained),
         folder=str(trained),
         decay_steps=1,
         temperature=0.7,
@@ -90,7 +90,7 @@ def _transport(pair: tuple[MegatronPolicy, VllmGeneration], **changes: Any) -> R
 def test_a_healthy_engine_serves(pair: tuple[MegatronPolicy, VllmGeneration]) -> None:
     transport = _transport(pair)
     for version in (1, 2):
-        report = transport.admit(transport.publish(version))
+        report = transport.start_serving(transport.publish(version))
         assert 0 < report.checks["canary_logprob_error"] < 1e-4
         assert report.checks["weight_check_s"] > 0
         _answer(pair[1])
@@ -208,9 +208,9 @@ def _move_norms(rank: Any) -> None:
 
 def _merge_adapters(_: Any, merged: bool) -> None:
     """Let refits send the policy's weights with or without its adapters."""
-    original = getattr(reshard, "merging_entries", reshard.bound_entries)
+    original = getattr(reshard, "merging_entries", reshard.bind_entries)
     bare = lambda *args: [replace(bound, adapted=None) for bound in original(*args)]  # noqa: E731
-    vars(reshard).update(merging_entries=original, bound_entries=original if merged else bare)
+    vars(reshard).update(merging_entries=original, bind_entries=original if merged else bare)
 
 
 def _merge_wrongly(rank: Any, fault: str | None) -> None:

@@ -15,7 +15,7 @@ from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSe
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
@@ -130,7 +130,7 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
 def start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
     settings = RankSettings(
         config=PolicyConfig(model=ModelConfig(path=str(path)), parallel=layout, precision="float32", threads=1),
-        shape=shape_of_folder(path),
+        shape=read_model_shape(path),
         folder=str(path),
         decay_steps=1,
     )

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, MoeConfig, PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
@@ -66,7 +66,7 @@ def expect_own_routing(path: Path, prompt: list[int], output: GenerationOutput) 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2}, {"tensor": 2}], ids=["one rank", "pp2", "tp2"])
 def test_recorded_experts_are_those_of_transformers(layout: dict[str, int], model: Path) -> None:
-    form = RoutedForm.of(shape_of_folder(model))
+    form = RoutedForm.from_shape(read_model_shape(model))
     assert form == RoutedForm(layers=(0, 3), top_k=2, experts=8)
     settings = SamplingSettings(max_new_tokens=20)
     with engines(model, routed=form, max_length=MAX_LENGTH, **layout) as generation:
@@ -91,13 +91,13 @@ def logprobs_on_rank(
     _layout: Layout, path: Path, precision: str, prompts: list[list[int]], outputs: list[GenerationOutput], replay: bool
 ) -> NDArray[np.float32]:
     """Log-probabilities of all sampled tokens under the policy, one response after the other."""
-    form = RoutedForm.of(shape_of_folder(path))
+    form = RoutedForm.from_shape(read_model_shape(path))
     config = PolicyConfig(model=ModelConfig(path=str(path)), precision=precision, moe=MoeConfig(replay_routing=replay))
-    rank = PolicyRank(RankSettings(config=config, shape=shape_of_folder(path), folder=str(path), decay_steps=1))
+    rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(path), folder=str(path), decay_steps=1))
     lengths = [len(prompt) + len(output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
     ids = [np.concatenate([prompt, output.token_ids]) for prompt, output in zip(prompts, outputs, strict=True)]
     sampled = [np.arange(length) >= len(prompt) for prompt, length in zip(prompts, lengths, strict=True)]
-    routed = form.laid_end_to_end([(n, output.routed) for n, output in zip(lengths, outputs, strict=True)])
+    routed = form.concatenate([(n, output.routed) for n, output in zip(lengths, outputs, strict=True)])
     fields = TokenFields(
         token_ids=torch.from_numpy(np.concatenate(ids).astype(np.int32)),
         sampled=torch.from_numpy(np.concatenate(sampled)),
@@ -111,7 +111,7 @@ def logprobs_on_rank(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_replay_brings_training_no_further_from_generation(precision: str, model: Path) -> None:
     """In float32 they agree anyway; in bfloat16 some routers decide otherwise, and replayed ones do not."""
-    form = RoutedForm.of(shape_of_folder(model))
+    form = RoutedForm.from_shape(read_model_shape(model))
     prompts = PROMPTS * 8
     requests = [request(prompt, seed=number, max_new_tokens=40) for number, prompt in enumerate(prompts)]
     with engines(model, routed=form, precision=precision) as generation:

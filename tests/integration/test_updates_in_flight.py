@@ -19,7 +19,7 @@ from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.trainer.messages import RankSettings
@@ -220,7 +220,7 @@ def _start_policy(path: Path) -> MegatronPolicy:
         config=PolicyConfig(
             model=ModelConfig(path=str(path)), parallel=ParallelConfig(), precision="float32", threads=1
         ),
-        shape=shape_of_folder(path),
+        shape=read_model_shape(path),
         folder=str(path),
         decay_steps=1,
     )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.export import main
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, STATE_FILE, finalize
 from megatron_grpo.trainer.checkpoint import sharded_weights
@@ -27,7 +27,7 @@ from tests.support.tiny_models import TinyModel
 
 
 def save_checkpoint(layout: Layout, folder: Path, output: Path) -> None:
-    shape = shape_of_folder(folder)
+    shape = read_model_shape(folder)
     chunks = build_model(PolicyConfig(parallel=layout.parallel, precision="float32"), shape)
     load_hf_weights(chunks, shape, folder)
     dist_checkpointing.save({"model": sharded_weights(chunks, None)}, str(output))

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
@@ -71,7 +71,7 @@ def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recomp
     """Token log-probabilities by model and microbatch; empty lists before the last stage."""
     found = []
     for folder in folders:
-        shape = shape_of_folder(folder)
+        shape = read_model_shape(folder)
         (model,) = build_model(
             PolicyConfig(parallel=layout.parallel, precision=precision, activation_checkpointing=recompute), shape
         )

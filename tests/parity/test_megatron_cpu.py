@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig, build_module
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
@@ -103,7 +103,7 @@ OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1}
 
 def step_on_rank(layout: Layout, folder: Path, distributed: bool) -> dict[str, Tensor]:
     """One AdamW step on the sum of squared logits of this replica's share of TOKENS; the new weights."""
-    shape = shape_of_folder(folder)
+    shape = read_model_shape(folder)
     (model,) = build_model(PolicyConfig(parallel=layout.parallel, precision="float32"), shape)
     load_hf_weights([model], shape, folder)
     wrapped = DistributedDataParallel(
@@ -137,14 +137,14 @@ def test_optimizer_step(distributed: bool, tiny_models: dict[str, TinyModel]) ->
 
 
 def save_on_rank(layout: Layout, folder: Path, output: Path) -> None:
-    shape = shape_of_folder(folder)
+    shape = read_model_shape(folder)
     (model,) = build_model(PolicyConfig(parallel=layout.parallel, precision="float32"), shape)
     load_hf_weights([model], shape, folder)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(output))
 
 
 def load_on_rank(layout: Layout, folder: Path, checkpoint: Path) -> dict[str, Tensor]:
-    shape = shape_of_folder(folder)
+    shape = read_model_shape(folder)
     (model,) = build_model(PolicyConfig(parallel=layout.parallel, precision="float32"), shape)
     # Ranks of different replicas read different tensors and exchange them.
     strategy = FullyParallelLoadStrategyWrapper(

@@ -20,9 +20,9 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.schema import OptimizerConfig
 from megatron_grpo.export import main
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_weights import BoundEntry, iter_hf_tensors
-from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.run.checkpoint_files import finalize
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weight_sync.files import connect_writer, write_weights
@@ -53,14 +53,14 @@ class RecordedLinks:
     def __post_init__(self) -> None:
         shape, config = self.rank.shape, self.rank.config
         dtypes = wire_dtypes(shape, config.precision, fp8_blocks=False)
-        sources, engine = training_shards(config.parallel, shape), engine_shards(GenerationParallelConfig(), shape)
+        sources, engine = shard_policy(config.parallel, shape), shard_engine(GenerationParallelConfig(), shape)
         pieces = schedule(plan_pieces(shape, sources, engine, 1, dtypes, BUCKET_BYTES // 2), BUCKET_BYTES)
         self.messages = split_messages(pieces[pieces["source"] == dist.get_rank()])
         laid = [packed_pieces(message, [getattr(torch, name) for name in dtypes]) for message in self.messages]
         self.packed_pieces, self.sizes = [one for one, _ in laid], [size for _, size in laid]
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
-        entries = weight_entries(self.rank.shape)
+        entries = build_weight_map(self.rank.shape)
         for number, pieces in enumerate(self.messages):
             message = torch.zeros(self.sizes[number], dtype=torch.uint8)
             fill(number, message)
@@ -91,7 +91,7 @@ def publish_on_rank(
     tensors = iter_hf_tensors(rank.gather_chunks(), rank.shape, partial(expected_weight, layers))
     links: Any = RecordedLinks(rank)
     with torch.no_grad():
-        ShardSender(rank, training_shards(layout.parallel, rank.shape)[dist.get_rank()], links).send(1)
+        ShardSender(rank, shard_policy(layout.parallel, rank.shape)[dist.get_rank()], links).send(1)
     refit = folder / "refit"
     refit.mkdir(exist_ok=True)
     connect_writer(rank, refit, BUCKET_BYTES)

@@ -21,7 +21,7 @@ from megatron_grpo.config.loop_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.models.families import as_value_model, shape_of_folder
+from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
@@ -83,7 +83,7 @@ def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> Valu
     config = PolicyConfig(
         model=ModelConfig(path=str(path)), parallel=layout.parallel, precision="float32", optimizer=optimizer
     )
-    shape = as_value_model(shape_of_folder(path, reward_models=True))
+    shape = as_value_model(read_model_shape(path, reward_models=True))
     return ValueRank(RankSettings(config=config, shape=shape, folder=str(path), decay_steps=100))
 
 

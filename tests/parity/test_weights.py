@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
@@ -25,7 +25,7 @@ Given = tuple[bool, list[tuple[str, Tensor | None]]]
 def round_trip(layout: Layout, folders: list[Path], precision: str) -> list[Given]:
     found = []
     for folder in folders:
-        shape = shape_of_folder(folder)
+        shape = read_model_shape(folder)
         chunks = build_model(PolicyConfig(parallel=layout.parallel, precision=precision), shape)
         load_hf_weights(chunks, shape, folder)
         tensors = list(iter_hf_tensors(chunks, shape))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.models.families import shape_of_config, weight_entries
-from megatron_grpo.models.weight_map import global_entries
+from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.preflight.load import load_config
 
 SMALL = {
@@ -37,9 +37,9 @@ def problems_of(overrides: list[str]) -> dict[str, str]:
 
 def write_weights(file: Path, config: dict[str, Any]) -> None:
     """A safetensors file with all tensors of a model, in float32; their content is a hole in the file."""
-    shape = shape_of_config(config)
+    shape = parse_model_shape(config)
     header, end = {}, 0
-    for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers))):
+    for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers))):
         for tensor in entry.hf:
             sizes = tensor.shape(shape)
             begin, end = end, end + 4 * math.prod(sizes)

@@ -9,14 +9,14 @@ from typing import Any
 from megatron_grpo.algorithms import grpo
 from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.batch.trajectory import Trajectory
-from megatron_grpo.models.source import known_shape
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
 from tests.support.trajectories import make_trajectory
 
 REWARDS = [1.0, 0.0, 1.0, 0.0]
-SHAPE = known_shape(compose_config(["+exp=quickstart"]))
+SHAPE = find_model_shape(compose_config(["+exp=quickstart"]))
 
 
 class Run:

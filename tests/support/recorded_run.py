@@ -16,7 +16,7 @@ from megatron_grpo.batch.rollout_files import Learnt, RunFacts, StepRecord, roll
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.typed import typed
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.run.directory import record_start
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import prepare_model
@@ -54,7 +54,7 @@ def make_recorded_run(
     run_dir = folder / "run"
     run_dir.mkdir()
     record_start(run_dir, config)
-    vocab = shape_of_folder(model).vocab
+    vocab = read_model_shape(model).vocab
     facts = RunFacts(
         prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_num_steps=4, vocab=vocab, vocabulary=None
     )

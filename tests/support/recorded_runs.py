@@ -28,7 +28,7 @@ from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.schema import Config, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.load_prompts import load_prompt_data
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.run.directory import record_start
 from megatron_grpo.trainer.hf_export import export_checkpoint
 from megatron_grpo.trainer.messages import RankSettings
@@ -126,7 +126,7 @@ class RecordedRun:
             prompts_per_step=PROMPTS,
             samples_per_prompt=self.samples,
             max_num_steps=self.config.loop.max_num_steps,
-            vocab=shape_of_folder(self.versions[0]).vocab,
+            vocab=read_model_shape(self.versions[0]).vocab,
         )
         write_rollouts(rollouts_file(self.run_dir, step), groups, record.metadata())
 
@@ -198,7 +198,7 @@ def save_adapters(run: RecordedRun, number: int) -> Path:
                     parameter.data.add_(ADAPTER_SCALE * torch.randn(parameter.shape, generator=draw))
         checkpoint.mkdir(parents=True)
         rank.checkpoint.save(str(checkpoint))
-    policy, shape = run.config.policy, shape_of_folder(run.versions[0])
+    policy, shape = run.config.policy, read_model_shape(run.versions[0])
     export_checkpoint(
         checkpoint,
         run.versions[0],
@@ -219,7 +219,7 @@ def _policy_rank(folder: Path, config: Config) -> Iterator[PolicyRank]:
     policy = PolicyConfig(precision=precision, lora=lora, optimizer=OptimizerConfig(distributed=False))
     initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=0, timeout_s=60)
     try:
-        shape = shape_of_folder(folder)
+        shape = read_model_shape(folder)
         yield PolicyRank(RankSettings(config=policy, shape=shape, folder=str(folder), decay_steps=1))
     finally:
         destroy_parallel()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard
 from tests.support.moe_config import QWEN3_MOE
@@ -78,7 +78,7 @@ class Held:
         self.rank, self.size = place.tensor.index, place.tensor.count
         self.tensors = {
             tensor.name.format(layer=layer, expert=expert): tensor.shape(shape)
-            for entry in weight_entries(shape)
+            for entry in build_weight_map(shape)
             for tensor in entry.hf
             for layer in place.layers
             for expert in range(shape.experts.count if shape.experts and entry.per_expert else 1)

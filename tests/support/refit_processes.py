@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import GenerationConfig, PolicyConfig
-from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.weight_sync.groups import Rendezvous
 from megatron_grpo.weight_sync.links import Links
@@ -28,8 +28,8 @@ from tests.support import nccl_like
 from tests.support.refit_faults import inject
 from tests.support.refit_models import DENSE
 
-SHAPE = shape_of_config(DENSE)
-ENTRIES = weight_entries(SHAPE)
+SHAPE = parse_model_shape(DENSE)
+ENTRIES = build_weight_map(SHAPE)
 CPU = torch.device("cpu")
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])

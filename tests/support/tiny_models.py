@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 
 VOCAB = 61
@@ -60,7 +60,7 @@ class TinyModel:
     @property
     def shape(self) -> ModelShape:
         """Its sizes, read the way the real code reads them."""
-        return shape_of_folder(self.path)
+        return read_model_shape(self.path)
 
     def load(self) -> PreTrainedModel:
         """The transformers model, in evaluation mode."""

@@ -13,8 +13,8 @@ from megatron_grpo.models.families import deepseek_v3, gemma3, llama
 from megatron_grpo.models.families import mixtures as experts
 from megatron_grpo.models.families.options import refuse_folder
 from megatron_grpo.models.shape import ModelShape, read_config_json, section
-from megatron_grpo.models.stored_tensors import has_head_of_its_own
-from megatron_grpo.models.weight_map import HFTensor, WeightEntry, global_entries
+from megatron_grpo.models.stored_tensors import has_own_head
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry, iter_entries
 
 _EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 _INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
@@ -56,7 +56,7 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 """Suffixes of architectures whose output is a score."""
 
 
-def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
+def build_weight_map(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """The weight map of a model, in the order in which tensors are exported."""
     if shape.value_head is not None:
         head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), zero_if_absent=shape.value_head == "fresh")
@@ -69,7 +69,7 @@ def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
     return (_INPUT, *FAMILIES[shape.family].layers(shape), _NORM, *outputs)
 
 
-def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+def count_forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Floating-point operations of one forward pass over sequences, regardless of padding and packing.
 
     Two per token and weight of a matrix that the token passes (Chowdhery et al. 2022, "PaLM", appendix B), with the
@@ -82,7 +82,7 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
         lengths: tokens of each sequence.
     """
     weights = 0
-    for entry, _, _ in global_entries(weight_entries(replace(shape, value_head=None)), shape, range(shape.layers)):
+    for entry, _, _ in iter_entries(build_weight_map(replace(shape, value_head=None)), shape, range(shape.layers)):
         if entry is not _INPUT:
             passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
             weights += passed * sum(prod(tensor.shape(shape)) for tensor in entry.hf if len(tensor.dims) == 2)
@@ -101,7 +101,7 @@ def _causal_pairs(length: int) -> int:
     return length * (length + 1) // 2
 
 
-def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:
+def read_model_shape(path: str | Path, *, reward_models: bool = False) -> ModelShape:
     """Sizes of the model in a folder, from its config.json and, for a tied head, its weights.
 
     Reward models are refused unless they are asked for.
@@ -115,12 +115,12 @@ def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelSh
     file = folder / "config.json"
     raw = read_config_json(file)
     try:
-        shape = shape_of_config(raw, reward_models=reward_models)
+        shape = parse_model_shape(raw, reward_models=reward_models)
         _refuse_head_size(raw, shape)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     # transformers and vLLM compare the tensors themselves, and believe them rather than the file.
-    if shape.tied_embeddings and shape.value_head is None and has_head_of_its_own(folder):
+    if shape.tied_embeddings and shape.value_head is None and has_own_head(folder):
         return replace(shape, tied_embeddings=False)
     return shape
 
@@ -142,12 +142,12 @@ def is_untied_by_weights(path: str | Path) -> bool:
     """Whether config.json ties the head to the embedding, and the folder stores another head; False: no such folder."""
     try:
         raw = read_config_json(Path(path) / "config.json")
-        return shape_of_config(raw).tied_embeddings and not shape_of_folder(path).tied_embeddings
+        return parse_model_shape(raw).tied_embeddings and not read_model_shape(path).tied_embeddings
     except ValueError:
         return False
 
 
-def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
+def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
     """Sizes from the contents of a config.json.
 
     Raises:

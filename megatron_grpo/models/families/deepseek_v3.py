@@ -13,39 +13,41 @@ from megatron_grpo.models.families.llama import MLP, read_dense
 from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, chosen_experts, counted_experts
 from megatron_grpo.models.families.options import WINDOW
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape, number, size
-from megatron_grpo.models.weight_map import WeightEntry, in_layer, only_in
+from megatron_grpo.models.weight_map import WeightEntry, limit_to, map_parameter
 
-_INPUT_NORM = (in_layer("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
-_QUERY = (in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [latent_queries, hidden]"),)
+_INPUT_NORM = (map_parameter("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
+_QUERY = (map_parameter("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [latent_queries, hidden]"),)
 _COMPRESSED_QUERY = (
     # Every rank holds the whole compressed query.
-    in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight [query_rank, hidden]"),
-    in_layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight [query_rank]"),
-    in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight [latent_queries, query_rank]"),
+    map_parameter("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight [query_rank, hidden]"),
+    map_parameter("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight [query_rank]"),
+    map_parameter("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight [latent_queries, query_rank]"),
 )
 _KEYS_AND_VALUES = (
-    in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight [compressed, hidden]"),
-    in_layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight [latent]"),
-    in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight [latent_keys_values, latent]"),
-    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, latent_values]"),
+    map_parameter(
+        "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight [compressed, hidden]"
+    ),
+    map_parameter("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight [latent]"),
+    map_parameter("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight [latent_keys_values, latent]"),
+    map_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, latent_values]"),
 )
 
-EXPERTS = QWEN_EXPERTS + only_in(
+EXPERTS = QWEN_EXPERTS + limit_to(
     "experts",
-    in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias [experts]"),
-    in_layer(
+    map_parameter("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias [experts]"),
+    map_parameter(
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.gate_proj.weight [shared_ffn, hidden]",
         "mlp.shared_experts.up_proj.weight [shared_ffn, hidden]",
     ),
-    in_layer("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight [hidden, shared_ffn]"),
+    map_parameter("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight [hidden, shared_ffn]"),
 )
 
 
 def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
     assert shape.latent is not None
     query = _QUERY if shape.latent.query_rank is None else _COMPRESSED_QUERY
-    return _INPUT_NORM + query + _KEYS_AND_VALUES + only_in("dense", *MLP) + EXPERTS
+    return _INPUT_NORM + query + _KEYS_AND_VALUES + limit_to("dense", *MLP) + EXPERTS
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:

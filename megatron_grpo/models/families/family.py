@@ -5,11 +5,11 @@ A family is a `Family(...)` at the end of a file in this folder, alone or with i
 
 - `read`: config.json to `ModelShape`. Families with Llama's options start from `llama.read_dense` and `replace` what
   differs; an option that the Megatron model here cannot compute raises ValueError with the key.
-- `layers`: the table, one `WeightEntry` for each Megatron parameter of a layer; `families.weight_entries` adds those
+- `layers`: the table, one `WeightEntry` for each Megatron parameter of a layer; `families.build_weight_map` adds those
   outside layers. Tables of other families are tuples that can be joined: `ATTENTION + MLP`.
 
 The table is enough for loading, export, the broadcast and file refits. The reshard refit also needs vLLM's names of
-parameters (`weight_layouts.destinations`), which differ from those of Hugging Face only for joined matrices and
+parameters (`weight_layouts.find_destinations`), which differ from those of Hugging Face only for joined matrices and
 experts. A layer that Megatron-Core's layer spec does not build yet belongs to `trainer/model/layer_spec.py`.
 """
 

@@ -11,7 +11,7 @@ from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, read_dense
 from megatron_grpo.models.families.rotary import read_rotary_by_kind
 from megatron_grpo.models.shape import ModelShape, number, size
-from megatron_grpo.models.weight_map import in_layer
+from megatron_grpo.models.weight_map import map_parameter
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -31,9 +31,9 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 # Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
 _NORMS = (
-    in_layer("self_attention.linear_proj.post_norm.weight", "post_attention_layernorm.weight [hidden]"),
-    in_layer("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight [hidden]"),
-    in_layer("mlp.linear_fc2.post_norm.weight", "post_feedforward_layernorm.weight [hidden]"),
+    map_parameter("self_attention.linear_proj.post_norm.weight", "post_attention_layernorm.weight [hidden]"),
+    map_parameter("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight [hidden]"),
+    map_parameter("mlp.linear_fc2.post_norm.weight", "post_feedforward_layernorm.weight [hidden]"),
 )
 _MATRICES = tuple(entry for entry in MLP if entry.axis is not None)
 

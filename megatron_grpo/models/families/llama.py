@@ -11,24 +11,24 @@ from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_nulls, refuse_options, refuse_windowed_layers
 from megatron_grpo.models.families.rotary import read_rotary
 from megatron_grpo.models.shape import ModelShape, flag, number, size
-from megatron_grpo.models.weight_map import in_layer
+from megatron_grpo.models.weight_map import map_parameter
 
 ATTENTION = (
-    in_layer(
+    map_parameter(
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         "input_layernorm.weight [hidden]",
     ),
-    in_layer(
+    map_parameter(
         "self_attention.linear_qkv.weight",
         "self_attn.q_proj.weight [heads, hidden]",
         "self_attn.k_proj.weight [kv_heads, hidden]",
         "self_attn.v_proj.weight [kv_heads, hidden]",
     ),
-    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, heads]"),
+    map_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, heads]"),
 )
 
 _QKV_BIAS = (
-    in_layer(
+    map_parameter(
         "self_attention.linear_qkv.bias",
         "self_attn.q_proj.bias [heads]",
         "self_attn.k_proj.bias [kv_heads]",
@@ -37,17 +37,17 @@ _QKV_BIAS = (
 )
 
 QK_NORM = (
-    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight [head_dim]"),
-    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight [head_dim]"),
+    map_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight [head_dim]"),
+    map_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight [head_dim]"),
 )
 
 MLP = (
-    in_layer(
+    map_parameter(
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
         "post_attention_layernorm.weight [hidden]",
     ),
-    in_layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]"),
-    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight [hidden, ffn]"),
+    map_parameter("mlp.linear_fc1.weight", "mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]"),
+    map_parameter("mlp.linear_fc2.weight", "mlp.down_proj.weight [hidden, ffn]"),
 )
 
 

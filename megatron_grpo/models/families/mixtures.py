@@ -11,7 +11,7 @@ from megatron_grpo.config.errors import shown
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, QWEN_DEFAULTS, read_dense
 from megatron_grpo.models.shape import ExpertShape, ModelShape, flag, size
-from megatron_grpo.models.weight_map import WeightEntry, in_layer, only_in
+from megatron_grpo.models.weight_map import WeightEntry, limit_to, map_parameter
 
 # An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
 _FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"
@@ -28,12 +28,12 @@ def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry
         down: name of an expert's down projection.
     """
     expert = block + "experts.{expert}."
-    return only_in(
+    return limit_to(
         "experts",
-        in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]"),
-        in_layer("mlp.router.weight", f"{block}gate.weight [experts, hidden]"),
-        in_layer(_FC1, f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
-        in_layer(_FC2, f"{expert}{down}.weight [hidden, expert_ffn]"),
+        map_parameter("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]"),
+        map_parameter("mlp.router.weight", f"{block}gate.weight [experts, hidden]"),
+        map_parameter(_FC1, f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
+        map_parameter(_FC2, f"{expert}{down}.weight [hidden, expert_ffn]"),
     )
 
 
@@ -107,7 +107,7 @@ FAMILIES = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         read=_read_qwen3_moe,
-        layers=lambda shape: ATTENTION + QK_NORM + only_in("dense", *MLP) + QWEN_EXPERTS,
+        layers=lambda shape: ATTENTION + QK_NORM + limit_to("dense", *MLP) + QWEN_EXPERTS,
     ),
     Family(
         name="mixtral",

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_grpo.batch.rollout_files import count_rollouts, recorded_steps, rows_of_file
 from megatron_grpo.batch.trajectory import suspicions
-from megatron_grpo.models.source import local_folder
+from megatron_grpo.models.source import find_local_folder
 
 TOKENIZER_FILE = "tokenizer.json"
 LEAST_GAP = -40.0
@@ -61,7 +61,7 @@ def token_bytes_of(model: str) -> TokenBytes | None:
     Raises:
         ValueError: tokenizer.json exists but cannot be read.
     """
-    folder = local_folder(model)
+    folder = find_local_folder(model)
     return TokenBytes(folder) if folder is not None and (folder / TOKENIZER_FILE).exists() else None
 
 

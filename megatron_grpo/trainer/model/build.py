@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import padded_vocab
+from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, RotaryTable, scaled_rope
 from megatron_grpo.trainer.model.experts import mark_experts
@@ -107,7 +107,7 @@ def _build_chunk(
     model = DecoderModel(
         config=settings,
         transformer_layer_spec=layer_spec(settings, config, shape, vp_stage),
-        vocab_size=padded_vocab(shape, config.parallel.tensor),
+        vocab_size=pad_vocab(shape, config.parallel.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),

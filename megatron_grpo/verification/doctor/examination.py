@@ -15,7 +15,7 @@ from megatron_grpo.batch.special_tokens import StopConditions, stop_conditions
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.tokenizer_files import declared_end_tokens
 from megatron_grpo.verification.doctor.causes import OTHER_WEIGHTS, Causes
 from megatron_grpo.verification.doctor.diagnosis import (
@@ -102,7 +102,7 @@ def diagnose(
         ValueError: the step cannot be examined; the text says what to do.
         RunError: a model or checkpoint cannot be loaded.
     """
-    weights = Weights(run_dir, config, model, shape_of_folder(model), scratch)
+    weights = Weights(run_dir, config, model, read_model_shape(model), scratch)
     figures = read_run_figures(run_dir)
     suspicious = suspicious_steps(figures, config.policy.precision, has_older_tokens=config.grpo.async_grpo.enabled)
     examination = None

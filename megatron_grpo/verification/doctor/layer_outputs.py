@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from megatron_grpo.batch.packing import OF_TOKENS, planner
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.trainer.hidden_states import Piece, assembled, capture_states
 from megatron_grpo.trainer.messages import RankSettings, training_filter
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
@@ -67,7 +67,7 @@ def trainer_again(
     try:
         settings = RankSettings(
             config=policy,
-            shape=shape_of_folder(folder),
+            shape=read_model_shape(folder),
             folder=str(folder),
             decay_steps=1,
             temperature=config.generation.temperature,

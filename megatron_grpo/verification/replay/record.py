@@ -24,7 +24,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.source import model_folder, require_folder
+from megatron_grpo.models.source import fetch_model_folder, require_folder
 from megatron_grpo.run.checkpoint_files import read_state, verify_checkpoint
 from megatron_grpo.run.recorded_config import load_run_config, override_values
 
@@ -128,7 +128,7 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
     _require_rollouts(run_dir, step, file)
     rows = list(rows_of_file(step, file))
     _, groups = read_recorded(file)
-    model = model_folder(config.policy.model.path)
+    model = fetch_model_folder(config.policy.model.path)
     require_folder(str(model))
     return RecordedStep(
         run_dir=run_dir,

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron_grpo.config.schema import Config, PolicyConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.dry.tracker import MemoryTracker
 from megatron_grpo.planning.dry_run import dry_run
 from tests.cuda.null.test_rank import Case, fp8, layout
@@ -82,7 +82,7 @@ def test_layers_hold_what_transformer_engines_hold(case: Case, models: Callable[
         trial.train()
     dry: list[int] = []
     with held_after_layers(dry, tracked):
-        dry_run(config, shape_of_folder(folder), case.number)
+        dry_run(config, read_model_shape(folder), case.number)
     layers = len(trial.rank.chunks[0].decoder.layers)
     assert layers > 2
     of_layers = [[after - before for before, after in pairwise(held[:layers])] for held in (real, dry)]

@@ -17,9 +17,9 @@ from vllm.model_executor.model_loader import get_model
 
 from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, ParallelConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
-from megatron_grpo.models.families import FAMILIES, shape_of_folder
+from megatron_grpo.models.families import FAMILIES, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.weight_sync.links import schedule, split_messages
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.transfer_plan import FP8, packed_pieces, plan_pieces, wire_dtypes
@@ -59,7 +59,9 @@ def test_our_arguments_make_an_engine(placement: str, models: Callable[[str], Pa
 def test_chosen_experts_are_recorded_and_experts_are_shared_out(family: str, models: Callable[[str], Path]) -> None:
     folder = models(family)
     config = engine_config(
-        folder, routed=RoutedForm.of(shape_of_folder(folder)), parallel=GenerationParallelConfig(tensor=1, expert=1)
+        folder,
+        routed=RoutedForm.from_shape(read_model_shape(folder)),
+        parallel=GenerationParallelConfig(tensor=1, expert=1),
     )
     assert config.aux_output_config.enable_return_routed_experts
 
@@ -79,9 +81,9 @@ def test_a_refit_fills_every_parameter(
 ) -> None:
     folder = models(family)
     config = engine_config(folder, engine_args={} if quantization is None else {"quantization": quantization})
-    model, shape = loaded_model(config), shape_of_folder(folder)
+    model, shape = loaded_model(config), read_model_shape(folder)
     dtypes = wire_dtypes(shape, "bfloat16", fp8_blocks)
-    (shard,), policy = engine_shards(GenerationConfig().parallel, shape), training_shards(ParallelConfig(), shape)
+    (shard,), policy = shard_engine(GenerationConfig().parallel, shape), shard_policy(ParallelConfig(), shape)
     messages = split_messages(schedule(plan_pieces(shape, policy, [shard], 1, dtypes, 1 << 19), 1 << 20))
     before = addresses(model)
     with set_current_vllm_config(config), torch.no_grad():

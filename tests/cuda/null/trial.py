@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.messages import RankSettings, StepShare
 from megatron_grpo.trainer.parallel import initialize_parallel
@@ -102,7 +102,7 @@ def make_trial(
 ) -> Trial:
     """Build rank `number` of the configuration's layout, on the model of a folder; `lengths` as `LENGTHS`."""
     config.model.path = str(folder)
-    shape = shape_of_folder(folder)
+    shape = read_model_shape(folder)
     with _fake_groups():
         initialize_parallel(config.parallel, rank=number, store=FakeStore(), seed=1, timeout_s=60)
     top_k = 0 if shape.experts is None else shape.experts.top_k

@@ -15,7 +15,7 @@ from megatron_grpo.batch.replay_files import figures_file, read_figures
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import forward_flops
+from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.run.recorded_config import override_values
 from tests.support.documented import undocumented
 from tests.support.fake_rollouts import FakeRay
@@ -143,7 +143,7 @@ def test_optimizer_steps_are_those_that_were_made(tmp_path: Path) -> None:
     assert report.metrics["optimizer_steps"] == 3
     devices = run.run.config.policy.parallel.world_size
     worked = report.throughput["train_tflops_per_device"] * devices * report.timing["train"]
-    flops = 3 * forward_flops(run.policy.shape, [4, 4]) / 1e12
+    flops = 3 * count_forward_flops(run.policy.shape, [4, 4]) / 1e12
     assert worked == pytest.approx(3 * flops), "three passes, forward and backward, over the half that was trained on"
 
 

@@ -44,7 +44,7 @@ class Events:
         self.happens("refit")
         return version
 
-    def admit(self, report: Any) -> Any:
+    def start_serving(self, report: Any) -> Any:
         if self.fails == "canary":
             raise CanaryFailedError("engine 0 must not serve")
         return report

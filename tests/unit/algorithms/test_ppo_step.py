@@ -14,7 +14,7 @@ from megatron_grpo.algorithms import ppo
 from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.models.source import known_shape
+from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.trainer.model_ranks import NonFiniteGradientError, TrainResult
 from tests.support.documented import undocumented
@@ -23,7 +23,7 @@ from tests.support.fake_run import make_run as make_fake_run
 from tests.support.ppo_batch import make_trajectories
 from tests.support.trajectories import failed_trajectory
 
-SHAPE = known_shape(compose_config(["+exp=quickstart_ppo"]))
+SHAPE = find_model_shape(compose_config(["+exp=quickstart_ppo"]))
 
 
 @pytest.fixture(autouse=True)

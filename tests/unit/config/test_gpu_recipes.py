@@ -7,10 +7,10 @@ from math import prod
 import pytest
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import shape_of_folder, weight_entries
+from megatron_grpo.models.families import build_weight_map, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, destinations, engine_shards, in_fp8_blocks
-from megatron_grpo.models.weight_map import global_entries
+from megatron_grpo.models.weight_layouts import RankShard, can_travel_in_fp8, find_destinations, shard_engine
+from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.preflight.load import check_config
 from tests.support.recipes import COMMANDS, FP8, GPU_RECIPES, recipe_config
 
@@ -39,10 +39,10 @@ def test_they_fit_their_models_and_use_all_gpus(command: tuple[str, ...], monkey
 def test_engines_hold_the_model_and_a_cache(command: tuple[str, ...]) -> None:
     """An engine is inside a node, and no pipeline, unless its weights exceed the node."""
     config = recipe_config(*command)
-    shape, parallel = shape_of_folder(config.policy.model.path), config.generation.parallel
+    shape, parallel = read_model_shape(config.policy.model.path), config.generation.parallel
     share = config.generation.engine.gpu_memory_utilization * GPU_BYTES - OF_VLLM
-    weights = [weights_of(shard, shape, config.refit.fp8_blocks) for shard in engine_shards(parallel, shape)]
-    most_layers = max(len(shard.layers) for shard in engine_shards(parallel, shape))
+    weights = [weights_of(shard, shape, config.refit.fp8_blocks) for shard in shard_engine(parallel, shape)]
+    most_layers = max(len(shard.layers) for shard in shard_engine(parallel, shape))
     longest = cache_of_a_token(shape, parallel.tensor) * most_layers * config.policy.max_total_sequence_length
     assert max(weights) + 32 * longest <= share
     exceed = sum(weights) > share * config.cluster.gpus
@@ -81,12 +81,12 @@ def engine_ranks(config: Config) -> int:
 def weights_of(shard: RankShard, shape: ModelShape, fp8_blocks: bool) -> int:
     """Bytes of the weights of an engine's rank, in bfloat16 or, what can be, in FP8."""
     total = 0
-    for entry, layer, _ in global_entries(weight_entries(shape), shape, shard.layers):
+    for entry, layer, _ in iter_entries(build_weight_map(shape), shape, shard.layers):
         if entry.copy or not shard.keeps(entry, layer):
             continue
         experts = shard.experts[1] - shard.experts[0] if entry.per_expert else 1
-        parts = [one.part.local_shape for one in destinations(entry, shape, shard, layer, shard.experts[0])]
-        total += (1 if fp8_blocks and in_fp8_blocks(entry) else 2) * experts * sum(map(prod, parts))
+        parts = [one.part.local_shape for one in find_destinations(entry, shape, shard, layer, shard.experts[0])]
+        total += (1 if fp8_blocks and can_travel_in_fp8(entry) else 2) * experts * sum(map(prod, parts))
     return total
 
 

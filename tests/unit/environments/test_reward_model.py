@@ -160,9 +160,9 @@ def test_a_folder_without_the_head_is_refused(folder: Path, tmp_path: Path) -> N
 
 
 def test_a_reward_model_may_be_one_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_model, "local_folder", lambda name: folder if name == "org/there" else None)
+    monkeypatch.setattr(reward_model, "find_local_folder", lambda name: folder if name == "org/there" else None)
     monkeypatch.setattr(reward_model, "download_config", lambda name: f"no {name}")
-    monkeypatch.setattr(reward_model, "model_folder", lambda name, key: folder if name == "org/there" else None)
+    monkeypatch.setattr(reward_model, "fetch_model_folder", lambda name, key: folder if name == "org/there" else None)
     assert find_model_problem("org/there") is None
     assert find_model_problem("org/gone") == (
         "is not a folder here, nor in the Hugging Face cache, and the hub says: no org/gone"

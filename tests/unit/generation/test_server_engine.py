@@ -24,7 +24,7 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import CanaryPrompt
 from megatron_grpo.generation.server import ServerEngine
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from tests.support.tiny_models import TinyModel
 
 SETTINGS = SamplingSettings(max_new_tokens=4)
@@ -36,7 +36,7 @@ class MadeUpServer:
     """Answers as vLLM's server does; its tokens are the seed of a request, twice."""
 
     def __init__(self, model: Path) -> None:
-        shape = json.loads(json.dumps(asdict(shape_of_folder(model))))
+        shape = json.loads(json.dumps(asdict(read_model_shape(model))))
         self.worker: dict[str, Any] = {"shape": shape, "tensor": 1, "pipeline": 1, "expert": 1, "longest": 64}
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.served = "default"
@@ -179,10 +179,10 @@ def test_a_server_serves_a_guarded_version_only_if_the_canary_is_right(use: Any)
                 await sampled(engine)
             prompt = CanaryPrompt(version, ((3, 4, 5), (4, 3)), ((expected, expected), (expected,)), limit=0.1)
             if version == 4:
-                assert await engine.admit_weights(prompt) == 0
+                assert await engine.check_canary(prompt) == 0
                 assert len(await sampled(engine)) == 3
         with pytest.raises(CanaryError, match=r"http://.*: with version 5 of the weights .* by 0.2 "):
-            await engine.admit_weights(prompt)
+            await engine.check_canary(prompt)
         assert server.calls[-1] == "/pause"
         with pytest.raises(RuntimeError, match="the weights are incomplete"):
             await sampled(engine)

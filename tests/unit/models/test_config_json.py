@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from tests.support.config_problems import SMALL
 from tests.support.ordinary_user import as_ordinary_user
 
@@ -19,7 +19,7 @@ def reason(folder: Path, content: Any) -> str:
     file = folder / "config.json"
     file.write_bytes(content) if isinstance(content, bytes) else file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"config\.json") as caught:
-        shape_of_folder(folder)
+        read_model_shape(folder)
     assert str(caught.value).startswith(str(file)), "it says which file"
     return str(caught.value).removeprefix(str(file))
 
@@ -72,7 +72,7 @@ def test_what_is_no_config_at_all(tmp_path: Path, content: bytes, text: str) -> 
 
 def test_a_whole_float_counts_as_a_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"num_hidden_layers": 4.0}))
-    assert shape_of_folder(tmp_path).layers == 4
+    assert read_model_shape(tmp_path).layers == 4
 
 
 def test_a_folder_or_a_file_of_somebody_else() -> None:
@@ -85,7 +85,7 @@ def test_a_folder_or_a_file_of_somebody_else() -> None:
 
         def told() -> str:
             try:
-                shape_of_folder(folder)
+                read_model_shape(folder)
             except ValueError as error:
                 return str(error)
             return ""

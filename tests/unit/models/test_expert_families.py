@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_grpo.models.families import forward_flops, shape_of_config, weight_entries
-from megatron_grpo.models.weight_map import global_entries, wanted_experts
+from megatron_grpo.models.families import build_weight_map, count_forward_flops, parse_model_shape
+from megatron_grpo.models.weight_map import iter_entries, list_experts
 from tests.support.tiny_models import SPECIAL
 
 MOE_FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3"]
@@ -66,10 +66,10 @@ DEEPSEEK_V3: dict[str, Any] = {
 
 
 def parameters(raw: dict[str, Any]) -> int:
-    shape = shape_of_config(raw)
+    shape = parse_model_shape(raw)
     return sum(
-        torch.Size(tensor.shape(shape)).numel() * len(wanted_experts(entry, shape))
-        for entry, _, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers)))
+        torch.Size(tensor.shape(shape)).numel() * len(list_experts(entry, shape))
+        for entry, _, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers)))
         if not entry.copy
         for tensor in entry.hf
     )
@@ -83,8 +83,8 @@ def test_the_table_covers_the_parameters_of_the_released_models(raw: dict[str, A
 
 
 def test_which_layers_have_experts() -> None:
-    assert sum(shape_of_config(DEEPSEEK_V3).experts.layers) == 58
-    sparse = shape_of_config(QWEN3_30B | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}).experts
+    assert sum(parse_model_shape(DEEPSEEK_V3).experts.layers) == 58
+    sparse = parse_model_shape(QWEN3_30B | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}).experts
     assert [layer for layer, has in enumerate(sparse.layers) if has][:3] == [3, 5, 7]
 
 
@@ -103,13 +103,13 @@ def test_which_layers_have_experts() -> None:
 )
 def test_what_is_refused(raw: dict[str, Any], change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shape_of_config(raw | change)
+        parse_model_shape(raw | change)
 
 
 @pytest.mark.parametrize("key", ["scoring_func", "topk_method"])
 def test_a_router_is_described_in_the_file(key: str) -> None:
     with pytest.raises(ValueError, match=f"has no {key}, without which vLLM would choose other experts"):
-        shape_of_config({name: value for name, value in DEEPSEEK_V3.items() if name != key})
+        parse_model_shape({name: value for name, value in DEEPSEEK_V3.items() if name != key})
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
@@ -117,10 +117,10 @@ def test_operations_are_those_that_torch_counts(family: str) -> None:
     """All but attention's, which torch counts for a whole square, and the look-up of a token's experts."""
     model = SPECIAL[family]().eval()
     model.set_experts_implementation("eager")  # torch does not count products of groups of matrices
-    shape = shape_of_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    shape = parse_model_shape(model.config.to_dict() | {"architectures": [type(model).__name__]})
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     latent = shape.latent
     per_pair = 4 * shape.head_dim if latent is None else 2 * (latent.plain_dim + latent.rope_dim + latent.value_dim)
     attention = shape.layers * shape.attention_heads * per_pair
-    assert forward_flops(shape, [1]) - attention == pytest.approx(counter.get_total_flops() - attention, rel=0.02)
+    assert count_forward_flops(shape, [1]) - attention == pytest.approx(counter.get_total_flops() - attention, rel=0.02)

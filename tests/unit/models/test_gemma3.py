@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_grpo.models.families import forward_flops, shape_of_config, weight_entries
-from megatron_grpo.models.weight_map import global_entries
+from megatron_grpo.models.families import build_weight_map, count_forward_flops, parse_model_shape
+from megatron_grpo.models.weight_map import iter_entries
 from megatron_grpo.trainer.model_ranks import derive_cost
 from tests.support.gemma3_config import LINEAR, OLD, in_the_new_spelling
 from tests.support.tiny_models import BUILDERS
@@ -20,7 +20,7 @@ from tests.support.tiny_models import BUILDERS
 @pytest.mark.parametrize("scaling", [None, LINEAR], ids=["plain", "linear"])
 def test_both_spellings_mean_the_same(scaling: dict[str, Any] | None) -> None:
     raw = OLD | {"rope_scaling": scaling}
-    old, new = shape_of_config(raw), shape_of_config(in_the_new_spelling(raw))
+    old, new = parse_model_shape(raw), parse_model_shape(in_the_new_spelling(raw))
     assert (old.rope_theta, old.local_rope_theta, old.window) == (1e6, 1e4, 512)
     assert [layer for layer, windowed in enumerate(old.windowed) if not windowed] == [5, 11, 17, 23]
     assert (old.tied_embeddings, old.embedding_scale, old.softmax_scale) == (True, 1152**0.5, 1 / 16)
@@ -35,11 +35,11 @@ def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
     sizes = {key: OLD[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
     short = {"architectures": OLD["architectures"], **sizes, "num_attention_heads": 8}
     whole = Gemma3TextConfig(**short).to_dict()
-    assert shape_of_config(short) == shape_of_config(whole)
+    assert parse_model_shape(short) == parse_model_shape(whole)
 
 
 def test_without_windows_there_are_none() -> None:
-    shape = shape_of_config(OLD | {"sliding_window_pattern": 1})
+    shape = parse_model_shape(OLD | {"sliding_window_pattern": 1})
     assert (shape.window, any(shape.windowed)) == (None, False)
 
 
@@ -64,23 +64,25 @@ def test_without_windows_there_are_none() -> None:
 )
 def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shape_of_config(OLD | change)
+        parse_model_shape(OLD | change)
 
 
 def test_reward_models_are_those_of_the_text_model() -> None:
     """The other class is that of the model that sees images, whose weights have other names."""
     text, images = "Gemma3TextForSequenceClassification", "Gemma3ForSequenceClassification"
-    assert shape_of_config(OLD | {"architectures": [text], "num_labels": 1}, reward_models=True).value_head == "stored"
+    assert (
+        parse_model_shape(OLD | {"architectures": [text], "num_labels": 1}, reward_models=True).value_head == "stored"
+    )
     with pytest.raises(ValueError, match=f"architecture {images} is not supported"):
-        shape_of_config(OLD | {"architectures": [images], "num_labels": 1}, reward_models=True)
+        parse_model_shape(OLD | {"architectures": [images], "num_labels": 1}, reward_models=True)
 
 
 def test_the_table_has_every_tensor_once_in_its_shape() -> None:
     model = BUILDERS["gemma3"]()
-    shape = shape_of_config(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
+    shape = parse_model_shape(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
     found = [
         (part.name, part.shape)
-        for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers)))
+        for entry, layer, _ in iter_entries(build_weight_map(shape), shape, list(range(shape.layers)))
         if not entry.copy
         for part in entry.slices(shape, layer, 0, 1)
     ]
@@ -90,17 +92,19 @@ def test_the_table_has_every_tensor_once_in_its_shape() -> None:
 def test_forward_flops_are_those_that_torch_counts_but_for_the_pairs_that_nobody_sees() -> None:
     model, lengths = BUILDERS["gemma3"]().eval(), [3, 17, 9]
     model.set_attn_implementation("eager")
-    shape = shape_of_config(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
+    shape = parse_model_shape(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         for length in lengths:
             model(torch.zeros(1, length, dtype=torch.int64))
     squares = 2 * sum(length**2 for length in lengths)
     seen = sum(query + 1 + min(query + 1, 5) for length in lengths for query in range(length))
-    assert forward_flops(shape, lengths) == counter.get_total_flops() - 4 * 4 * 16 * (squares - seen)
+    assert count_forward_flops(shape, lengths) == counter.get_total_flops() - 4 * 4 * 16 * (squares - seen)
 
 
 @pytest.mark.parametrize("window", [1, 2, 512])
 def test_a_sequence_costs_what_it_computes(window: int) -> None:
-    shape = replace(shape_of_config(OLD), window=window)
+    shape = replace(parse_model_shape(OLD), window=window)
     lengths = [1, 2, 3, 511, 512, 513, 514, 5000]
-    assert derive_cost(shape).of(np.array(lengths)).tolist() == [forward_flops(shape, [length]) for length in lengths]
+    assert derive_cost(shape).of(np.array(lengths)).tolist() == [
+        count_forward_flops(shape, [length]) for length in lengths
+    ]

@@ -15,7 +15,7 @@ from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.policy_schema import ModelConfig, PolicyConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.model_identity import model_digest
+from megatron_grpo.models.model_identity import compute_model_digest
 from megatron_grpo.run.directory import compare_with_last_start, record_start
 
 
@@ -83,5 +83,5 @@ def test_the_same_model_under_another_path_is_the_same(model: Path, data: Path, 
 
 def test_a_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert model_digest(tmp_path) is None
-    assert model_digest(tmp_path / "nowhere") is None
+    assert compute_model_digest(tmp_path) is None
+    assert compute_model_digest(tmp_path / "nowhere") is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_grpo.models.families import _MEDIA, shape_of_config, shape_of_folder
+from megatron_grpo.models.families import _MEDIA, parse_model_shape, read_model_shape
 from tests.support.tiny_models import BUILDERS
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
 @pytest.mark.parametrize("name", BUILDERS)
 def test_sizes_are_those_of_the_weights(name: str) -> None:
     model = BUILDERS[name]()
-    shape = shape_of_config(model.config.to_diff_dict() | {"architectures": [type(model).__name__]})
+    shape = parse_model_shape(model.config.to_diff_dict() | {"architectures": [type(model).__name__]})
     weights = dict(model.named_parameters())
     attention = "model.layers.0.self_attn."
     assert weights["model.embed_tokens.weight"].shape == (shape.vocab, shape.hidden)
@@ -43,13 +43,13 @@ def test_sizes_are_those_of_the_weights(name: str) -> None:
 
 
 def test_rope_settings_in_both_spellings() -> None:
-    old = shape_of_config(BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3})
-    new = shape_of_config(BASE | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
+    old = parse_model_shape(BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = parse_model_shape(BASE | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
     assert old.rope_theta == new.rope_theta == 5e5
     assert old.rope_scaling is not None
     assert new.rope_scaling is not None
     assert old.rope_scaling["factor"] == new.rope_scaling["factor"] == 8.0
-    plain = shape_of_config(BASE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    plain = parse_model_shape(BASE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
     assert (plain.rope_theta, plain.rope_scaling) == (1e6, None)
 
 
@@ -57,12 +57,12 @@ def test_scaled_frequencies_are_those_of_the_transformers_model() -> None:
     from megatron_grpo.trainer.model.attention import scaled_rope
 
     model = BUILDERS["llama_untied"]()
-    shape = shape_of_config(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    shape = parse_model_shape(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     assert torch.equal(scaled_rope(shape)[0], model.model.rotary_emb.inv_freq)
 
     linear = BASE | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     expected = 1.0 / (10000.0 ** (torch.arange(0, 8, 2) / 8)) / 4.0
-    torch.testing.assert_close(scaled_rope(shape_of_config(linear))[0], expected)
+    torch.testing.assert_close(scaled_rope(parse_model_shape(linear))[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_scaled_frequencies_are_those_of_the_transformers_model() -> None:
 )
 def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shape_of_config(BASE | change)
+        parse_model_shape(BASE | change)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_models_that_read_images_or_sound_are_said_to_be_planned(
     config.save_pretrained(tmp_path)
     text = f"architecture {architecture} is not supported: it reads images or sound, and such models are planned; supp"
     with pytest.raises(ValueError, match=re.escape(text)):
-        shape_of_folder(tmp_path)
+        read_model_shape(tmp_path)
 
 
 def test_no_model_of_text_alone_is_said_to_read_images() -> None:
@@ -123,7 +123,7 @@ def test_no_model_of_text_alone_is_said_to_read_images() -> None:
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist; give a folder in Hugging Face format"):
-        shape_of_folder(tmp_path)
+        read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(BASE)[:-1])
     with pytest.raises(ValueError, match="not valid JSON"):
-        shape_of_folder(tmp_path)
+        read_model_shape(tmp_path)

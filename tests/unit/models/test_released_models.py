@@ -6,9 +6,9 @@ from math import prod
 
 import pytest
 
-from megatron_grpo.models.families import shape_of_folder, weight_entries
+from megatron_grpo.models.families import build_weight_map, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import global_entries
+from megatron_grpo.models.weight_map import iter_entries
 from tests.support.hf_configs import HF_CONFIGS, config_folder
 
 PUBLISHED = {
@@ -27,12 +27,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", HF_CONFIGS)
 def test_parameters_are_as_many_as_published(name: str) -> None:
-    assert _parameters(shape_of_folder(config_folder(name))) == PUBLISHED[name]
+    assert _parameters(read_model_shape(config_folder(name))) == PUBLISHED[name]
 
 
 def _parameters(shape: ModelShape) -> int:
     """Numbers in all tensors of the weight map, copies of tied tensors included."""
-    entries = global_entries(weight_entries(shape), shape, range(shape.layers))
+    entries = iter_entries(build_weight_map(shape), shape, range(shape.layers))
     experts = shape.experts.count if shape.experts is not None else 1
     return sum(
         prod(tensor.shape(shape)) * (experts if entry.per_expert else 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from tests.support.moe_config import QWEN3_MOE
 
 
 def test_layers_without_experts_are_left_out() -> None:
-    form = RoutedForm.of(shape_of_config({**QWEN3_MOE, "mlp_only_layers": [1]}))
+    form = RoutedForm.from_shape(parse_model_shape({**QWEN3_MOE, "mlp_only_layers": [1]}))
     assert form == RoutedForm(layers=(0, 2, 3), top_k=2, experts=8)
     chosen = np.arange(5 * 4 * 2, dtype=np.uint8).reshape(5, 4, 2)
     routed = form.from_engine(chosen)
@@ -35,4 +35,4 @@ def test_what_does_not_fit_the_model_is_a_defect() -> None:
     with pytest.raises(AssertionError, match="4 experts of a token, expected 2"):
         form.from_engine(np.zeros((1, 4, 4), np.uint8))
     with pytest.raises(AssertionError, match="3 rows of 2 tokens"):
-        form.laid_end_to_end([(2, np.zeros((3, 4), np.int8))])
+        form.concatenate([(2, np.zeros((3, 4), np.int8))])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_grpo.models.families import FAMILIES, shape_of_config, shape_of_folder
+from megatron_grpo.models.families import FAMILIES, parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.model.attention import scaled_rope
 
@@ -107,7 +107,7 @@ ROTARY: dict[str, dict[str, Any]] = {
 def test_rotary_settings(family: str, case: str, tmp_path: Path) -> None:
     raw = config_of(family, **ROTARY[case])
     model = transformers_reads(raw, tmp_path)
-    torch.testing.assert_close(frequencies(shape_of_config(raw)), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(frequencies(parse_model_shape(raw)), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
     told = vllm_config()(tmp_path, trust_remote_code=False).rope_parameters
     assert told == {**model.config.rope_parameters, **told}
 
@@ -123,7 +123,7 @@ OF_DEEPSEEK: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", OF_DEEPSEEK)
 def test_rotary_settings_of_deepseek(case: str, tmp_path: Path) -> None:
     raw = config_of("deepseek_v3", **OF_DEEPSEEK[case])
-    model, shape = transformers_reads(raw, tmp_path), shape_of_config(raw)
+    model, shape = transformers_reads(raw, tmp_path), parse_model_shape(raw)
     inverse, factor = scaled_rope(shape)
     torch.testing.assert_close(inverse, model.model.rotary_emb.inv_freq)
     assert factor == model.model.rotary_emb.attention_scaling
@@ -158,7 +158,7 @@ BY_KIND: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", BY_KIND)
 def test_rotary_settings_and_windows_of_gemma3(case: str, tmp_path: Path) -> None:
     raw = {key: value for key, value in config_of("gemma3", **BY_KIND[case]).items() if value is not None}
-    model, shape = transformers_reads(raw, tmp_path), shape_of_config(raw)
+    model, shape = transformers_reads(raw, tmp_path), parse_model_shape(raw)
     assert ["sliding_attention" if one else "full_attention" for one in shape.windowed] == model.config.layer_types
     rotary = model.model.rotary_emb
     assert shape.local_rope_theta == model.config.rope_parameters[LOCAL]["rope_theta"]
@@ -197,7 +197,7 @@ def test_keys_that_are_missing_have_the_values_of_transformers(family: str, tmp_
 def shape_or_key(raw: dict[str, Any], key: str) -> ModelShape | None:
     """The shape; None: the file is refused by the name of the key that was taken out."""
     try:
-        return shape_of_config(raw)
+        return parse_model_shape(raw)
     except ValueError as error:
         if key not in str(error) and "num_attention_heads" not in str(error):
             raise
@@ -205,7 +205,7 @@ def shape_or_key(raw: dict[str, Any], key: str) -> ModelShape | None:
 
 
 def transformers_config(raw: dict[str, Any], folder: Path) -> Any:
-    family = FAMILIES[shape_of_config(raw).family]
+    family = FAMILIES[parse_model_shape(raw).family]
     kind = {"model_type": family.model_type or family.name}
     (folder / "config.json").write_text(json.dumps({**kind, **raw}))
     return AutoConfig.from_pretrained(folder)
@@ -222,7 +222,7 @@ def transformers_config(raw: dict[str, Any], folder: Path) -> Any:
 )
 def test_two_numbers_of_experts(family: str, counts: dict[str, Any], tmp_path: Path) -> None:
     raw = {name: value for name, value in config_of(family, **counts).items() if value is not None}
-    assert shape_of_config(raw).experts.count == transformers_config(raw, tmp_path).num_local_experts == 8
+    assert parse_model_shape(raw).experts.count == transformers_config(raw, tmp_path).num_local_experts == 8
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_two_numbers_of_experts(family: str, counts: dict[str, Any], tmp_path: P
 )
 def test_files_that_are_read_in_two_ways_are_refused(family: str, change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        shape_of_config(config_of(family, **change))
+        parse_model_shape(config_of(family, **change))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_length_of_heads_that_only_transformers_reads(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, head_dim=head_dim)))
     with pytest.raises(ValueError, match=text):
-        shape_of_folder(tmp_path)
+        read_model_shape(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +298,6 @@ def test_a_length_of_heads_that_only_transformers_reads(
 )
 def test_null_sizes_are_derived_where_transformers_derives_them(family: str, key: str, tmp_path: Path) -> None:
     raw = config_of(family, **{key: None})
-    shape, model = shape_of_config(raw), transformers_reads(raw, tmp_path)
+    shape, model = parse_model_shape(raw), transformers_reads(raw, tmp_path)
     rows = model.model.layers[0].self_attn.k_proj.weight.shape[0]
     assert shape.key_value_heads * shape.head_dim == rows

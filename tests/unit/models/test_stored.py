@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.models.families import is_untied_by_weights, shape_of_config, shape_of_folder, weight_entries
-from megatron_grpo.models.stored_tensors import has_head_of_its_own, stored_tensors
+from megatron_grpo.models.families import build_weight_map, is_untied_by_weights, parse_model_shape, read_model_shape
+from megatron_grpo.models.stored_tensors import has_own_head, stored_tensors
 from megatron_grpo.preflight.model_file_checks import weight_problems
 from megatron_grpo.trainer.hf_export import quantization_entry, quantized_tensors
 from tests.support.tiny_models import make_tiny_model
@@ -60,12 +60,12 @@ def test_a_stored_head_is_kept_where_transformers_keeps_it(
 ) -> None:
     folder = copy_of(name, with_head(factor))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    shape = shape_of_folder(folder)
+    shape = read_model_shape(folder)
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
     assert shape.tied_embeddings == is_tied == (factor == 1.0)
     assert is_untied_by_weights(folder) != is_tied
     assert list(weight_problems(folder, shape)) == []
-    names = {tensor.name for entry in weight_entries(shape) for tensor in entry.hf if not entry.copy}
+    names = {tensor.name for entry in build_weight_map(shape) for tensor in entry.hf if not entry.copy}
     assert ("lm_head.weight" in names) != is_tied
 
 
@@ -75,18 +75,18 @@ def test_a_head_that_differs_in_its_last_number_is_one_of_its_own(copy_of: Calla
         tensors["lm_head.weight"][-1, -1] += 1e-3
 
     folder = copy_of("qwen3_tied", change)
-    assert has_head_of_its_own(folder)
+    assert has_own_head(folder)
     tensors = load_file(folder / FILE)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
-    assert not has_head_of_its_own(folder), "the file is compared anew when it has changed"
+    assert not has_own_head(folder), "the file is compared anew when it has changed"
 
 
 def test_without_weights_config_json_is_believed(models: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((models("qwen3_tied") / "config.json").read_bytes())
-    assert shape_of_folder(tmp_path).tied_embeddings
+    assert read_model_shape(tmp_path).tied_embeddings
     (tmp_path / FILE).write_bytes(b"cut off")
-    assert shape_of_folder(tmp_path).tied_embeddings
+    assert read_model_shape(tmp_path).tied_embeddings
     assert not is_untied_by_weights(tmp_path / "missing")
 
 
@@ -109,7 +109,7 @@ LAYER = "model.layers.0.self_attn."
 )
 def test_a_tensor_that_nothing_reads_is_named(name: str, extra: str, copy_of: Callable[..., Path]) -> None:
     folder = copy_of(name, lambda tensors: tensors.update({extra: torch.zeros(2)}))
-    (text,) = weight_problems(folder, shape_of_folder(folder))
+    (text,) = weight_problems(folder, read_model_shape(folder))
     assert text.startswith("the folder holds 1 tensor(s) that a model of its config.json does not have")
     assert extra in text
 
@@ -117,12 +117,12 @@ def test_a_tensor_that_nothing_reads_is_named(name: str, extra: str, copy_of: Ca
 def test_tensors_that_follow_from_others_are_no_problem(copy_of: Callable[..., Path]) -> None:
     inverse = {f"{LAYER}rotary_emb.inv_freq": torch.ones(4)}
     folder = copy_of("qwen3_untied", lambda tensors: tensors.update(inverse))
-    assert list(weight_problems(folder, shape_of_folder(folder))) == []
+    assert list(weight_problems(folder, read_model_shape(folder))) == []
 
 
 def test_layers_that_predict_further_tokens_are_left_out(copy_of: Callable[..., Path]) -> None:
     folder = copy_of("deepseek_v3", lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(2)}))
-    assert list(weight_problems(folder, shape_of_folder(folder))) == []
+    assert list(weight_problems(folder, read_model_shape(folder))) == []
 
 
 def in_fp8_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def test_a_quantized_model_is_refused_by_the_key(settings: dict[str, Any], famil
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     raw = {"architectures": [family], **dict.fromkeys(sizes, 4), "quantization_config": settings}
     with pytest.raises(ValueError, match=r"^quantization_config.*convert the model to bfloat16 first"):
-        shape_of_config(raw)
+        parse_model_shape(raw)
 
 
 def test_settings_beside_config_json(copy_of: Callable[..., Path]) -> None:
@@ -164,13 +164,13 @@ def test_settings_beside_config_json(copy_of: Callable[..., Path]) -> None:
     beside = folder / "hf_quant_config.json"
     beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
     with pytest.raises(ValueError, match=r"hf_quant_config.json: quantization \(FP8\).*bfloat16 first"):
-        shape_of_folder(folder)
+        read_model_shape(folder)
 
 
 @pytest.mark.parametrize("change", [in_fp8_blocks, lambda tensors: dict(quantized_tensors(tensors.items(), "int8"))])
 def test_quantized_tensors_without_the_key_are_refused(change: Any, copy_of: Callable[..., Path]) -> None:
     folder = copy_of("qwen3_untied", change)
-    (text,) = weight_problems(folder, shape_of_folder(folder))
+    (text,) = weight_problems(folder, read_model_shape(folder))
     assert "convert the model to bfloat16 first" in text
     assert "_proj.weight is stored as" in text
 
@@ -182,7 +182,7 @@ def test_adapters_are_told_from_a_model(copy_of: Callable[..., Path], tmp_path: 
     for folder in (alone, copy_of("qwen3_tied")):
         (folder / "adapter_config.json").write_text(text)
         with pytest.raises(ValueError, match=r"holds adapters for org/base .* merge_and_unload"):
-            shape_of_folder(folder)
+            read_model_shape(folder)
 
 
 def test_files_that_only_some_would_read(copy_of: Callable[..., Path]) -> None:

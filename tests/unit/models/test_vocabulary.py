@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_grpo.models import source
-from megatron_grpo.models.source import PREPARED_MODELS, vocabulary_digest
+from megatron_grpo.models.source import PREPARED_MODELS, compute_vocabulary_digest
 
 
 def digest(folder: Path, content: Any, **form: Any) -> str | None:
     text = content if isinstance(content, str) else json.dumps(content, **form)
     (folder / "tokenizer.json").write_text(text)
-    return vocabulary_digest(folder)
+    return compute_vocabulary_digest(folder)
 
 
 VOCABULARY = {"a": 0, "b": 1, "é": 2}
@@ -41,7 +41,7 @@ def test_another_number_or_token_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {}}', '{"model": {"vocab": [1]}}', "[" * 10**5])
 def test_what_is_no_tokenizer_has_none(content: str, tmp_path: Path) -> None:
-    assert vocabulary_digest(tmp_path) is None
+    assert compute_vocabulary_digest(tmp_path) is None
     assert digest(tmp_path, content) is None
 
 

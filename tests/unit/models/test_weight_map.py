@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.families import build_weight_map
 from megatron_grpo.models.hf_folder import HFFolderReader, write_hf_folder
-from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS, bound_entries, merge_slices, split_parameter
+from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS, bind_entries, merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, global_entries, padded_vocab
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, iter_entries, pad_vocab
 
 SHAPE = ModelShape(
     family="qwen2",
@@ -40,7 +40,7 @@ SHAPE = ModelShape(
 
 
 def entry(name: str, shape: ModelShape = SHAPE) -> WeightEntry:
-    return next(e for e in weight_entries(shape) if any(name in megatron for megatron in e.megatron))
+    return next(e for e in build_weight_map(shape) if any(name in megatron for megatron in e.megatron))
 
 
 def full_tensors(of: WeightEntry) -> list[Tensor]:
@@ -96,7 +96,7 @@ def test_vocabulary_is_padded_with_zeros_on_the_last_ranks() -> None:
     of = entry("output_layer.weight")
     full = full_tensors(of)
     size = 5
-    rows = padded_vocab(SHAPE, size) // size
+    rows = pad_vocab(SHAPE, size) // size
     assert rows == 3
     shards = [local(of, full, rank, size, rows) for rank in range(size)]
     assert torch.equal(torch.cat(shards)[:13], full[0])
@@ -107,14 +107,14 @@ def test_vocabulary_is_padded_with_zeros_on_the_last_ranks() -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3"])
 def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str, size: int) -> None:
     shape = replace(SHAPE, family=family, ffn_hidden=12)
-    for of in weight_entries(shape):
+    for of in build_weight_map(shape):
         full = [torch.randn(tensor.shape(shape)) for tensor in of.hf]
         collected: list[list[Tensor]] = [[] for _ in full]
         for rank in range(size):
             slices = of.slices(shape, 0, rank, size)
             parts = [cut(t, s) for t, s in zip(full, slices, strict=True)]
             assert [s.local_shape for s in slices] == [tuple(p.shape) for p in parts]
-            merged = merge_slices(of, parts, shape, rows=padded_vocab(shape, size) // size)
+            merged = merge_slices(of, parts, shape, rows=pad_vocab(shape, size) // size)
             for index, part in enumerate(split_parameter(of, merged, slices, shape)):
                 assert torch.equal(part, parts[index])
                 collected[index].append(part)
@@ -124,7 +124,7 @@ def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str,
 
 
 def test_stage_numbers_its_layers_from_its_own_first() -> None:
-    found = list(global_entries(weight_entries(SHAPE), SHAPE, [2, 3]))
+    found = list(iter_entries(build_weight_map(SHAPE), SHAPE, [2, 3]))
     per_layer = [(layer, position) for e, layer, position in found if "{layer}" in e.megatron[0]]
     assert per_layer == sorted(per_layer)
     assert set(per_layer) == {(2, 0), (3, 1)}
@@ -132,7 +132,7 @@ def test_stage_numbers_its_layers_from_its_own_first() -> None:
 
 
 def test_tied_embeddings_are_loaded_twice_and_exported_once() -> None:
-    tied = weight_entries(replace(SHAPE, tied_embeddings=True))
+    tied = build_weight_map(replace(SHAPE, tied_embeddings=True))
     assert [e.copy for e in tied if e.hf[0].name == "model.embed_tokens.weight"] == [False, True]
     assert not any(e.hf[0].name == "lm_head.weight" for e in tied)
 
@@ -214,13 +214,13 @@ class Stage(torch.nn.Module):
 @pytest.mark.parametrize("first", [False, True])
 def test_a_stage_binds_its_parameters_outside_layers(first: bool, tied: bool) -> None:
     stage = Stage(first=first, tied=tied)
-    bound = bound_entries([stage], replace(SHAPE, tied_embeddings=tied))
+    bound = bind_entries([stage], replace(SHAPE, tied_embeddings=tied))
     assert {id(one.parameter) for one in bound} == {id(parameter) for parameter in stage.parameters()}
 
 
 def test_a_whole_model_must_have_every_parameter_outside_layers() -> None:
     with pytest.raises(AssertionError, match=r"^the model has no parameter \['decoder.final_layernorm.weight'\]"):
-        bound_entries([Stage(first=True, tied=False, norm="scale")], SHAPE)
+        bind_entries([Stage(first=True, tied=False, norm="scale")], SHAPE)
 
 
 ADAPTED = [f"decoder.layers.0.{name}" for name in ("self_attention.linear_qkv", "mlp.linear_fc2")]
@@ -230,7 +230,7 @@ def whole_model(adapted: list[str]) -> torch.nn.Module:
     """A module with every parameter of the weight map for one layer, and adapters at the layers of these names."""
     model: Any = torch.nn.Module()
     model.pre_process = model.post_process = True
-    names = [name.format(layer=0) for entry in weight_entries(SHAPE) if not entry.copy for name in entry.megatron[:1]]
+    names = [name.format(layer=0) for entry in build_weight_map(SHAPE) if not entry.copy for name in entry.megatron[:1]]
     for name in [*names, *(f"{layer}.{part}" for layer in adapted for part in ADAPTER_PARAMETERS)]:
         module = model
         for part in name.split(".")[:-1]:
@@ -253,11 +253,11 @@ def look_up_statically(protocol: type, value: object) -> bool:
 def test_adapters_are_bound_though_their_parameters_are_not_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(Protocol), "__instancecheck__", look_up_statically)
     model = whole_model(ADAPTED)
-    found = [bound for bound in bound_entries([model], replace(SHAPE, layers=1)) if bound.adapted is not None]
+    found = [bound for bound in bind_entries([model], replace(SHAPE, layers=1)) if bound.adapted is not None]
     assert [bound.adapted for bound in found] == [model.get_submodule(name) for name in ADAPTED]
     assert all(bound.parameter is model.get_submodule(name).weight for bound, name in zip(found, ADAPTED, strict=True))
 
 
 def test_an_adapter_that_no_entry_takes_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"does not know \['decoder\.layers\.0\.extra'\]$"):
-        bound_entries([whole_model([*ADAPTED, "decoder.layers.0.extra"])], replace(SHAPE, layers=1))
+        bind_entries([whole_model([*ADAPTED, "decoder.layers.0.extra"])], replace(SHAPE, layers=1))

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.observability.timing import forward_flops, peak_tflops, throughput
+from megatron_grpo.models.families import read_model_shape
+from megatron_grpo.observability.timing import count_forward_flops, peak_tflops, throughput
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -29,23 +29,23 @@ def test_forward_flops_are_those_that_torch_counts(tied: bool, tmp_path: Path) -
     )
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
-    shape = shape_of_folder(tmp_path)
+    shape = read_model_shape(tmp_path)
     model, lengths = Qwen3ForCausalLM(config).eval(), [5, 17, 9]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         for length in lengths:
             model(torch.zeros(1, length, dtype=torch.int64))
     squares_beyond_pairs = sum(n * n - n * (n + 1) // 2 for n in lengths)
     expected = counter.get_total_flops() - 4 * 3 * 4 * 12 * squares_beyond_pairs
-    assert forward_flops(shape, lengths) == expected
+    assert count_forward_flops(shape, lengths) == expected
 
 
 def test_throughput_does_not_depend_on_how_sequences_are_laid_out(tmp_path: Path) -> None:
     Qwen3Config(architectures=["Qwen3ForCausalLM"], hidden_size=64, vocab_size=100).save_pretrained(tmp_path)
-    shape = shape_of_folder(tmp_path)
+    shape = read_model_shape(tmp_path)
     timing = {"train": 0.5, "total": 2.0}
     figures = throughput(shape, [10, 30], timing, passes=1, devices=4, peak=2.0)
     assert (figures["samples_per_s"], figures["tokens_per_s"]) == (1.0, 20.0)
-    tflops = 3 * (forward_flops(shape, [10]) + forward_flops(shape, [30])) / 1e12
+    tflops = 3 * (count_forward_flops(shape, [10]) + count_forward_flops(shape, [30])) / 1e12
     assert figures["train_tflops_per_device"] == pytest.approx(tflops / 0.5 / 4)
     assert figures["model_flop_utilization"] == pytest.approx(tflops / 0.5 / 4 / 2.0)
     twice = throughput(shape, [30, 10], timing, passes=2, devices=4, peak=None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning import advice as advice_module
 from megatron_grpo.planning.advice import with_advice
@@ -22,8 +22,8 @@ from megatron_grpo.planning.policy_layouts import idle_gpus
 from megatron_grpo.planning.whole import Advice, Plan
 from megatron_grpo.preflight.load import problems_with
 
-DENSE = shape_of_folder("tests/data/hf_configs/qwen3_8b")
-EXPERTS = shape_of_folder("tests/data/hf_configs/qwen3_30b_a3b")
+DENSE = read_model_shape("tests/data/hf_configs/qwen3_8b")
+EXPERTS = read_model_shape("tests/data/hf_configs/qwen3_30b_a3b")
 H100 = hardware("h100")
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import as_value_model, shape_of_config
+from megatron_grpo.models.families import as_value_model, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE
 from megatron_grpo.planning.dry_run import dry_run, run_phases, tracked_run
 from tests.support.config_problems import SMALL
 
-DENSE = shape_of_config({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
-EXPERTS = shape_of_config(
+DENSE = parse_model_shape({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
+EXPERTS = parse_model_shape(
     {
         **SMALL,
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.config.schema import Config, GenerationParallelConfig
-from megatron_grpo.models.families import shape_of_config, shape_of_folder
+from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.planning.generation_cost import (
     BLOCK_TOKENS,
     Decoder,
@@ -22,7 +22,7 @@ from megatron_grpo.planning.hardware import hardware
 from tests.support.config_problems import SMALL
 from tests.unit.planning.test_costs import H100
 
-DENSE = shape_of_config({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
+DENSE = parse_model_shape({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
 FOLDER = "tests/data/hf_configs"
 
 
@@ -34,17 +34,17 @@ def test_log_normal_lengths_have_the_mean_and_the_spread() -> None:
 
 
 def test_bytes_of_a_token_in_the_cache() -> None:
-    llama = shape_of_folder(f"{FOLDER}/llama3_3_70b")
+    llama = read_model_shape(f"{FOLDER}/llama3_3_70b")
     assert kv_bytes_per_token(llama, 80, 1, 2) == 2 * 80 * 8 * 128 * 2
     assert kv_bytes_per_token(llama, 80, 8, 2) == kv_bytes_per_token(llama, 80, 16, 2) == 2 * 80 * 128 * 2
-    deepseek = shape_of_folder(f"{FOLDER}/deepseek_v3")
+    deepseek = read_model_shape(f"{FOLDER}/deepseek_v3")
     assert kv_bytes_per_token(deepseek, 61, 8, 2) == 61 * (512 + 64) * 2  # every rank has the latent vector
 
 
 def test_pages_of_the_cache_are_vllms() -> None:
     cache = pytest.importorskip("vllm.v1.kv_cache_interface")
     torch = pytest.importorskip("torch")
-    llama = shape_of_folder(f"{FOLDER}/llama3_3_70b")
+    llama = read_model_shape(f"{FOLDER}/llama3_3_70b")
     spec = cache.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     assert spec.page_size_bytes * 80 == BLOCK_TOKENS * kv_bytes_per_token(llama, 80, 4, 2)
 
@@ -61,14 +61,14 @@ def test_pages_of_the_cache_are_vllms() -> None:
 def test_weights_of_an_engine_are_those_of_the_model(model: str, parallel: dict[str, int], numbers: float) -> None:
     config = Config()
     config.generation.parallel = GenerationParallelConfig(**parallel)
-    size = engine_size(config, shape_of_folder(f"{FOLDER}/{model}"), hardware("h200"))
+    size = engine_size(config, read_model_shape(f"{FOLDER}/{model}"), hardware("h200"))
     assert size.weight_bytes == pytest.approx(2 * numbers, rel=0.02)
     taken = size.weight_bytes + size.activation_bytes + size.cache_blocks * BLOCK_TOKENS * size.kv_bytes_per_token
     assert taken == pytest.approx(0.9 * 139.8 * 2**30, rel=1e-3)
 
 
 def test_an_engine_that_does_not_fit_has_no_cache() -> None:
-    assert engine_size(Config(), shape_of_folder(f"{FOLDER}/llama3_3_70b"), hardware("h100")).cache_blocks == 0
+    assert engine_size(Config(), read_model_shape(f"{FOLDER}/llama3_3_70b"), hardware("h100")).cache_blocks == 0
 
 
 def test_a_decoding_step_reads_weights_and_cache() -> None:
@@ -80,7 +80,7 @@ def test_a_decoding_step_reads_weights_and_cache() -> None:
 
 
 def test_a_batch_touches_more_experts_than_a_token() -> None:
-    shape = shape_of_folder(f"{FOLDER}/qwen3_30b_a3b")
+    shape = read_model_shape(f"{FOLDER}/qwen3_30b_a3b")
     decoder = replace(decoder_of(Config(), shape, H100))
     drawn = np.random.default_rng(0)
     chosen = [len({int(one) for _ in range(16) for one in drawn.choice(128, 8, replace=False)}) for _ in range(400)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.hardware import hardware
 from megatron_grpo.planning.refusals import Refusals
@@ -16,8 +16,8 @@ from megatron_grpo.preflight.load import compose_for_search, problems_with
 
 H100 = hardware("h100")
 MODELS = {
-    "qwen3_8b_8gpu": shape_of_folder("tests/data/hf_configs/qwen3_8b"),
-    "qwen3_30b_a3b_4nodes": shape_of_folder("tests/data/hf_configs/qwen3_30b_a3b"),
+    "qwen3_8b_8gpu": read_model_shape("tests/data/hf_configs/qwen3_8b"),
+    "qwen3_30b_a3b_4nodes": read_model_shape("tests/data/hf_configs/qwen3_30b_a3b"),
 }
 
 

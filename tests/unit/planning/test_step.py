@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.generation_cost import Lengths, log_normal_lengths
 from megatron_grpo.planning.hardware import hardware
 from megatron_grpo.planning.step import overlap_of, step_times
 from megatron_grpo.planning.trace import RankTrace
 from tests.unit.planning.test_costs import H100, work
 
-SHAPE = shape_of_folder("tests/data/hf_configs/qwen3_0_6b")
+SHAPE = read_model_shape("tests/data/hf_configs/qwen3_0_6b")
 SECOND = int(3.35e12)
 """Bytes that an ideal H100 moves in a second."""
 

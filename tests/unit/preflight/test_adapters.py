@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.config.schema import Config, LoraConfig
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
 from megatron_grpo.preflight.model_checks import adapter_problems
 from megatron_grpo.preflight.remarks import unused_settings
 from tests.support.config_problems import SMALL, problems_of
 
-DENSE = shape_of_config(SMALL)
+DENSE = parse_model_shape(SMALL)
 EXPERTS = replace(DENSE, experts=ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * DENSE.layers))
 LATENT = replace(DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8))
 ATTENTION = ["linear_qkv", "linear_proj"]

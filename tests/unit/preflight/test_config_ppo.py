@@ -8,7 +8,7 @@ import pytest
 from transformers import Qwen3Config
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.preflight.load import compose_config
 
 PPO = "+exp=quickstart_ppo"
@@ -109,11 +109,11 @@ def test_reward_models_are_read_only_where_they_are_asked_for(tmp_path: Path) ->
     for labels in (1, 3):
         folder = tmp_path / str(labels)
         Qwen3Config(architectures=["Qwen3ForSequenceClassification"], num_labels=labels).save_pretrained(folder)
-    assert shape_of_folder(tmp_path / "1", reward_models=True).value_head == "stored"
+    assert read_model_shape(tmp_path / "1", reward_models=True).value_head == "stored"
     with pytest.raises(ValueError, match="Qwen3ForSequenceClassification is not supported"):
-        shape_of_folder(tmp_path / "1")
+        read_model_shape(tmp_path / "1")
     with pytest.raises(ValueError, match="with 3 labels is a classifier"):
-        shape_of_folder(tmp_path / "3", reward_models=True)
+        read_model_shape(tmp_path / "3", reward_models=True)
 
 
 @pytest.mark.parametrize(

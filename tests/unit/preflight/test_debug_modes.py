@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.batch.rollout_files import StepRecord, rollouts_file, write_rollouts
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.source import vocabulary_digest
+from megatron_grpo.models.source import compute_vocabulary_digest
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, summary
 from tests.support.config_problems import problems_of
 from tests.support.recording import RUN, make_facts, make_record
@@ -210,7 +210,7 @@ def test_a_sequence_that_is_too_long(reading: list[str], recording: Path) -> Non
 
 def with_vocabulary(model: Path, vocabulary: dict[str, int]) -> str | None:
     (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    return vocabulary_digest(model)
+    return compute_vocabulary_digest(model)
 
 
 @pytest.mark.parametrize(

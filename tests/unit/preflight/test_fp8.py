@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight import model_checks as checks
 from megatron_grpo.preflight.model_checks import fp8_machine_problems, fp8_problems, gpu_capability, training_problems
 from megatron_grpo.preflight.remarks import unused_settings
 from tests.support.config_problems import SMALL
 
-SHAPE = replace(shape_of_config(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
+SHAPE = replace(parse_model_shape(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
 """Eight heads and four key/value heads in four layers."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.schema import GenerationParallelConfig
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.layout_checks import layout_problems
 from megatron_grpo.preflight.load import compose_config
@@ -17,7 +17,7 @@ def problems(tensor: int, expert: int, **sizes: int) -> dict[str, str]:
     config = compose_config(["+exp=quickstart_moe"])
     config.generation.parallel = GenerationParallelConfig(tensor=tensor, expert=expert)
     config.policy.parallel.expert = 1  # an odd number of experts is no concern of this test there
-    shape = shape_of_config({**PREPARED_MODELS["addition_moe"], **sizes})
+    shape = parse_model_shape({**PREPARED_MODELS["addition_moe"], **sizes})
     return {problem.subject: problem.text for problem in layout_problems(config, shape)}
 
 

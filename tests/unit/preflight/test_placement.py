@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_grpo.config.suggestions import counterpart
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.preflight.config_checks import config_problems
 from megatron_grpo.preflight.engine_checks import length_problems, placement_problems
 from megatron_grpo.preflight.layout_checks import layout_problems
@@ -46,7 +46,7 @@ def said(*overrides: str) -> dict[str, str]:
 
 def test_one_gpu_is_enough_for_the_recipe() -> None:
     config = compose_config([RECIPE])
-    shape = shape_of_config(QWEN3_1_7B)
+    shape = parse_model_shape(QWEN3_1_7B)
     assert [*config_problems(config), *layout_problems(config, shape), *length_problems(config, shape)] == []
     assert list(remarks(config)) == []
     assert config.cluster.gpus == config.policy.parallel.world_size == 1

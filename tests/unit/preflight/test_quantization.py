@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.preflight.model_checks import quantization_machine_problems, quantization_problems, training_problems
 from tests.support.config_problems import SMALL
 
-SHAPE = shape_of_config(SMALL)
+SHAPE = parse_model_shape(SMALL)
 
 
 def config(**policy: object) -> Config:

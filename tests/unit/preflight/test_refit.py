@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, nccl_bytes, refit_problems, refit_remarks
 from tests.support.config_problems import SMALL
 
-SHAPE = replace(shape_of_config(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
+SHAPE = replace(parse_model_shape(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
 """Eight heads and four key/value heads in four layers."""
 
 

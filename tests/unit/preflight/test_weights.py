@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.preflight.model_file_checks import weight_problems
 from tests.support.config_problems import SMALL, write_weights
 
-SHAPE = shape_of_config(SMALL)
+SHAPE = parse_model_shape(SMALL)
 NORM = "model.norm.weight"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.models.families import shape_of_config, shape_of_folder
+from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
 from megatron_grpo.preflight.model_file_checks import weight_problems
 from megatron_grpo.prepare.lessons import RECIPES, split_lessons
@@ -63,8 +63,8 @@ def test_the_tokenizer_has_one_token_for_each_character(folder: Path) -> None:
 
 
 def test_the_shape_known_beforehand_is_that_of_the_model(folder: Path) -> None:
-    shape = shape_of_config(PREPARED_MODELS[folder.name])
-    assert shape_of_folder(folder / "model") == shape
+    shape = parse_model_shape(PREPARED_MODELS[folder.name])
+    assert read_model_shape(folder / "model") == shape
     assert list(weight_problems(folder / "model", shape)) == []
 
 

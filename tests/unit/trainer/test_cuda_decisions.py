@@ -17,7 +17,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
-from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer import actor, offload, parallel, rank
 from megatron_grpo.trainer.actor import ALLOCATOR, RankActor
@@ -30,7 +30,7 @@ from tests.support.config_problems import SMALL
 from tests.support.moe_config import QWEN3_MOE
 
 CPU, CUDA = Platform("cpu", torch.device("cpu"), "gloo"), Platform("cuda", torch.device("cpu"), "nccl")
-SHAPE = shape_of_config(SMALL)
+SHAPE = parse_model_shape(SMALL)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_reference_is_built_without_copies_of_what_was_rounded(monkeypatch: py
 
 
 def test_experts_of_transformer_engine_are_grouped_and_permuted_by_its_kernels() -> None:
-    shape = shape_of_config(QWEN3_MOE)
+    shape = parse_model_shape(QWEN3_MOE)
     for engine in (True, False):
         settings = megatron_config._expert_settings(shape, engine=engine)
         assert settings["moe_grouped_gemm"] is settings["moe_permute_fusion"] is engine

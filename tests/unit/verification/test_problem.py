@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.verification.problem import EXPERTS, SMALL, make_batch, prepare_model, solve
 from tests.support.gemma3_config import OLD, in_the_new_spelling
 
@@ -55,7 +55,7 @@ def test_a_failure_of_transformers_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("raw", [OLD, in_the_new_spelling(OLD)], ids=["old", "new"])
 def test_a_small_copy_has_layers_with_a_window_and_without(raw: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "gemma3_text"}))
-    small = shape_of_folder(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
+    small = read_model_shape(prepare_model(str(tmp_path), True, tmp_path / "small", 0))
     assert small.layers == 4
     assert set(small.windowed) == {True, False}
     assert small.window == 16

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import shape_of_config, weight_entries
-from megatron_grpo.models.weight_layouts import training_shards
+from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.weight_layouts import shard_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import broadcast as receiver
 from megatron_grpo.weight_sync.broadcast import BroadcastReceiver
@@ -28,8 +28,8 @@ from megatron_grpo.weight_sync.transfer_plan import plan_pieces, tensor_name
 from tests.support.refit_models import DENSE, full_tensor, made_up_worker
 
 MODEL = {**DENSE, "hidden_size": 32}  # as vLLM computes the size of a head in a folder of Qwen2
-SHAPE = shape_of_config(MODEL)
-ENTRIES = weight_entries(SHAPE)
+SHAPE = parse_model_shape(MODEL)
+ENTRIES = build_weight_map(SHAPE)
 SOURCES, RECEIVERS = 2, 2
 BUCKET_BYTES = 1024
 """So small that most tensors come in several messages."""
@@ -66,7 +66,7 @@ def members(tmp_path: Path) -> Iterator[Callable[..., tuple[list[Links], list[An
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     dtypes = ["float32"] * len(ENTRIES)
-    shards, whole = training_shards(ParallelConfig(tensor=2), SHAPE), training_shards(ParallelConfig(), SHAPE)
+    shards, whole = shard_policy(ParallelConfig(tensor=2), SHAPE), shard_policy(ParallelConfig(), SHAPE)
     pieces = plan_pieces(SHAPE, shards, whole, RECEIVERS, dtypes, BUCKET_BYTES // 2)
     write_plan(store, schedule(pieces, BUCKET_BYTES), SOURCES, RECEIVERS, dtypes, shared_memory=False)
 

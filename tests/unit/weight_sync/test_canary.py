@@ -71,9 +71,9 @@ class OneEngine:
             "rank_adapters": [AdapterCheck([], has_moved=False), self.adapters],
             "policy_fingerprints": [[{}]],
             "fingerprint_weights": [[]],
-            "admit_weights": [self.error],
+            "check_canary": [self.error],
         }
-        if name == "admit_weights":
+        if name == "check_canary":
             self.prompt = args[0]
         return results.get(name, [None])
 
@@ -100,8 +100,8 @@ def test_engines_are_admitted_after_the_commit_and_a_failed_canary_is_not_tried_
     one: Any = OneEngine()
     config = RefitConfig(canary_share=1.0, weight_check_period=None, retries=3)
     transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
-    report = transport.admit(transport.publish(1))
-    assert one.calls == ["policy_logprobs", "commit_weights", "admit_weights"]
+    report = transport.start_serving(transport.publish(1))
+    assert one.calls == ["policy_logprobs", "commit_weights", "check_canary"]
     assert report.checks["canary_logprob_error"] == 0.001
     one.calls.clear()
     transport.refused = True
@@ -152,11 +152,11 @@ def test_engines_on_the_policys_devices_wait_for_the_memory_of_their_caches() ->
     config = RefitConfig(canary_share=1.0, weight_check_period=None)
     transport = Scripted(one, one, config, Canary(config, ((1, 2, 3),)))
     report = transport.publish(1)
-    assert "admit_weights" not in one.calls
-    transport.admit(report)
-    assert one.calls[-1] == "admit_weights"
-    transport.admit(report)
-    assert one.calls.count("admit_weights") == 1
+    assert "check_canary" not in one.calls
+    transport.start_serving(report)
+    assert one.calls[-1] == "check_canary"
+    transport.start_serving(report)
+    assert one.calls.count("check_canary") == 1
 
 
 def test_the_sequences_follow_from_the_seed_and_fit_the_model() -> None:
@@ -209,7 +209,7 @@ def test_checks_that_are_required_follow_the_next_refit() -> None:
         if version == 6:
             transport.require_checks()
         transport.publish(version)
-        followed.append(("admit_weights" in one.calls, "fingerprint_weights" in one.calls))
+        followed.append(("check_canary" in one.calls, "fingerprint_weights" in one.calls))
         one.calls.clear()
     assert followed[:4] == [(True, True), (True, True), (True, False), (True, False)]
     assert followed[4:] == [(False, False), (False, False), (True, True), (False, False), (False, False)]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import shape_of_config, weight_entries
-from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weight_sync import links
 from megatron_grpo.weight_sync.groups import Rendezvous
@@ -25,7 +25,7 @@ from tests.support.refit_models import DENSE
 
 CPU = torch.device("cpu")
 VERSION = 3
-SHAPE = shape_of_config(DENSE)
+SHAPE = parse_model_shape(DENSE)
 SOURCES, TARGETS = 2, 2
 
 
@@ -45,14 +45,14 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Links]]:
     """All ranks of a policy with TP2 and an engine with PP2, connected."""
     store = open_store("127.0.0.1", 60.0)
     training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
-    dtypes = ["float32"] * len(weight_entries(SHAPE))
-    places = training_shards(training, SHAPE), engine_shards(generation, SHAPE)
+    dtypes = ["float32"] * len(build_weight_map(SHAPE))
+    places = shard_policy(training, SHAPE), shard_engine(generation, SHAPE)
     scheduled = schedule(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
     write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way in ("handed over", "not to be seen"))
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
     members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]
     with ThreadPoolExecutor(len(members)) as pool:
-        made = [pool.submit(Links, rendezvous, *member, CPU, weight_entries(SHAPE)) for member in members]
+        made = [pool.submit(Links, rendezvous, *member, CPU, build_weight_map(SHAPE)) for member in members]
         yield {member: one.result() for member, one in zip(members, made, strict=True)}
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import shape_of_config, weight_entries
-from megatron_grpo.models.weight_layouts import engine_shards, training_shards
+from megatron_grpo.models.families import build_weight_map, parse_model_shape
+from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
 from megatron_grpo.weight_sync.transfer_plan import box_of, plan_pieces
 from tests.support.refit_models import DENSE
 
@@ -20,10 +20,10 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     training: dict[str, int], generation: dict[str, int]
 ) -> None:
     """Rank n of the policy and rank n of the engines share a device: what it has is not sent by another."""
-    shape = shape_of_config(DENSE)
-    sources = training_shards(ParallelConfig(**training), shape)
-    engine = engine_shards(GenerationParallelConfig(**generation), shape)
-    dtypes = ["float32"] * len(weight_entries(shape))
+    shape = parse_model_shape(DENSE)
+    sources = shard_policy(ParallelConfig(**training), shape)
+    engine = shard_engine(GenerationParallelConfig(**generation), shape)
+    dtypes = ["float32"] * len(build_weight_map(shape))
     engines = generation["data"]
     plans = [plan_pieces(shape, sources, engine, engines, dtypes, 2**20, same_devices=same) for same in (True, False)]
     near, far = (plan["source"] == plan["target"] for plan in plans)
@@ -32,7 +32,7 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
         assert near.all()
         return
     for piece in plans[0][~near]:
-        entry = weight_entries(shape)[piece["entry"]]
+        entry = build_weight_map(shape)[piece["entry"]]
         assert entry.axis is not None, "what is not split is everywhere"
         parts = [box_of(entry.slices(shape, int(piece["layer"]), part, 2, 0)[piece["tensor"]]) for part in range(2)]
         own, other = parts[piece["target"] % 2], parts[1 - piece["target"] % 2]

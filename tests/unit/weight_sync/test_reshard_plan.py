@@ -14,11 +14,17 @@ from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.families import build_weight_map, parse_model_shape
 from megatron_grpo.models.hf_weights import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_layouts import RankShard, cut_blocks, destinations, engine_shards, training_shards
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, padded_vocab
+from megatron_grpo.models.weight_layouts import (
+    RankShard,
+    find_cut_blocks,
+    find_destinations,
+    shard_engine,
+    shard_policy,
+)
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, pad_vocab
 from megatron_grpo.weight_sync.links import schedule, split_messages
 from megatron_grpo.weight_sync.model_writer import ModelWriter
 from megatron_grpo.weight_sync.transfer_plan import Pieces, aligned, box_of, packed_pieces, plan_pieces, wire_dtypes
@@ -33,10 +39,10 @@ def cut(part: WeightSlice) -> Tensor:
 
 def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
     """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
-    entry, expert = weight_entries(shape)[piece["entry"]], int(piece["expert"])
+    entry, expert = build_weight_map(shape)[piece["entry"]], int(piece["expert"])
     part = place.expert_tensor if entry.per_expert else place.tensor
     slices = entry.slices(shape, int(piece["layer"]), part.index, part.count, expert)
-    rows = padded_vocab(shape, part.count) // part.count
+    rows = pad_vocab(shape, part.count) // part.count
     parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
     whole = split_parameter(entry, parameter, slices, shape)[piece["tensor"]]
     matrix = whole if whole.dim() == 2 else whole[:, None]
@@ -48,15 +54,15 @@ def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
 
 
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
-    dtypes = ["float32"] * len(weight_entries(shape))
-    engine = engine_shards(generation, shape)
-    return plan_pieces(shape, training_shards(training, shape), engine, generation.data, dtypes, bucket // 2)
+    dtypes = ["float32"] * len(build_weight_map(shape))
+    engine = shard_engine(generation, shape)
+    return plan_pieces(shape, shard_policy(training, shape), engine, generation.data, dtypes, bucket // 2)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParallelConfig, int]:
     family = draw(st.sampled_from(sorted(SHAPES)))
-    shape = shape_of_config(SHAPES[family])
+    shape = parse_model_shape(SHAPES[family])
     pipeline = draw(st.sampled_from([1, 2, 4]))
     chunks = draw(st.sampled_from([1, 2] if pipeline == 2 else [1]))
     tensor, data = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
@@ -87,7 +93,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 @settings(deadline=None, max_examples=25)
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
-    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
+    sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
     scheduled = schedule(plan(shape, training, generation, bucket), bucket)
     for target in range(len(engine) * generation.data):
         place = engine[target % len(engine)]
@@ -194,8 +200,8 @@ LARGE = {
 def test_large_layouts_by_arithmetic(name: str) -> None:
     """Boxes that are disjoint and add up to what a rank has cover it, each number once; and senders share the work."""
     raw, training, generation = LARGE[name]
-    shape = shape_of_config(raw)
-    engine, bucket = engine_shards(generation, shape), 256 * 2**20
+    shape = parse_model_shape(raw)
+    engine, bucket = shard_engine(generation, shape), 256 * 2**20
     pieces = plan(shape, training, generation, bucket)
     for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
         place = engine[target % len(engine)]
@@ -219,7 +225,7 @@ def test_large_layouts_by_arithmetic(name: str) -> None:
 def owned_numbers(shape: ModelShape, place: RankShard) -> int:
     """How many numbers a rank of an engine has, without padding, from the sizes of the model."""
     total = 0
-    for entry in weight_entries(shape):
+    for entry in build_weight_map(shape):
         total += _numbers_of(entry, shape, place)
     return total
 
@@ -251,8 +257,8 @@ def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
 def test_a_model_that_is_not_filled_is_refused() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    shape, layouts = shape_of_config({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
-    [place] = engine_shards(layouts[1], shape)
+    shape, layouts = parse_model_shape({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
+    [place] = shard_engine(layouts[1], shape)
     model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
     record_metadata_for_reloading(model)
     with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
@@ -263,11 +269,11 @@ def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shape, layouts = (
-        shape_of_config({**DENSE, "vocab_size": 64}),
+        parse_model_shape({**DENSE, "vocab_size": 64}),
         (ParallelConfig(), GenerationParallelConfig(pipeline=2)),
     )
     pieces = plan(shape, *layouts, 2**20)
-    for target, place in enumerate(engine_shards(layouts[1], shape)):
+    for target, place in enumerate(shard_engine(layouts[1], shape)):
         model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
         record_metadata_for_reloading(model)
         ModelWriter(model, torch.float32, shape, place, [pieces[pieces["target"] == target]])
@@ -299,9 +305,9 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
     family: str, layouts: tuple[ParallelConfig, GenerationParallelConfig]
 ) -> None:
     """Numbers times scales, as a checkpoint in FP8 is read, are vLLM's parameters but for the rounding of E4M3."""
-    shape, (training, generation) = shape_of_config({**BLOCKED[family], "num_hidden_layers": 2}), layouts
-    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
-    assert list(cut_blocks(shape, sources, engine)) == []
+    shape, (training, generation) = parse_model_shape({**BLOCKED[family], "num_hidden_layers": 2}), layouts
+    sources, engine = shard_policy(training, shape), shard_engine(generation, shape)
+    assert list(find_cut_blocks(shape, sources, engine)) == []
     dtypes = wire_dtypes(shape, "float32", fp8_blocks=True)
     scheduled = schedule(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
     kinds = [getattr(torch, dtype) for dtype in dtypes]
@@ -320,8 +326,10 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                 if scales is not None:
                     each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
                     values *= each[: parcel.rows, : parcel.columns]
-                entry = weight_entries(shape)[piece["entry"]]
-                landing = destinations(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
+                entry = build_weight_map(shape)[piece["entry"]]
+                landing = find_destinations(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[
+                    piece["tensor"]
+                ]
                 parameter = read[landing.parameter]
                 parameter = parameter if landing.expert is None else parameter[landing.expert]
                 parameter = parameter if parameter.dim() == 2 else parameter[:, None]
@@ -340,9 +348,9 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
 
 
 def test_ranks_that_would_share_a_block_are_named() -> None:
-    shape = shape_of_config({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
+    shape = parse_model_shape({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
     layouts = ParallelConfig(tensor=2), GenerationParallelConfig(tensor=4)
-    cuts = list(cut_blocks(shape, training_shards(layouts[0], shape), engine_shards(layouts[1], shape)))
+    cuts = list(find_cut_blocks(shape, shard_policy(layouts[0], shape), shard_engine(layouts[1], shape)))
     assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
     assert "model.layers.0.mlp.down_proj.weight on rank 1 of an engine: 96 to 192 of (320, 384)" in cuts
     assert not any("q_proj" in cut for cut in cuts if "engine" in cut)
