@@ -33,9 +33,8 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoints import Checkpointer
-from megatron_grpo.trainer import model_ranks
-from megatron_grpo.trainer.actor import RankActor
-from megatron_grpo.trainer.messages import RankReport, RankSettings, StepShare
+from megatron_grpo.trainer.actor import PolicyActor
+from megatron_grpo.trainer.messages import RankReport, RankSettings, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
 
@@ -82,7 +81,7 @@ class IdleModel:
         """Names of the stored entries that a last pipeline stage uses, as `ModelRank.list_needed_fields` gives them."""
         return ("token_ids", "sampled") if loss_fn is None else ("token_ids", *loss_fn.reads)
 
-    def logprobs(self, batch: TokenBatch, microbatches: list[list[int]]) -> torch.Tensor:
+    def compute_logprobs(self, batch: TokenBatch, microbatches: list[list[int]]) -> torch.Tensor:
         """[tokens of the batch], float32: zeros."""
         return torch.zeros(sum(batch.lengths))
 
@@ -93,17 +92,17 @@ class IdleModel:
         loss_fn: LossFunction,
         counts: GlobalCounts,
         limit: float | None = None,
-    ) -> StepShare:
+    ) -> RankTrainResult:
         """The metrics of one token for every microbatch."""
         ones = torch.ones(1, 1)
         entries = {name: ones for name in batch.fields.present() if name not in ("token_ids", "sampled")}
         one = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
         _, metrics = loss_fn(ones.clone().requires_grad_(), TokenFields(**entries), one)
         of_one = {name: float(value) for name, value in metrics.items()}
-        return StepShare(grad_norm=1.0, learning_rate=1e-6, metrics=[dict(of_one) for _ in microbatches])
+        return RankTrainResult(grad_norm=1.0, learning_rate=1e-6, metrics=[dict(of_one) for _ in microbatches])
 
 
-class IdleRank(RankActor):
+class IdleRank(PolicyActor):
     """A rank without Megatron-Core: it fetches and returns what a real one does."""
 
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankReport:
@@ -203,7 +202,7 @@ def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
         decay_steps=config.decay_steps,
         seed=config.loop.seed,
     )
-    with patch.object(model_ranks, "RankActor", IdleRank):
+    with patch.object(MegatronPolicy, "actor_class", IdleRank):
         policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)
     stack.callback(policy.shutdown)
     policy.start()

@@ -68,7 +68,7 @@ def logprobs(folder: Path, ids: Tensor, fp8: Fp8Config, precision: Literal["floa
     shape = read_model_shape(folder)
     rank = PolicyRank(RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=1))
     batch = TokenBatch([ids.shape[1]] * len(ids), TokenFields(token_ids=ids.flatten().int()))
-    found = rank.logprobs(batch, [[number] for number in range(len(ids))])
+    found = rank.compute_logprobs(batch, [[number] for number in range(len(ids))])
     assert found is not None
     return found.view(ids.shape)[:, 1:]
 

@@ -50,7 +50,7 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
         began = time.process_time()
         if is_watched:
             rank.recorder.watch(watched, watched)
-        rank.logprobs(batch, microbatches)
+        rank.compute_logprobs(batch, microbatches)
         parts = rank.recorder.end_states()
         if turn > 1:  # the first turns warm up
             seconds[is_watched].append(time.process_time() - began)

@@ -19,7 +19,7 @@ import torch
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
-from megatron_grpo.trainer.messages import ForwardShare, RankReport, RankSettings, ReplicaWork, StepShare
+from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 from megatron_grpo.weight_sync.groups import FAILURE, LOOK_S, Rendezvous
 from megatron_grpo.weight_sync.links import Side
 from megatron_grpo.weight_sync.transfer_plan import PIECE
@@ -99,7 +99,7 @@ class Member:
 
 
 class SimulatedRank:
-    """Stands in for `RankActor`; what it answers has the form and size of a real rank's answers."""
+    """Stands in for `PolicyActor`; what it answers has the form and size of a real rank's answers."""
 
     def __init__(self, times: Times, name: str, rank: int, threads: int) -> None:
         self._times, self._rank, self._speed = times, rank, 1.0
@@ -107,8 +107,6 @@ class SimulatedRank:
         self._calls: Mapping[str, Callable[..., Any]] = {
             "connect_shards": self._connect,
             "send_shards": self._send,
-            "memory.offload": self._move,
-            "memory.onload": self._move,
         }
 
     def set_speed(self, speed: float) -> None:
@@ -134,7 +132,7 @@ class SimulatedRank:
 
     async def train(
         self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None
-    ) -> StepShare:
+    ) -> RankTrainResult:
         """Pass the time of an optimizer step; metrics as from the real loss on one token, for each microbatch."""
         batch, microbatches = work
         await self._times.pass_by(self._seconds(batch.lengths, microbatches))
@@ -142,9 +140,9 @@ class SimulatedRank:
         if self._has_loss:
             self._metrics = self._metrics or metrics_of_a_token(loss_fn, batch.fields)
             metrics = [dict(self._metrics) for _ in microbatches]
-        return StepShare(grad_norm=1.0, learning_rate=1e-6, metrics=metrics)
+        return RankTrainResult(grad_norm=1.0, learning_rate=1e-6, metrics=metrics)
 
-    async def forward(self, work: ReplicaWork, method: str) -> ForwardShare | None:
+    async def compute_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
         """Pass the time of a forward pass; the output rank stores zeros for the tokens of each shard."""
         batch, microbatches = work
         await self._times.pass_by(self._seconds(batch.lengths, microbatches) / 3)
@@ -152,11 +150,23 @@ class SimulatedRank:
             return None
         tokens = [int(batch.lengths[shard].sum()) for shard in batch.shards]
         shards = [ray.put(np.zeros(count, dtype=np.float32)) for count in tokens]
-        return ForwardShare(shards=shards, finite=np.ones(len(batch), dtype=np.bool_))
+        return shards, np.ones(len(batch), dtype=np.bool_)
 
-    async def run(self, fn: Callable[..., Any] | str, *args: Any) -> Any:
+    async def compute_reference_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
+        """As long as `compute_logprobs`."""
+        return await self.compute_logprobs(work)
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run the simulated form of a function on a rank's model."""
-        return await self._calls[fn if isinstance(fn, str) else fn.__name__](*args)
+        return await self._calls[function.__name__](*args)
+
+    async def offload(self, weights: bool) -> None:
+        """Pass the time of a move."""
+        await self._times.pass_by(self._times.move_s)
+
+    async def onload(self) -> None:
+        """Pass the time of a move."""
+        await self._times.pass_by(self._times.move_s)
 
     def _seconds(self, lengths: Any, microbatches: Sequence[Sequence[int]]) -> float:
         """Seconds of a pass over microbatches by all ranks of the replica, with the bubble of the pipeline."""
@@ -165,9 +175,6 @@ class SimulatedRank:
         tokens = sum(int(lengths[one].sum()) for one in map(list, microbatches))
         bubble = 1 + (parallel.pipeline - 1) / max(len(microbatches), 1)
         return tokens / (self._times.train_tokens_per_s * ranks * self._speed) * bubble
-
-    async def _move(self, *_: Any) -> None:
-        await self._times.pass_by(self._times.move_s)
 
     async def _connect(self, rendezvous: Rendezvous) -> None:
         # On a thread: each member waits for a name server and the store, on a cluster in a process of its own.

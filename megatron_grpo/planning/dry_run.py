@@ -184,14 +184,14 @@ def _compute(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases
     work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
     if isinstance(rank, DryValueRank):
         with mode.phase("values"):
-            rank.values(*work)
+            rank.compute_values(*work)
     elif "logprobs" in phases:
         with mode.phase("logprobs"):
-            rank.logprobs(*work)
+            rank.compute_logprobs(*work)
     if reference and isinstance(rank, DryRank):
         with mode.phase("reference"):
             mode.count_again(reference_weights(rank))
-            rank.reference_logprobs(*work)
+            rank.compute_reference_logprobs(*work)
             if config.reference.offload:
                 mode.discount(reference_weights(rank))
     batch, microbatches = rank.full_microbatches(policy.microbatch_tokens, reference=reference)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import gc
 import importlib
-import operator
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
-from megatron_grpo.trainer.messages import ForwardShare, RankReport, RankSettings, ReplicaWork
+from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
 
 if TYPE_CHECKING:
-    from megatron_grpo.batch.step_batch import StepBatch
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
+    from megatron_grpo.batch.replay_files import TensorFigure
+    from megatron_grpo.batch.step_batch import StepBatch
+    from megatron_grpo.batch.token_batch import TokenBatch
+    from megatron_grpo.losses.loss import GlobalCounts, LossFunction
+    from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
+    from megatron_grpo.trainer.step_record import StateSketches
 
 ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
 """Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): expandable segments, because microbatches of many sizes
@@ -28,8 +36,10 @@ MEMORY_EVENTS = 200_000
 """Most allocations in a memory snapshot, which lists the latest ones."""
 
 
-class RankActor:
-    """Ray actor: holds a rank's model, fetches the fields of its batches, and runs functions on the model."""
+class RankActor(ABC):
+    """Ray actor around one rank's model: the methods that the driver calls."""
+
+    model: ModelRank
 
     def __init__(self, name: str, rank: int, threads: int) -> None:
         begin_process_log(name)
@@ -82,7 +92,6 @@ class RankActor:
         from megatron_grpo.models.source import require_folder
         from megatron_grpo.platform.device import current_platform, reach_store
         from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
-        from megatron_grpo.trainer.rank import PolicyRank, ValueRank
 
         require_folder(settings.folder)
         if current_platform().name == "cpu":
@@ -96,7 +105,7 @@ class RankActor:
             seed=settings.seed,
             timeout_s=settings.config.timeout_s,
         )
-        self.model = (PolicyRank if settings.shape.value_head is None else ValueRank)(settings)
+        self.model = self._build_model(settings)
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankReport(
             data=parallel_state.get_data_parallel_rank(),
@@ -104,47 +113,105 @@ class RankActor:
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )
 
-    def run(self, fn: Callable[..., Any] | str, *args: Any) -> Any:
-        """Return fn(this rank's model, *args); a string names a method of the model or a part ("checkpoint.save")."""
-        if isinstance(fn, str):
-            with phase(fn):
-                return operator.attrgetter(fn)(self.model)(*args)
-        with phase(fn.__name__.strip("_")):
-            return fn(self.model, *args)
+    @abstractmethod
+    def _build_model(self, settings: RankSettings) -> ModelRank:
+        """Build the model and load this rank's weights; process groups are set up."""
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return function(this rank's model, *args); `ModelRanks.submit` checks the arguments' types."""
+        with phase(function.__name__.strip("_")):
+            return function(self.model, *args)
 
     @phase("train")
-    def train(self, work: ReplicaWork, loss_fn: Any, counts: Any, limit: float | None = None) -> Any:
-        """One optimizer step on the replica's work (`ModelRank.train`)."""
+    def train(
+        self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None
+    ) -> RankTrainResult:
+        """Make one optimizer step on the replica's work (`ModelRank.train`)."""
         batch, microbatches = work
         return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts, limit)
 
-    def forward(self, work: ReplicaWork, method: str) -> ForwardShare | None:
-        """Put a number for every token of the replica's shards into the object store; None except on the output rank.
+    @phase("save checkpoint")
+    def save_checkpoint(self, folder: str, background: bool) -> None:
+        """Write this rank's part of a checkpoint (`RankCheckpoint.save`)."""
+        self.model.checkpoint.save(folder, background)
+
+    @phase("check checkpoint")
+    def checkpoint_is_written(self) -> bool:
+        """True once this rank has written its part of the checkpoint."""
+        return self.model.checkpoint.is_written()
+
+    @phase("finish checkpoint")
+    def finish_checkpoint(self) -> None:
+        """Complete a checkpoint that is written in the background."""
+        self.model.checkpoint.finish()
+
+    @phase("load checkpoint")
+    def load_checkpoint(self, folder: str) -> None:
+        """Read this rank's part of a checkpoint."""
+        self.model.checkpoint.load(folder)
+
+    @phase("offload")
+    def offload(self, weights: bool) -> None:
+        """Move optimizer state, and weights if asked, to host memory."""
+        self.model.memory.offload(weights)
+
+    @phase("onload")
+    def onload(self) -> None:
+        """Move everything back to the device."""
+        self.model.memory.onload()
+
+    @phase("begin record")
+    def begin_record(self) -> None:
+        """Note the weights, and from now on every gradient (`StepRecorder`)."""
+        self.model.recorder.begin()
+
+    @phase("end record")
+    def end_record(self) -> list[TensorFigure]:
+        """Return figures of this rank's tensors since `begin_record`."""
+        return self.model.recorder.end()
+
+    @phase("watch states")
+    def watch_states(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Sketch hidden states of these tokens in the next pass for log-probabilities."""
+        self.model.recorder.watch(indices, numbers)
+
+    @phase("end states")
+    def end_states(self) -> list[StateSketches]:
+        """Return this rank's sketches since `watch_states`."""
+        return self.model.recorder.end_states()
+
+    def _forward(
+        self, work: ReplicaWork, compute: Callable[[TokenBatch, Microbatches], Tensor | None], *, filtered: bool = False
+    ) -> ForwardResult | None:
+        """Put a number for every token of the replica into the object store, one array per partition.
 
         Args:
             work: the replica's part of the batch, and microbatches that hold all of its sequences.
-            method: name of the method of the rank's model that computes the numbers.
+            compute: the model's method that computes the numbers.
+            filtered: -inf is a proper number: the filter of sampling removes the token, and the loss leaves it out.
+
+        Returns:
+            None except on the output rank.
         """
         import numpy as np
         import ray
 
+        from megatron_grpo.batch.token_batch import given
+
         batch, microbatches = work
-        with phase(method):
-            tokens = self._fetch(batch, None)
-            values = getattr(self.model, method)(tokens, microbatches)
+        tokens = self._fetch(batch, None)
+        values = compute(tokens, microbatches)
         if values is None:
             return None
-        usable = values.isfinite().logical_or(tokens.fields.sampled.logical_not())
-        if method == "logprobs" and self.model.settings.token_filter is not None:
-            usable |= values.isneginf()  # the filter of sampling removes the token, and the loss leaves it out
-        of_sequences = usable.split(tokens.lengths)
+        usable = values.isfinite().logical_or(given(tokens.fields.sampled).logical_not())
+        if filtered:
+            usable |= values.isneginf()
+        by_sequence = usable.split(tokens.lengths)
         ends = np.cumsum([int(batch.lengths[shard].sum()) for shard in batch.shards])
-        return ForwardShare(
-            shards=[ray.put(part) for part in np.split(values.numpy(), ends[:-1])],
-            finite=np.array([bool(piece.all()) for piece in of_sequences]),
-        )
+        references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
+        return references, np.array([bool(flags.all()) for flags in by_sequence])
 
-    def _fetch(self, batch: StepBatch, loss_fn: Any) -> Any:
+    def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:
         """Get from the object store the fields that this rank's stage reads; no others are moved to its node."""
         import ray
 
@@ -184,3 +251,51 @@ class RankActor:
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(f"{file}.memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class PolicyActor(RankActor):
+    """Ray actor around one rank of the policy."""
+
+    model: PolicyRank
+
+    def _build_model(self, settings: RankSettings) -> PolicyRank:
+        from megatron_grpo.trainer.rank import PolicyRank
+
+        return PolicyRank(settings)
+
+    @phase("logprobs")
+    def compute_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
+        """Store log-probabilities under the current weights (`PolicyRank.compute_logprobs`)."""
+        filtered = self.model.settings.token_filter is not None
+        return self._forward(work, self.model.compute_logprobs, filtered=filtered)
+
+    @phase("whole_logprobs")
+    def compute_whole_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
+        """Store log-probabilities over the whole vocabulary."""
+        return self._forward(work, self.model.compute_whole_logprobs)
+
+    @phase("reference_logprobs")
+    def compute_reference_logprobs(self, work: ReplicaWork) -> ForwardResult | None:
+        """Store log-probabilities under the frozen reference policy."""
+        return self._forward(work, self.model.compute_reference_logprobs)
+
+    @phase("sync_reference")
+    def sync_reference(self, alpha: float) -> None:
+        """Move the reference policy towards the policy (`PolicyRank.sync_reference`)."""
+        self.model.sync_reference(alpha)
+
+
+class ValueActor(RankActor):
+    """Ray actor around one rank of the value model."""
+
+    model: ValueRank
+
+    def _build_model(self, settings: RankSettings) -> ValueRank:
+        from megatron_grpo.trainer.rank import ValueRank
+
+        return ValueRank(settings)
+
+    @phase("values")
+    def compute_values(self, work: ReplicaWork) -> ForwardResult | None:
+        """Store the value before every token (`ValueRank.compute_values`)."""
+        return self._forward(work, self.model.compute_values)

@@ -10,10 +10,17 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from megatron_grpo.batch.step_batch import StepBatch
 
 ReplicaWork = tuple["StepBatch", list[list[int]]]
 """A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch its sequences' numbers in that part."""
+
+ForwardResult = tuple[list[Any], "NDArray[np.bool_]"]
+"""A forward pass's numbers: for each partition a reference to [tokens of the partition], float32; and [sequences]:
+True where all numbers at sampled tokens are finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +63,8 @@ class RankReport:
     """Seconds of the rank's start by part: "imports"; "model" (process groups, the model and its weights)."""
 
 
-@dataclass(frozen=True)
-class ForwardShare:
-    """One replica's outputs at every token of its shards."""
-
-    shards: list[Any]
-    """For each shard, Ray's reference to [tokens of the shard], float32."""
-    finite: Any
-    """[sequences], bool: whether all numbers at sampled tokens are finite."""
-
-
 @dataclass(frozen=True, slots=True)
-class StepShare:
+class RankTrainResult:
     """The answer of one rank to an optimizer step."""
 
     grad_norm: float

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec
 
 import numpy as np
 import ray
@@ -17,14 +18,17 @@ from megatron_grpo.batch.packing import Cost, planner
 from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import token_places
+from megatron_grpo.cluster.actor_calls import Method, call_actor
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.actor import RankActor
-from megatron_grpo.trainer.messages import RankReport, RankSettings, StepShare
+from megatron_grpo.trainer.actor import PolicyActor, RankActor, ValueActor
+from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettings, RankTrainResult, ReplicaWork
+
+P = ParamSpec("P")
 
 
 @dataclass(slots=True)
@@ -117,7 +121,7 @@ SETTLE_S = 3.0
 """Seconds to wait, once a rank has failed, for the ends of other ranks to become known."""
 
 
-class ModelRanks:
+class ModelRanks(ABC):
     """A model spread over a Ray worker group, one actor per rank of tensor * pipeline * context * data.
 
     Args:
@@ -128,8 +132,8 @@ class ModelRanks:
 
     label: ClassVar[str]
     """Name of the model in messages."""
-    output_method: ClassVar[str]
-    """Name of the method of a rank's model that computes the model's output for every token."""
+    actor_class: ClassVar[type[RankActor]]
+    """Class of the Ray actor around a rank."""
 
     def __init__(
         self, settings: RankSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
@@ -140,7 +144,7 @@ class ModelRanks:
         world = settings.config.parallel.world_size
         cores = (os.cpu_count() or 1) // (2 if settings.shares_cores else 1)
         threads = settings.config.threads or max(1, cores // world)
-        actor_class = ray.remote(RankActor)
+        actor_class = ray.remote(self.actor_class)
         self.actors = [
             actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, threads)
             for rank in range(world)
@@ -150,18 +154,20 @@ class ModelRanks:
 
     def start(self) -> None:
         """Begin building the model on every rank; returns at once."""
-        address = self.actors[0].open_store.remote(self._startup_timeout_s)
-        for actor in self.actors:
-            actor.import_packages.remote()  # the others need not wait for the address
-        self._starting = [actor.start.remote(self.settings, address) for actor in self.actors]
+        address: Any = call_actor(self.actors[0], RankActor.open_store, self._startup_timeout_s)
+        self._call(RankActor.import_packages)  # the others need not wait for the address
+        self._starting = self._call(RankActor.start, self.settings, address)
 
     def wait_ready(self) -> None:
         """Block until every rank holds its weights; RunError: a rank failed or the start-up deadline passed."""
         self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
-    def submit(self, fn: Callable[..., Any] | str, *args: Any) -> list[ray.ObjectRef]:
-        """Run fn(rank's model, *args), or the model's method of that name, on every rank; one reference each."""
-        return [actor.run.remote(fn, *args) for actor in self.actors]
+    def submit(self, function: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
+        """Run function(rank's model, *args, **kwargs) on every rank; returns a reference each."""
+        return self._call(RankActor.run, function, *args, **kwargs)
+
+    def _call(self, method: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
+        return [call_actor(actor, method, *args, **kwargs) for actor in self.actors]
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
         """One optimizer step, split over data-parallel ranks and microbatches.
@@ -178,10 +184,13 @@ class ModelRanks:
         counts = GlobalCounts.of(batch, sequences)
         plans = self._plan(batch, sequences, self._config.microbatch_tokens)
         limit = self._prob_error_limit(batch)
-        refs = [actor.train.remote(work, loss_fn, counts, limit) for actor, work in self._works(batch, plans)]
+        refs = [
+            call_actor(actor, RankActor.train, work, loss_fn, counts, limit)
+            for actor, work in self._works(batch, plans)
+        ]
         shares = self._gather(refs, "training step")
         if not math.isfinite(shares[0].grad_norm):
-            raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, plans, shares))
+            raise NonFiniteGradientError(shares[0].grad_norm, self._find_suspects(batch, plans, shares))
         metrics = combine_metrics(one for share in shares for one in share.metrics or [])
         if shares[0].is_refused:
             raise RefusedStepError(metrics)
@@ -222,43 +231,43 @@ class ModelRanks:
 
         In the background it returns as soon as the model may change, and `finish_checkpoint` has to follow.
         """
-        self._gather(self.submit("checkpoint.save", folder, background), "checkpoint")
+        self._gather(self._call(RankActor.save_checkpoint, folder, background), "checkpoint")
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would return without waiting."""
-        return all(self._gather(self.submit("checkpoint.is_written"), "checking the checkpoint"))
+        return all(self._gather(self._call(RankActor.checkpoint_is_written), "checking the checkpoint"))
 
     def finish_checkpoint(self) -> None:
         """Complete a checkpoint that is written in the background; RunError: a rank could not write its part."""
-        self._gather(self.submit("checkpoint.finish"), "completing a checkpoint")
+        self._gather(self._call(RankActor.finish_checkpoint), "completing a checkpoint")
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
-        self._gather(self.submit("checkpoint.load", folder), "loading the checkpoint")
+        self._gather(self._call(RankActor.load_checkpoint, folder), "loading the checkpoint")
 
     def devices(self) -> list[str]:
         """Ray's id of each rank's GPU; empty on a CPU. Ranks need not have started."""
-        found = self._gather([actor.gpus.remote() for actor in self.actors], "listing GPUs")
+        found = self._gather(self._call(RankActor.gpus), "listing GPUs")
         return [device for devices in found for device in devices]
 
     def offload(self, *, weights: bool) -> None:
         """Move the optimizer's state to host memory, with `weights` the weights too, and drop gradients."""
-        self._gather(self.submit("memory.offload", weights), "moving to host memory")
+        self._gather(self._call(RankActor.offload, weights), "moving to host memory")
 
     def onload(self) -> None:
         """Move weights and optimizer state back to the devices; gradients are zero."""
-        self._gather(self.submit("memory.onload"), "moving back from host memory")
+        self._gather(self._call(RankActor.onload), "moving back from host memory")
 
     def begin_record(self) -> None:
         """Note the weights, and from now on the gradient of every optimizer step, until `end_record`."""
-        self._gather(self.submit("recorder.begin"), "recording the weights")
+        self._gather(self._call(RankActor.begin_record), "recording the weights")
 
     def end_record(self) -> list[TensorFigure]:
         """Figures of the weights, the gradients since `begin_record`, and the change of the weights, tensor by tensor.
 
         With expert parallelism and pipelines each stage has figures of its tensors; a tensor comes once.
         """
-        found = self._gather(self.submit("recorder.end"), "recording the update")
+        found = self._gather(self._call(RankActor.end_record), "recording the update")
         return [figure for figures in found for figure in figures]
 
     def watch_states(self, batch: StepBatch) -> None:
@@ -270,20 +279,20 @@ class ModelRanks:
             places = np.flatnonzero(np.isin(numbers, watched))
             watches.append((places, numbers[places]))
         pairs = zip(self.actors, self._places, strict=True)
-        refs = [actor.run.remote("recorder.watch", *watches[place.data]) for actor, place in pairs]
+        refs = [call_actor(actor, RankActor.watch_states, *watches[place.data]) for actor, place in pairs]
         self._gather(refs, "choosing the recorded hidden states")
 
     def end_states(self) -> list[StateFigure]:
         """Sketches of the watched tokens' hidden states, at every point of the model; a point has each token once."""
-        return sum_states(self._gather(self.submit("recorder.end_states"), "recording hidden states"))
+        return sum_states(self._gather(self._call(RankActor.end_states), "recording hidden states"))
 
     def begin_profile(self) -> None:
         """Record operators and memory of every rank until `end_profile`."""
-        self._gather([actor.begin_profile.remote() for actor in self.actors], "beginning a profile")
+        self._gather(self._call(RankActor.begin_profile), "beginning a profile")
 
     def end_profile(self, folder: str) -> None:
         """Write the recordings into an existing folder, each rank into files of its own."""
-        self._gather([actor.end_profile.remote(folder) for actor in self.actors], "writing a profile")
+        self._gather(self._call(RankActor.end_profile, folder), "writing a profile")
 
     def shutdown(self) -> None:
         """End every process; idempotent."""
@@ -304,7 +313,9 @@ class ModelRanks:
             others = [name(rank) for rank in lost if name(rank) not in text]
             raise ModelLostError(f"{text}; {listed(others)} is gone" if others else text) from error
 
-    def _suspects(self, batch: StepBatch, plans: Sequence[StepMicrobatches], shares: Sequence[StepShare]) -> list[int]:
+    def _find_suspects(
+        self, batch: StepBatch, plans: Sequence[StepMicrobatches], shares: Sequence[RankTrainResult]
+    ) -> list[int]:
         """Numbers of the sequences that may have caused a gradient that is not finite.
 
         Candidates are the sequences of microbatches whose loss is not finite, or all if every loss is finite. Returned
@@ -317,28 +328,27 @@ class ModelRanks:
                 if not math.isfinite(metrics["loss"]):
                     found += numbers.tolist()
         suspects = sorted(set(found)) or sorted(np.concatenate([one for plan in plans for one in plan]).tolist())
-        _, finite = self._forward(batch, self.output_method, "outputs of a failed training step")
+        finite = self._find_finite(batch)
         return [number for number in suspects if not finite[number]] or suspects
 
-    def _forward(self, batch: StepBatch, method: str, what: str) -> tuple[list[ray.ObjectRef], NDArray[np.bool_]]:
-        """Compute a number for every token with a method of the ranks' model.
+    @abstractmethod
+    def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Compute the model's outputs again: [sequences], True where they are finite at sampled tokens."""
 
-        Returns:
-            For each shard a reference to [tokens of the shard], float32; and [sequences], bool: whether all numbers at
-            sampled tokens are finite.
-        """
+    def _forward(self, batch: StepBatch, method: Method[[ReplicaWork]], what: str) -> ForwardResult:
+        """Compute a number for every token of the step with a method of the actors."""
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
         plans = self._plan(batch, np.arange(len(batch)), tokens)
-        refs = [actor.forward.remote(work, method) for actor, work in self._works(batch, plans)]
-        by_replica = {
-            place.data: share
-            for place, share in zip(self._places, self._gather(refs, what), strict=True)
-            if share is not None
+        refs = [call_actor(actor, method, work) for actor, work in self._works(batch, plans)]
+        by_replica: dict[int, ForwardResult] = {
+            place.data: result
+            for place, result in zip(self._places, self._gather(refs, what), strict=True)
+            if result is not None
         }
-        shares = [by_replica[replica] for replica in range(self._config.parallel.data)]
+        results = [by_replica[replica] for replica in range(self._config.parallel.data)]
         finite = np.zeros(len(batch), dtype=np.bool_)
-        finite[np.concatenate(batch.shards)] = np.concatenate([share.finite for share in shares])
-        return [part for share in shares for part in share.shards], finite
+        finite[np.concatenate(batch.shards)] = np.concatenate([flags for _, flags in results])
+        return [reference for references, _ in results for reference in references], finite
 
     def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
         """Plan each replica's microbatches (`assign_microbatches`)."""
@@ -359,7 +369,10 @@ class MegatronPolicy(ModelRanks):
     """The policy; its checkpoints hold the reference policy too once the reference has moved."""
 
     label = "policy"
-    output_method = "logprobs"
+    actor_class = PolicyActor
+
+    def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._forward(batch, PolicyActor.compute_logprobs, "outputs of a failed training step")[1]
 
     def _prob_error_limit(self, batch: StepBatch) -> float | None:
         # With prev_logprobs the driver has checked the whole step; a minibatch would be refused after earlier ones.
@@ -371,31 +384,36 @@ class MegatronPolicy(ModelRanks):
         Returns:
             [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
-        batch.fields["prev_logprobs"], finite = self._forward(batch, "logprobs", "log-probabilities")
+        batch.fields["prev_logprobs"], finite = self._forward(batch, PolicyActor.compute_logprobs, "log-probabilities")
         return finite
 
     def add_whole_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Add whole_logprobs to the batch: as prev_logprobs, over the whole vocabulary whatever the filter."""
-        batch.fields["whole_logprobs"], finite = self._forward(batch, "whole_logprobs", "log-probabilities")
+        batch.fields["whole_logprobs"], finite = self._forward(
+            batch, PolicyActor.compute_whole_logprobs, "log-probabilities"
+        )
         return finite
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Add reference_logprobs to the batch: log-probabilities of every token under the frozen reference policy."""
         batch.fields["reference_logprobs"], finite = self._forward(
-            batch, "reference_logprobs", "reference log-probabilities"
+            batch, PolicyActor.compute_reference_logprobs, "reference log-probabilities"
         )
         return finite
 
     def sync_reference(self, alpha: float) -> None:
         """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
-        self._gather(self.submit("sync_reference", alpha), "moving the reference policy")
+        self._gather(self._call(PolicyActor.sync_reference, alpha), "moving the reference policy")
 
 
 class MegatronValue(ModelRanks):
     """The value model of PPO."""
 
     label = "value model"
-    output_method = "values"
+    actor_class = ValueActor
+
+    def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._forward(batch, ValueActor.compute_values, "outputs of a failed training step")[1]
 
     def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Add values to the batch: the expected return before every token under the current weights; 0 at first tokens.
@@ -403,5 +421,5 @@ class MegatronValue(ModelRanks):
         Returns:
             [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
-        batch.fields["values"], finite = self._forward(batch, "values", "values")
+        batch.fields["values"], finite = self._forward(batch, ValueActor.compute_values, "values")
         return finite

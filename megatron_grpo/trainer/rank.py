@@ -27,7 +27,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform, current_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.disagreement import is_beyond_limit
-from megatron_grpo.trainer.messages import RankSettings, StepShare
+from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, sum_over_context
 from megatron_grpo.trainer.model.build import DecoderModel, build_model
 from megatron_grpo.trainer.model.experts import StepRouting
@@ -142,7 +142,7 @@ class ModelRank(ABC):
         loss_fn: LossFunction,
         counts: GlobalCounts,
         limit: float | None = None,
-    ) -> StepShare:
+    ) -> RankTrainResult:
         """One optimizer step on this replica's `batch`; `counts` are global, over all replicas.
 
         When the gradient's norm (`grad_norm` of the result) is not finite, or the probability error is beyond `limit`
@@ -151,7 +151,7 @@ class ModelRank(ABC):
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         device = self.platform.device
         if limit is not None and is_beyond_limit(metrics if self._has_loss else [], limit, counts.tokens, device):
-            return StepShare(0.0, 0.0, _on_host(metrics) if self._has_loss else None, is_refused=True)
+            return RankTrainResult(0.0, 0.0, _on_host(metrics) if self._has_loss else None, is_refused=True)
         grad_norm = self.optimizer.grad_norm()
         self.recorder.add_gradient()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
@@ -160,7 +160,7 @@ class ModelRank(ABC):
             expert_metrics = self.routing.end()
             if shares and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
                 shares[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
-        return StepShare(grad_norm, learning_rate, shares, gpu_memory_gib=_peak_memory_gib())
+        return RankTrainResult(grad_norm, learning_rate, shares, gpu_memory_gib=_peak_memory_gib())
 
     def compute_gradients(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
@@ -302,7 +302,7 @@ class PolicyRank(ModelRank):
         """The kernel that turns hidden states into log-probabilities."""
         return self.config.logprob_kernel
 
-    def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+    def compute_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token under the current weights, as `_forward_tokens` returns it.
 
         With a filter (`RankSettings.token_filter`) over the tokens that it keeps; -inf for a token that it removes.
@@ -310,10 +310,10 @@ class PolicyRank(ModelRank):
         with self.recorder.watching(batch, microbatches):
             return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 
-    def whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """As `logprobs`, over the whole vocabulary whatever the filter."""
+    def compute_whole_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """As `compute_logprobs`, over the whole vocabulary whatever the filter."""
         with self.without_filter():
-            return self.logprobs(batch, microbatches)
+            return self.compute_logprobs(batch, microbatches)
 
     @contextmanager
     def without_filter(self) -> Iterator[None]:
@@ -325,7 +325,7 @@ class PolicyRank(ModelRank):
         finally:
             self.settings = settings
 
-    def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+    def compute_reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token under the frozen reference policy, as `_forward_tokens` returns it.
 
         Over the whole vocabulary, also with a filter, which could remove a token that the policy keeps.
@@ -395,7 +395,7 @@ def _copy_weights(source: list[DecoderModel], target: list[DecoderModel]) -> Non
 class ValueRank(ModelRank):
     """A rank's shard of the value model and of its optimizer."""
 
-    def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+    def compute_values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token under the current weights, as `_forward_tokens` returns it."""
         return self._forward_tokens(self.gather_chunks(), batch, microbatches)
 

@@ -69,7 +69,9 @@ def measure(task: Task, enter: Callable[[str], object]) -> dict[str, Any]:
     (microbatches,) = planner(config, OF_TOKENS).microbatches([np.array(batch.lengths)])
     rank = _build(config)  # the distributed optimizer is off, so that each rank keeps the whole gradient
     enter("log-probabilities")
-    logprobs = rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches)
+    logprobs = rank.compute_logprobs(
+        TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches
+    )
     result = Findings(weights=_whole(rank))
     if logprobs is not None:
         result.logprobs = dict(zip(numbers, logprobs.split(batch.lengths), strict=True))

@@ -174,7 +174,7 @@ def policy_logprobs(rank: PolicyRank, sequences: tuple[tuple[int, ...], ...]) ->
     # vLLM computes those of a prompt without a temperature and without filters.
     rank.settings = replace(settings, temperature=1.0, token_filter=None)
     try:
-        logprobs = rank.logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
+        logprobs = rank.compute_logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
     finally:
         rank.settings = settings
     return None if logprobs is None else tuple(tuple(part[1:].tolist()) for part in logprobs.split(lengths))

@@ -103,7 +103,7 @@ def logprobs_on_rank(
         sampled=torch.from_numpy(np.concatenate(sampled)),
         routed_experts=torch.from_numpy(routed) if replay else None,
     )
-    found = rank.logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
+    found = rank.compute_logprobs(TokenBatch(lengths, fields), [list(range(len(lengths)))])
     return found[fields.sampled].numpy()
 
 

@@ -106,7 +106,7 @@ def measured_on_rank(
     rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
     microbatches = [[index] for index in range(len(LENGTHS))]
     tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
-    logprobs = rank.logprobs(tokens, microbatches)
+    logprobs = rank.compute_logprobs(tokens, microbatches)
     loss = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
     rank.compute_gradients(batch(), microbatches, loss, step_counts(batch()))
     return logprobs, whole_gradients(rank)
@@ -177,7 +177,7 @@ def test_adapters_go_with_rounded_layers(model: TinyModel) -> None:
 def adapted_on_rank(_: Layout, config: PolicyConfig, model: TinyModel) -> Tensor | None:
     rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
     tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
-    return rank.logprobs(tokens, [[0], [1], [2]])
+    return rank.compute_logprobs(tokens, [[0], [1], [2]])
 
 
 def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel) -> None:

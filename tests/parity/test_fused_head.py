@@ -38,7 +38,7 @@ def ask_the_fused_head(layout: Layout, model: TinyModel) -> None:
     """For log-probabilities of a batch."""
     engine = make_engine(layout, model, distributed=False, logprob_kernel="fused")
     share, microbatches, *_ = train_arguments(layout)
-    engine.logprobs(share, microbatches)
+    engine.compute_logprobs(share, microbatches)
 
 
 def test_the_key_reaches_the_kernel(tiny_models: dict[str, TinyModel]) -> None:

@@ -107,9 +107,9 @@ def steps_on_rank(layout: Layout, model: TinyModel) -> dict[str, Any]:
     return found | {
         "end": own_parts(rank, gradients=False),
         "after": whole_tensors(rank),
-        "policy": of_sequences(rank.logprobs(batch, microbatches)),
-        "reference": of_sequences(rank.reference_logprobs(batch, microbatches)),
-        "again": of_sequences(rank.logprobs(batch, microbatches)),
+        "policy": of_sequences(rank.compute_logprobs(batch, microbatches)),
+        "reference": of_sequences(rank.compute_reference_logprobs(batch, microbatches)),
+        "again": of_sequences(rank.compute_logprobs(batch, microbatches)),
     }
 
 

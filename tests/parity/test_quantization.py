@@ -109,7 +109,10 @@ def measured_on_rank(
     )
     microbatches = [[index] for index in range(len(LENGTHS))]
     tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
-    logprobs, reference = rank.logprobs(tokens, microbatches), rank.reference_logprobs(tokens, microbatches)
+    logprobs, reference = (
+        rank.compute_logprobs(tokens, microbatches),
+        rank.compute_reference_logprobs(tokens, microbatches),
+    )
     loss = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
     rank.compute_gradients(batch(), microbatches, loss, step_counts(batch()))
     return logprobs, reference, whole_gradients(rank)

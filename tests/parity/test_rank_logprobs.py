@@ -47,9 +47,9 @@ def logprobs_on_rank(
     )
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, share, None)
-    found = [rank.logprobs(batch, microbatches)]
+    found = [rank.compute_logprobs(batch, microbatches)]
     rank.train(*train_arguments(layout))
-    found += [rank.reference_logprobs(batch, microbatches), rank.logprobs(batch, microbatches)]
+    found += [rank.compute_reference_logprobs(batch, microbatches), rank.compute_logprobs(batch, microbatches)]
     assert all((values is not None) == rank.is_output_rank for values in found)
     reported = [values for values in found if values is not None]
     assert all((values.dtype, values.shape) == (torch.float32, (sum(share.lengths),)) for values in reported)

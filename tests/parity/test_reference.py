@@ -152,10 +152,10 @@ def offloaded_on_rank(layout: Layout, model: TinyModel) -> tuple[bool, int]:
     batch, microbatches, _, _ = train_arguments(layout)
     found = []
     for engine in engines:
-        before = engine.reference_logprobs(batch, microbatches)
+        before = engine.compute_reference_logprobs(batch, microbatches)
         engine.train(*train_arguments(layout))
         engine.sync_reference(ALPHA)
-        found.append((before, engine.reference_logprobs(batch, microbatches), reference_tensors(engine)))
+        found.append((before, engine.compute_reference_logprobs(batch, microbatches), reference_tensors(engine)))
     one, other = found
     same = all(one[2][name].equal(other[2][name]) for name in one[2])
     for a, b in zip(one[:2], other[:2], strict=True):

@@ -86,7 +86,7 @@ def replayed_on_rank(
     _, _, loss_fn, counts = train_arguments(layout)
     if records is not None:
         share = with_record(tiny, share, order, records)
-    logprobs = engine.logprobs(fetched(engine, replace_sampled(share), None), microbatches)
+    logprobs = engine.compute_logprobs(fetched(engine, replace_sampled(share), None), microbatches)
     found = [] if logprobs is None else [dict(zip(order, logprobs.split(share.lengths), strict=True))]
     engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
     gradients = whole_gradients(engine)
@@ -199,7 +199,7 @@ def reference_on_rank(layout: Layout, tiny: TinyModel, records: list[Tensor]) ->
     )
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, replace_sampled(with_record(tiny, share, order, records)), None)
-    policy, reference = rank.logprobs(batch, microbatches), rank.reference_logprobs(batch, microbatches)
+    policy, reference = rank.compute_logprobs(batch, microbatches), rank.compute_reference_logprobs(batch, microbatches)
     return tuple(dict(zip(order, found.split(share.lengths), strict=True)) for found in (policy, reference))
 
 
@@ -216,7 +216,7 @@ def test_the_reference_policy_chooses_for_itself(model: TinyModel) -> None:
 def without_record_on_rank(layout: Layout, tiny: TinyModel) -> None:
     engine = make_engine(layout, tiny, moe=REPLAY)
     share, microbatches, _ = rank_share(make_batch(), layout)
-    engine.logprobs(fetched(engine, share, None), microbatches)
+    engine.compute_logprobs(fetched(engine, share, None), microbatches)
 
 
 def test_a_batch_without_the_record_is_a_defect(model: TinyModel) -> None:

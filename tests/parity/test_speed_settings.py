@@ -34,7 +34,7 @@ def steps_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) ->
     found: list[Any] = []
     for batch in (share, unlearnt, share):
         engine.train(fetched(engine, batch, loss_fn), microbatches, loss_fn, counts)
-        found.append(engine.logprobs(fetched(engine, batch, None), microbatches))
+        found.append(engine.compute_logprobs(fetched(engine, batch, None), microbatches))
     groups = [len(chunk.bucket_groups) for chunk in engine.optimizer.chunks]
     return [groups, *found, whole_tensors(engine)]
 

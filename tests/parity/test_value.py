@@ -93,7 +93,7 @@ def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor] 
     for path in paths:
         share, microbatches, order = rank_share(make_batch(), layout)
         engine = make_engine(layout, path)
-        values = engine.values(fetched(engine, share, None), microbatches)
+        values = engine.compute_values(fetched(engine, share, None), microbatches)
         pieces = None if values is None else values.split(share.lengths)
         found.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
     return found

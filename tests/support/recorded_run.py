@@ -97,7 +97,7 @@ def _watch_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     plan = [[own[int(number)] for number in microbatch] for microbatch in task.logprobs[replica]]
     batch = task.batch.select(mine.tolist())
     for _ in range(2):  # only the first pass is recorded
-        rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), plan)
+        rank.compute_logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), plan)
     parts = rank.recorder.end_states()
     return {"states": [(point, torch.from_numpy(tokens), torch.from_numpy(values)) for point, tokens, values in parts]}
 

@@ -41,7 +41,7 @@ def logprobs_and_states(
     with capture_states(
         rank, batch, microbatches, places, lambda piece: pieces.append(replace(piece, values=piece.values.cpu()))
     ):
-        return rank.logprobs(batch, microbatches), pieces
+        return rank.compute_logprobs(batch, microbatches), pieces
 
 
 def trainer_again(
@@ -78,7 +78,7 @@ def trainer_again(
         if hidden:
             found, pieces = logprobs_and_states(rank, batch, microbatches, everywhere)
         else:
-            found, pieces = rank.logprobs(batch, microbatches), []
+            found, pieces = rank.compute_logprobs(batch, microbatches), []
     finally:
         destroy_parallel()
     logprobs = [part[one.places] for part, one in zip(given(found).split(lengths), sequences, strict=True)]

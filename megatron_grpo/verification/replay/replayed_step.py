@@ -214,7 +214,7 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     if task.uses_prev:
         batch.fields.prev_logprobs = logprobs[places]
     if task.settings.reference is not None:
-        batch.fields.reference_logprobs = _shared(task, rank.reference_logprobs(forward, plan), places)[places]
+        batch.fields.reference_logprobs = _shared(task, rank.compute_reference_logprobs(forward, plan), places)[places]
     enter("optimizer steps")
     rank.recorder.begin()
     loss_fn = ClippedPGLossFn(task.loss)

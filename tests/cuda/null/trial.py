@@ -25,7 +25,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.messages import RankSettings, StepShare
+from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.verification.problem import SMALL, TINY, counts_of, make_loss
@@ -79,14 +79,14 @@ class Trial:
     def logprobs(self) -> Tensor | None:
         """The policy's log-probabilities of the batch."""
         with self.answers:
-            return self.rank.logprobs(self.batch, self.microbatches)
+            return self.rank.compute_logprobs(self.batch, self.microbatches)
 
     def reference_logprobs(self) -> Tensor | None:
         """The reference's log-probabilities of the batch."""
         with self.answers:
-            return self.rank.reference_logprobs(self.batch, self.microbatches)
+            return self.rank.compute_reference_logprobs(self.batch, self.microbatches)
 
-    def train(self) -> StepShare:
+    def train(self) -> RankTrainResult:
         """One optimizer step on the batch."""
         counts = counts_of(self.batch)
         with self.answers:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.trainer.messages import RankReport, StepShare
+from megatron_grpo.trainer.actor import PolicyActor
+from megatron_grpo.trainer.messages import RankReport, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 
 PLACES = [RankReport(data=0, device_name="cpu", startup_s={})] + [
@@ -40,13 +41,13 @@ def test_a_bad_gradient_is_traced_to_its_sequences(
     policy = MegatronPolicy.__new__(MegatronPolicy)  # no processes: what is tested is bookkeeping
     policy._places = PLACES
 
-    def forward(of: StepBatch, method: str, _: str) -> tuple[list[Any], Any]:
-        assert (of, method) == (batch, "logprobs")
+    def forward(of: StepBatch, method: Any, _: str) -> tuple[list[Any], Any]:
+        assert (of, method) == (batch, PolicyActor.compute_logprobs)
         return [], finite
 
     monkeypatch.setattr(policy, "_forward", forward)
-    shares = [StepShare(math.nan, 0.0, None)]
-    shares += [StepShare(math.nan, 0.0, [{"loss": loss} for loss in replica]) for replica in losses]
-    found = policy._suspects(batch, PLANS, shares)
+    shares = [RankTrainResult(math.nan, 0.0, None)]
+    shares += [RankTrainResult(math.nan, 0.0, [{"loss": loss} for loss in replica]) for replica in losses]
+    found = policy._find_suspects(batch, PLANS, shares)
     assert found == expected
     assert all(type(number) is int for number in found), "as a file of JSON has them"
