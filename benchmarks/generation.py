@@ -52,7 +52,7 @@ def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     with rollout_workers(folder, asked) as pool:
         while True:
             began = time.perf_counter()
-            groups = pool.collect(rows, pool.plan(asked.samples, settings, SEED, STEP), StepTimer())
+            groups = pool.collect(rows, pool.make_settings(asked.samples, settings, SEED, STEP), StepTimer())
             seconds = time.perf_counter() - began
             yield (
                 seconds,
@@ -128,7 +128,7 @@ def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from megatron_grpo.rollouts.seeds import sample_seed
+    from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
 
     llm = LLM(
         folder,
@@ -147,7 +147,7 @@ def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
             SamplingParams(
                 max_tokens=asked.tokens,
                 stop_token_ids=[1],
-                seed=sample_seed(SEED, STEP, number, sample),
+                seed=compute_sample_seed(SEED, STEP, number, sample),
                 logprobs=0,
             ),
         )

@@ -20,7 +20,7 @@ from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.rollouts.seeds import reasons
+from megatron_grpo.rollouts.failures import describe_failures
 from megatron_grpo.run.checkpoint_files import read_state
 from megatron_grpo.run.directory import STOP_FILE
 
@@ -291,7 +291,9 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
         run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
     failed = [outcome for outcome in report.sampled if outcome.failure is not None]
     if failed:
-        run.logger.note(f"step {step}: {len(failed)} of {len(report.sampled)} rollouts failed: {reasons(failed)}")
+        run.logger.note(
+            f"step {step}: {len(failed)} of {len(report.sampled)} rollouts failed: {describe_failures(failed)}"
+        )
     errors = sum(outcome.reward_errors for outcome in report.sampled)
     if errors:
         run.logger.note_once(

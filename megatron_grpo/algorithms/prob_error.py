@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from megatron_grpo.config.errors import DisagreementError
 from megatron_grpo.losses.divergence import error_without_worst
 from megatron_grpo.losses.loss import bounded_exp
-from megatron_grpo.rollouts.rollout_metrics import age_metrics
+from megatron_grpo.rollouts.rollout_metrics import compute_age_metrics
 
 if TYPE_CHECKING:
     from megatron_grpo.algorithms.context import GRPORun
@@ -220,7 +220,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
 
 def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
     """Updates between the weights that drew the oldest token of a step and those that train on it."""
-    return int(age_metrics(outcomes, run.state["total_steps"])["trajectory_age_max"])
+    return int(compute_age_metrics(outcomes, run.state["total_steps"])["trajectory_age_max"])
 
 
 def _warning(run: GRPORun, step: int, metrics: Mapping[str, float], seen: NoiseComparison, can_examine: bool) -> str:

@@ -16,8 +16,8 @@ from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.data.loader import Batches, with_waiting
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.rollouts.pool import Complete, RolloutPool, UnderWay
-from megatron_grpo.rollouts.seeds import RolloutPlan
+from megatron_grpo.rollouts.pool import CompletePrompt, PendingBatch, RolloutPool
+from megatron_grpo.rollouts.rollout_settings import RolloutSettings
 
 
 class SampleBuffer(ABC):
@@ -59,17 +59,17 @@ class SampleBuffer(ABC):
     def metrics(self) -> dict[str, float]:
         """Counts of prompts in the buffer after the step took its own: sampled already, and under way."""
 
-    def _plan(self) -> RolloutPlan:
-        """The plan of the newest generation batch."""
+    def _make_settings(self) -> RolloutSettings:
+        """The rollouts' settings of the newest generation batch."""
         samples, seed = self._loop.num_generations_per_prompt, self._loop.seed
-        return self._rollouts.plan(samples, self._settings, seed, self._number)
+        return self._rollouts.make_settings(samples, self._settings, seed, self._number)
 
 
 @dataclass(frozen=True, slots=True)
 class _GenerationBatch:
     """A generation batch that is being sampled, or has been."""
 
-    under_way: UnderWay
+    under_way: PendingBatch
     prompts: int
     version: int
     """Version of the engines' weights when the batch was begun."""
@@ -101,7 +101,7 @@ class OrderedBuffer(SampleBuffer):
             if prompts is None:
                 break
             self._number += 1
-            under_way = self._rollouts.begin(dict(enumerate(prompts)), self._plan())
+            under_way = self._rollouts.begin(dict(enumerate(prompts)), self._make_settings())
             position = copy.deepcopy(self._loader.state_dict())
             self._batches.append(_GenerationBatch(under_way, len(prompts), version, position))
         if not self._batches:
@@ -125,7 +125,7 @@ class _Begun:
     row: int
     version: int
     """Version of the engines' weights when the prompt was begun."""
-    complete: Complete | None = None
+    complete: CompletePrompt | None = None
     """Record of the complete group; None: samples are still under way."""
     left_over: bool = False
     """Whether a step has taken a later prompt before it."""
@@ -175,11 +175,11 @@ class FirstComplete:
         self._next += 1
         return self._next - 1
 
-    def put(self, complete: Complete) -> None:
+    def put(self, complete: CompletePrompt) -> None:
         """Record that a prompt is complete."""
         self._begun[complete.number].complete = complete
 
-    def take(self, version: int) -> list[Complete] | None:
+    def take(self, version: int) -> list[CompletePrompt] | None:
         """The prompts of the step that learns with weights of this version, in the order of their rows in the data.
 
         None: too few are complete yet.
@@ -222,7 +222,7 @@ class Oversampling(SampleBuffer):
         self._buffer = FirstComplete(self._per_take, asynchronous.max_trajectory_age_steps)
         self._next: deque[DatumSpec] = deque()
         """Prompts of the last generation batch that are not yet begun."""
-        self._begun: list[UnderWay] = []
+        self._begun: list[PendingBatch] = []
         """Prompts that were begun together, of which some are not complete."""
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
@@ -262,9 +262,9 @@ class Oversampling(SampleBuffer):
             data = [self._next.popleft() for _ in range(min(missing, len(self._next)))]
             missing -= len(data)
             numbered = {self._buffer.add(datum["idx"], version): datum for datum in data}
-            self._begun.append(self._rollouts.begin(numbered, self._plan()))
+            self._begun.append(self._rollouts.begin(numbered, self._make_settings()))
 
     def _record_arrivals(self) -> None:
-        for complete in self._rollouts.arrived(self._begun):
+        for complete in self._rollouts.list_complete(self._begun):
             self._buffer.put(complete)
         self._begun = [one for one in self._begun if one.calls]

@@ -18,7 +18,7 @@ from megatron_grpo.batch.trajectory import Outcome, SampledGroup, renumbered
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.rollouts.rollout_metrics import age_metrics
+from megatron_grpo.rollouts.rollout_metrics import compute_age_metrics
 
 _DYNAMIC_SAMPLING = "dynamic_sampling_"
 _GEN_BATCHES = f"{_DYNAMIC_SAMPLING}gen_batches"
@@ -144,10 +144,10 @@ def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: St
         groups = run.buffer.take(batches, state["total_steps"], timer)
     else:
         prompts, loop = next(batches, None), run.config.loop
-        plan = run.rollouts.plan(
+        rollout_settings = run.rollouts.make_settings(
             loop.num_generations_per_prompt, run.settings, loop.seed, step=state["generation_batches"] + 1
         )
-        groups = None if prompts is None else run.rollouts.collect(prompts, plan, timer)
+        groups = None if prompts is None else run.rollouts.collect(prompts, rollout_settings, timer)
     if groups is None:
         return None
     state["generation_batches"] += 1
@@ -161,7 +161,7 @@ def _metrics_of_async(run: SamplingRun, outcomes: list[Outcome], timer: StepTime
     if run.buffer is None:
         return {}
     waited = sum(timer.seconds.get(phase, 0.0) for phase in ("generation", "environment"))
-    ages = age_metrics(outcomes, run.state["total_steps"])
+    ages = compute_age_metrics(outcomes, run.state["total_steps"])
     return {**ages, **run.buffer.metrics(), "exposed_generation_s": waited}
 
 

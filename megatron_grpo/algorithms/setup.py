@@ -37,7 +37,7 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import prepare
-from megatron_grpo.rollouts.pool import RolloutPool, not_replaced
+from megatron_grpo.rollouts.pool import RolloutPool, refuse_to_restore
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
 from megatron_grpo.run.launch import (
@@ -93,7 +93,7 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
     folder = _model(config, startup)
     models: Models | None = None
     transport: WeightTransport | None = None
-    restore = not_replaced
+    restore = refuse_to_restore
     if config.debug.train:
         models = start_models(config, folder, startup.cluster, stack)
         generation = models.generation

@@ -30,11 +30,11 @@ from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
 from megatron_grpo.observability.timing import StepTimer, peak_tflops, throughput
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.rollout_metrics import (
-    group_metrics,
-    length_metrics,
-    reward_function_metrics,
-    rollout_metrics,
-    task_metrics,
+    compute_group_metrics,
+    compute_length_metrics,
+    compute_reward_function_metrics,
+    compute_rollout_metrics,
+    compute_task_metrics,
 )
 from megatron_grpo.trainer.model_ranks import (
     MegatronPolicy,
@@ -304,17 +304,17 @@ def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Score
     sampled: list[Outcome] = samples.sampled
     generations = config.loop.num_generations_per_prompt
     metrics = {
-        **rollout_metrics(sampled),
-        **length_metrics(sampled),
-        **group_metrics(sampled, generations),
-        **reward_function_metrics(sampled),
-        **task_metrics(sampled, config.env),
+        **compute_rollout_metrics(sampled),
+        **compute_length_metrics(sampled),
+        **compute_group_metrics(sampled, generations),
+        **compute_reward_function_metrics(sampled),
+        **compute_task_metrics(sampled, config.env),
         **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
         "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
         **samples.metrics,
     }
     if config.loop.use_dynamic_sampling:
-        metrics["filtered_reward"] = rollout_metrics(samples.outcomes)["reward"]
+        metrics["filtered_reward"] = compute_rollout_metrics(samples.outcomes)["reward"]
     return metrics
 
 

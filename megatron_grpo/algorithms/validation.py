@@ -14,7 +14,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.run_logger import prompt_text, sample_row
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.rollout_metrics import reward_function_metrics, rollout_metrics
+from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics, compute_rollout_metrics
 
 
 def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:
@@ -79,8 +79,8 @@ def sample_responses(
         SamplingError: an engine or an environment failed, or too many rollouts did.
     """
     for start in range(0, len(prompts), size):
-        plan = rollouts.plan(samples, settings, seed, step=0)
-        yield rollouts.collect(prompts[start : start + size], plan, timer)
+        rollout_settings = rollouts.make_settings(samples, settings, seed, step=0)
+        yield rollouts.collect(prompts[start : start + size], rollout_settings, timer)
 
 
 def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
@@ -97,7 +97,9 @@ def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Se
     """
     together = [one for group in outcomes for one in group]
     metrics = _measured(together)
-    metrics |= {name: value for name, value in reward_function_metrics(together).items() if name.startswith("reward/")}
+    metrics |= {
+        name: value for name, value in compute_reward_function_metrics(together).items() if name.startswith("reward/")
+    }
     by_task = _by(outcomes, [prompt["task_name"] for prompt in prompts])
     for task, of_task in by_task.items() if len(by_task) > 1 else ():
         metrics |= {f"task_{name}/{task}": value for name, value in _measured(of_task).items()}
@@ -116,7 +118,7 @@ def _by(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> d
 
 
 def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    measured = rollout_metrics(outcomes)
+    measured = compute_rollout_metrics(outcomes)
     return {name: measured[name] for name in VALIDATION_METRICS if name in measured}
 
 

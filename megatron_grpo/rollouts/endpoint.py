@@ -52,7 +52,7 @@ class EndpointSettings:
         return replace(self, port=self.port + index) if self.port else self
 
 
-def endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
+def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
     """Settings of the endpoints from generation.endpoint; None: endpoints are not enabled."""
     if not config.enabled:
         return None

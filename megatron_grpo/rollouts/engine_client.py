@@ -16,7 +16,7 @@ from megatron_grpo.cluster.futures import explain, is_lost, overdue, pickled
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import EngineLostError, SamplingError
-from megatron_grpo.rollouts.seeds import RolloutFailure
+from megatron_grpo.rollouts.failures import RolloutFailure
 
 LOOK_S = 0.5
 """Seconds between two checks for overdue engines."""

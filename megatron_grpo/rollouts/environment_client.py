@@ -21,7 +21,7 @@ from megatron_grpo.environments.environment_processes import (
     EnvironmentStatus,
 )
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
-from megatron_grpo.rollouts.seeds import RolloutFailure
+from megatron_grpo.rollouts.failures import RolloutFailure
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")

@@ -26,8 +26,9 @@ from megatron_grpo.environments.environment_processes import EnvironmentPool
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.failures import require_few_failures
 from megatron_grpo.rollouts.rollout import ATTEMPTS
-from megatron_grpo.rollouts.seeds import RolloutPlan, require_few_failures
+from megatron_grpo.rollouts.rollout_settings import RolloutSettings
 from megatron_grpo.rollouts.shards import groups_of
 from megatron_grpo.rollouts.workers import RolloutWorkers
 
@@ -38,19 +39,19 @@ GRACE_S = 20.0
 """Seconds by which the driver's deadlines exceed those of workers, whose messages are more specific."""
 
 
-Restore = Callable[[Mapping[int, str]], None]
+RestoreEngines = Callable[[Mapping[int, str]], None]
 """Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
 
 
-def not_replaced(lost: Mapping[int, str]) -> None:
-    """A `Restore` that replaces no engine: raises SamplingError with the reasons."""
+def refuse_to_restore(lost: Mapping[int, str]) -> None:
+    """A `RestoreEngines` that replaces no engine: raises SamplingError with the reasons."""
     raise SamplingError("; ".join(dict.fromkeys(lost.values())))
 
 
 class LostEngines:
     """Replaces the engines that rollout workers report as lost."""
 
-    def __init__(self, engines: Sequence[Any], restore: Restore) -> None:
+    def __init__(self, engines: Sequence[Any], restore: RestoreEngines) -> None:
         """
         Args:
             engines: actors in the order of their numbers; `restore` puts replacements into this sequence.
@@ -109,7 +110,7 @@ class LostEngines:
                 getattr(worker, method).remote(number, *args)
 
 
-class Complete(NamedTuple):
+class CompletePrompt(NamedTuple):
     """A prompt whose group is complete and can be taken."""
 
     batch: int
@@ -121,7 +122,7 @@ class Complete(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class PendingBatch:
     """Prompts that `RolloutPool.begin` has begun."""
 
     batch: int
@@ -152,7 +153,7 @@ class RolloutPool(RolloutWorkers):
         max_turns: int = 1,
         routed: RoutedForm | None = None,
         endpoint: EndpointSettings | None = None,
-        restore: Restore = not_replaced,
+        restore: RestoreEngines = refuse_to_restore,
     ) -> None:
         """
         Args:
@@ -191,20 +192,22 @@ class RolloutPool(RolloutWorkers):
         for actor, numbers in zip(self.actors, self._engines_of, strict=True):
             self._lost.watch(actor, numbers)
 
-    def plan(self, samples_per_prompt: int, settings: SamplingSettings, run_seed: int, step: int) -> RolloutPlan:
-        """Make the plan of a generation batch, for `collect` and `begin`.
+    def make_settings(
+        self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, step: int
+    ) -> RolloutSettings:
+        """Make the settings of a generation batch, for `collect` and `begin`.
 
         The seed of a response comes from `run_seed`, `step`, the prompt's row, and the numbers of the sample and turn.
 
         Args:
             samples_per_prompt: responses to each prompt.
-            settings: how tokens are drawn.
+            sampling: how tokens are drawn.
             run_seed: seed of the run.
             step: number of the generation batch.
         """
-        return RolloutPlan(
+        return RolloutSettings(
             samples_per_prompt=samples_per_prompt,
-            settings=settings,
+            sampling=sampling,
             run_seed=run_seed,
             step=step,
             max_total_sequence_length=self._max_total_sequence_length,
@@ -213,7 +216,7 @@ class RolloutPool(RolloutWorkers):
             trainer_state=self.trainer_state,
         )
 
-    def collect(self, prompts: Sequence[DatumSpec], plan: RolloutPlan, timer: StepTimer) -> list[SampledGroup]:
+    def collect(self, prompts: Sequence[DatumSpec], settings: RolloutSettings, timer: StepTimer) -> list[SampledGroup]:
         """Sample responses to each prompt and score them.
 
         The time until the last response is sampled counts as "generation", the scoring after that as "environment".
@@ -225,26 +228,26 @@ class RolloutPool(RolloutWorkers):
             SamplingError: an engine or an environment failed, or too many rollouts failed.
         """
         with timer.phase("generation"):
-            under_way = self.begin(dict(enumerate(prompts)), plan)
+            under_way = self.begin(dict(enumerate(prompts)), settings)
         return self.finish(under_way, timer)
 
-    def begin(self, prompts: Mapping[int, DatumSpec], plan: RolloutPlan) -> UnderWay:
-        """Begin to sample and score, while other batches may be under way; then call `finish`, or `arrived` and `take`.
+    def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> PendingBatch:
+        """Begin to sample and score; then call `finish`, or `list_complete` and `take`. Batches may overlap.
 
         Args:
             prompts: prompts by their number in the batch, in ascending order.
-            plan: plan of the batch, from `RolloutPool.plan`.
+            settings: common settings of its rollouts, from `make_settings`.
         """
         self._lost.hand_on()
         batch = next(self._batches)
         parts = {n: part for n, part in enumerate(self._share_out(list(prompts.items()))) if part}
         calls = {
-            self.actors[number].collect.options(num_returns="streaming").remote(batch, plan, part): number
+            self.actors[number].collect.options(num_returns="streaming").remote(batch, settings, part): number
             for number, part in parts.items()
         }
-        return UnderWay(batch, {number: self.actors[number].generated.remote(batch) for number in parts}, calls)
+        return PendingBatch(batch, {number: self.actors[number].generated.remote(batch) for number in parts}, calls)
 
-    def finish(self, under_way: UnderWay, timer: StepTimer) -> list[SampledGroup]:
+    def finish(self, under_way: PendingBatch, timer: StepTimer) -> list[SampledGroup]:
         """Wait for all prompts of a batch; returns and raises the same as `collect`."""
         with timer.phase("generation"), phase("generation"):
             limit, since = self._timeout_s + GRACE_S, time.monotonic()
@@ -256,20 +259,20 @@ class RolloutPool(RolloutWorkers):
                     del pending[call]
             self._gather(under_way.sampled, limit, "generation")
         with timer.phase("environment"):
-            complete = self.arrived([under_way])
+            complete = self.list_complete([under_way])
             since = time.monotonic()
             while under_way.calls:
                 self._wait(under_way.calls, since, self._scoring_s, "scoring")
-                complete += self.arrived([under_way])
+                complete += self.list_complete([under_way])
             return self.take(sorted(complete))
 
-    def arrived(self, batches: Sequence[UnderWay]) -> list[Complete]:
+    def list_complete(self, batches: Sequence[PendingBatch]) -> list[CompletePrompt]:
         """Return the prompts that have become complete since the last call, without waiting.
 
         Raises:
             SamplingError: an engine or an environment failed.
         """
-        found: list[Complete] = []
+        found: list[CompletePrompt] = []
         waiting = {call: (one, worker) for one in batches for call, worker in one.calls.items()}
         # One question for all workers, since this is called for every prompt or two that become complete.
         while waiting and (ready := ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]):
@@ -281,16 +284,16 @@ class RolloutPool(RolloutWorkers):
                     del one.calls[call], waiting[call]
                     continue
                 (numbers,) = self._gather({worker: reference}, self._timeout_s, "generation")
-                found += [Complete(one.batch, number, worker) for number in numbers]
+                found += [CompletePrompt(one.batch, number, worker) for number in numbers]
         return found
 
-    def take(self, complete: Sequence[Complete]) -> list[SampledGroup]:
+    def take(self, complete: Sequence[CompletePrompt]) -> list[SampledGroup]:
         """Fetch the groups of complete prompts, in this order; workers then forget them.
 
         Raises:
             SamplingError: a worker failed, or too many of the rollouts failed.
         """
-        by_worker: dict[int, list[Complete]] = {}
+        by_worker: dict[int, list[CompletePrompt]] = {}
         for one in complete:
             by_worker.setdefault(one.worker, []).append(one)
         calls = {
@@ -298,7 +301,7 @@ class RolloutPool(RolloutWorkers):
             for worker, mine in by_worker.items()
         }
         answers = self._gather(calls, self._timeout_s, "handing over of rollouts")
-        found: dict[Complete, SampledGroup] = {}
+        found: dict[CompletePrompt, SampledGroup] = {}
         for mine, collected in zip(by_worker.values(), answers, strict=True):
             self.remarks += collected.remarks
             found |= zip(mine, groups_of(collected), strict=True)
@@ -311,8 +314,8 @@ class RolloutPool(RolloutWorkers):
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
         return groups
 
-    def wait_for_groups(self, batches: Sequence[UnderWay], since: float) -> None:
-        """Wait until `arrived` may return a prompt; engines that are lost meanwhile are replaced.
+    def wait_for_groups(self, batches: Sequence[PendingBatch], since: float) -> None:
+        """Wait until `list_complete` may return a prompt; engines that are lost meanwhile are replaced.
 
         Args:
             batches: all batches under way.

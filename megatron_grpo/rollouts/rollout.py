@@ -20,7 +20,8 @@ from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
-from megatron_grpo.rollouts.seeds import RolloutFailure, RolloutPlan, sample_seed
+from megatron_grpo.rollouts.failures import RolloutFailure
+from megatron_grpo.rollouts.rollout_settings import RolloutSettings, compute_sample_seed
 
 ATTEMPTS = 2
 """Attempts at a rollout, and at scoring it."""
@@ -35,7 +36,7 @@ class GroupRollout:
         self,
         group: int,
         datum: DatumSpec,
-        plan: RolloutPlan,
+        settings: RolloutSettings,
         engines: Engines,
         environment: EnvironmentClient,
         agents: Endpoint | None = None,
@@ -44,12 +45,12 @@ class GroupRollout:
         Args:
             group: number of the prompt in its batch.
             datum: the prompt.
-            plan: samples of the prompt, sampling settings, seeds and deadlines.
+            settings: samples of the prompt, sampling settings, seeds and deadlines.
             engines: the worker's engines, from which a second attempt gets another one.
             environment: environment of the prompt's task.
             agents: endpoint at which the environment's agent calls the model; None: the environment has no agent.
         """
-        self._group, self._datum, self._plan = group, datum, plan
+        self._group, self._datum, self._settings = group, datum, settings
         self._engines, self._environment, self._agents = engines, environment, agents
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
         self._prompt_ids = np.array(ids, dtype=np.int32)
@@ -63,8 +64,10 @@ class GroupRollout:
         Raises:
             SamplingError: an engine failed.
         """
-        self._deadline = asyncio.get_running_loop().time() + self._plan.timeout_s
-        samples = [asyncio.create_task(self._one(number, engine)) for number in range(self._plan.samples_per_prompt)]
+        self._deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
+        samples = [
+            asyncio.create_task(self._one(number, engine)) for number in range(self._settings.samples_per_prompt)
+        ]
         try:
             self._sampled = await asyncio.gather(*samples)
         except BaseException:
@@ -100,7 +103,7 @@ class GroupRollout:
                 extra_env_info=self._datum["extra_env_info"],
                 state=state,
                 response_ids=one.response_ids if wants_ids else None,
-                trainer_state=self._plan.trainer_state,
+                trainer_state=self._settings.trainer_state,
             )
             for one, state in samples
         ]
@@ -110,8 +113,8 @@ class GroupRollout:
                 async with asyncio.timeout_at(deadline):
                     return await self._environment.score(requests)
             except TimeoutError:
-                deadline = asyncio.get_running_loop().time() + self._plan.timeout_s
-        task, limit = self._datum["task_name"], self._plan.timeout_s
+                deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
+        task, limit = self._datum["task_name"], self._settings.timeout_s
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(samples)
 
     async def _one(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
@@ -126,7 +129,7 @@ class GroupRollout:
                 try:
                     return await self._attempt(sample, engine)
                 except TimeoutError:
-                    reason = f"{engine.name} did not finish it within rollouts.timeout_s={self._plan.timeout_s:g} s"
+                    reason = f"{engine.name} did not finish it within rollouts.timeout_s={self._settings.timeout_s:g} s"
                 except RolloutFailure as failure:
                     reason = str(failure)
         finally:
@@ -140,7 +143,7 @@ class GroupRollout:
         turns = self._turns_of_environment if self._agents is None else self._turns_of_agent
         while True:
             try:
-                async with asyncio.timeout(self._plan.timeout_s):
+                async with asyncio.timeout(self._settings.timeout_s):
                     return await turns(sample, engine)
             except TimeoutError:
                 if not await engine.is_lost():
@@ -151,7 +154,7 @@ class GroupRollout:
 
     async def _turns_of_environment(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample in which the environment answers the responses."""
-        datum, plan = self._datum, self._plan
+        datum, settings = self._datum, self._settings
         state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
         outputs: list[GenerationOutput] = []
@@ -159,30 +162,30 @@ class GroupRollout:
             request = GenerationRequest(
                 prompt_ids=_joined(pieces),
                 seed=self._seed(sample, len(outputs)),
-                max_new_tokens=plan.max_total_sequence_length - length,
+                max_new_tokens=settings.max_total_sequence_length - length,
             )
-            output = await engine.generate(request, plan.settings)
+            output = await engine.generate(request, settings.sampling)
             outputs.append(output)
             turn = await self._environment.step(state, output.text, int(output.token_ids[-1]))
             state = turn.state
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
-            full = not turn.done and length >= plan.max_total_sequence_length
+            full = not turn.done and length >= settings.max_total_sequence_length
             stop_reason: StopReason = "length" if full else output.stop_reason
-            if turn.done or stop_reason == "length" or len(outputs) == plan.max_turns:
+            if turn.done or stop_reason == "length" or len(outputs) == settings.max_turns:
                 return self._trajectory(sample, pieces, outputs, stop_reason), state
             pieces.append(turn.observation)
 
     async def _turns_of_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample in which the environment's agent calls the model."""
-        datum, plan = self._datum, self._plan
+        datum, settings = self._datum, self._settings
         assert self._agents is not None
         talk = Conversation(
             engine,
-            plan.settings,
+            settings.sampling,
             self._agents.renderer(datum["task_name"], self._environment.prompts),
             lambda turn: self._seed(sample, turn),
-            plan.max_total_sequence_length,
+            settings.max_total_sequence_length,
         )
         with self._agents.opened(talk) as access:
             try:
@@ -196,7 +199,7 @@ class GroupRollout:
         return self._trajectory(sample, talk.pieces, talk.outputs, talk.outputs[-1].stop_reason), state
 
     def _seed(self, sample: int, turn: int) -> int:
-        return sample_seed(self._plan.run_seed, self._plan.step, self._datum["idx"], sample, turn)
+        return compute_sample_seed(self._settings.run_seed, self._settings.step, self._datum["idx"], sample, turn)
 
     def _trajectory(
         self,

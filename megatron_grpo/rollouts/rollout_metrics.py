@@ -14,7 +14,7 @@ from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.metric_names import TASK_METRICS
 
 
-def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def compute_rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Reward, accuracy and length statistics of a set of outcomes.
 
     reward and accuracy are means over the responses that have one, and are left out if none has.
@@ -32,7 +32,7 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
-def task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[str, float]:
+def compute_task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[str, float]:
     """task_reward/NAME, task_accuracy/NAME and task_response_length/NAME: means over the responses of one environment.
 
     Empty if `tasks`, the names of the run's environments, has only one name.
@@ -40,12 +40,12 @@ def task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[st
     metrics: dict[str, float] = {}
     for task in tasks if len(tasks) > 1 else ():
         own = [one for one in outcomes if one.task_name == task]
-        measured = rollout_metrics(own) if own else {}
+        measured = compute_rollout_metrics(own) if own else {}
         metrics |= {f"task_{name}/{task}": measured[name] for name in TASK_METRICS if name in measured}
     return metrics
 
 
-def length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def compute_length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Percentiles of the response length in tokens, linearly interpolated, and the share of untruncated responses."""
     lengths = torch.tensor([float(outcome.response_tokens) for outcome in outcomes])
     metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in (50, 90, 99)}
@@ -53,7 +53,7 @@ def length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return metrics
 
 
-def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
+def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
     """Metrics that compare the samples of a prompt, which are neighbours in `outcomes`.
 
     Returns:
@@ -82,7 +82,7 @@ def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[
     }
 
 
-def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) of each function's rewards.
 
     With reward functions also unscored_rate, the share of responses that no function scored; with failures that
@@ -106,7 +106,7 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
 
 
-def age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
+def compute_age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
     """Age of trajectories when a step takes them, and number of weight versions from which each was sampled.
 
     Args:

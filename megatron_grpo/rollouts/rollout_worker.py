@@ -18,7 +18,7 @@ from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.rollout import GroupRollout
-from megatron_grpo.rollouts.seeds import RolloutPlan
+from megatron_grpo.rollouts.rollout_settings import RolloutSettings
 from megatron_grpo.rollouts.shards import Collected, collected
 
 
@@ -52,15 +52,15 @@ class RolloutWorker:
             await self._endpoint.start()
 
     async def collect(
-        self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]
+        self, batch: int, settings: RolloutSettings, prompts: list[tuple[int, DatumSpec]]
     ) -> AsyncIterator[list[int]]:
         """Sample and score responses to prompts; each group is kept here until `hand_over` takes it.
 
         It is called as a streaming generator of Ray.
 
         Args:
-            batch: number of the batch among those that the driver has begun (`UnderWay.batch`).
-            plan: samples of each prompt, sampling settings, seeds and deadlines.
+            batch: number of the batch among those that the driver has begun (`PendingBatch.batch`).
+            settings: samples of each prompt, sampling settings, seeds and deadlines.
             prompts: prompts with their numbers in the batch.
 
         Yields:
@@ -83,11 +83,11 @@ class RolloutWorker:
 
         waiting: dict[asyncio.Task[list[Trajectory]], int] = {}
         try:
-            engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
+            engines = self._engines.place([settings.samples_per_prompt] * len(prompts))
             for (number, datum), engine in zip(prompts, engines, strict=True):
                 environment = self._environments[datum["task_name"]]
                 agents = self._endpoint if environment.agent else None
-                group = GroupRollout(number, datum, plan, self._engines, environment, agents)
+                group = GroupRollout(number, datum, settings, self._engines, environment, agents)
                 waiting[asyncio.create_task(through(group, engine))] = number
             with phase("rollouts"):
                 async for done in in_bunches(waiting):

@@ -20,8 +20,8 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import as_value_model, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.source import fetch_model_folder
-from megatron_grpo.rollouts.endpoint import endpoint_settings
-from megatron_grpo.rollouts.pool import Restore, RolloutPool, not_replaced
+from megatron_grpo.rollouts.endpoint import make_endpoint_settings
+from megatron_grpo.rollouts.pool import RestoreEngines, RolloutPool, refuse_to_restore
 from megatron_grpo.trainer.messages import RankSettings, training_filter
 from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
@@ -143,7 +143,7 @@ def start_rollouts(
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     tokenizer: Any = None,
-    restore: Restore = not_replaced,
+    restore: RestoreEngines = refuse_to_restore,
 ) -> RolloutPool:
     """Begin to start rollout workers over engines, and the environments. The stack ends them.
 
@@ -171,7 +171,7 @@ def start_rollouts(
         max_total_sequence_length=config.policy.max_total_sequence_length,
         max_turns=config.loop.max_rollout_turns,
         routed=generation.routed if generation else None,
-        endpoint=endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
+        endpoint=make_endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
         restore=restore,
     )
     stack.callback(rollouts.shutdown)
@@ -180,7 +180,7 @@ def start_rollouts(
 
 
 def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> None:
-    """Replace lost engines by new ones with the weights of the model folder (a function of type `Restore`)."""
+    """Replace lost engines by new ones with the weights of the model folder (a function of type `RestoreEngines`)."""
     try:
         generation.replace(lost)
     except RunError as error:

@@ -25,8 +25,8 @@ from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.rollouts.pool import Complete, RolloutPool
-from megatron_grpo.rollouts.seeds import sample_seed
+from megatron_grpo.rollouts.pool import CompletePrompt, RolloutPool
+from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
 from tests.support.made_up_pool import (
     PROMPTS,
     SAMPLES,
@@ -82,7 +82,7 @@ def test_requests_leave_in_one_call_per_engine_with_groups_whole_and_in_order(qu
     before = _calls(quiet)
     collect(quiet, [prompt(idx) for idx in range(PROMPTS)])
     calls = [after[len(earlier) :] for after, earlier in zip(_calls(quiet), before, strict=True)]
-    seeds = [[sample_seed(SEED, STEP, idx, sample) for sample in range(SAMPLES)] for idx in range(PROMPTS)]
+    seeds = [[compute_sample_seed(SEED, STEP, idx, sample) for sample in range(SAMPLES)] for idx in range(PROMPTS)]
     assert calls == [[[*chain(*seeds[:3])]], [[*chain(*seeds[3:])]]]
 
 
@@ -97,22 +97,22 @@ def test_fewer_prompts_than_workers() -> None:
         assert [[one.prompt_idx for one in group.outcomes] for group in groups] == [[4] * SAMPLES]
 
 
-def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Complete]:
+def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[CompletePrompt]:
     """Prompts numbered from 10, in the order in which they are complete."""
-    plan = rollouts.plan(SAMPLES, SETTINGS, SEED, STEP)
-    begun = rollouts.begin({10 + number: one for number, one in enumerate(prompts)}, plan)
-    came: list[Complete] = []
+    settings = rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP)
+    begun = rollouts.begin({10 + number: one for number, one in enumerate(prompts)}, settings)
+    came: list[CompletePrompt] = []
     since = time.monotonic()
     while begun.calls:
         rollouts.wait_for_groups([begun], since)
-        came += rollouts.arrived([begun])
+        came += rollouts.list_complete([begun])
     assert begun.is_done()
     return came
 
 
 @pytest.mark.parametrize(("engines", "workers"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
 def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int, workers: int) -> None:
-    slow = sample_seed(SEED, STEP, 2, 1)
+    slow = compute_sample_seed(SEED, STEP, 2, 1)
     with pool(engines=[{"stuck": [slow]}] * engines, num_workers=workers, timeout_s=5.0) as rollouts:
         came = arrivals(rollouts, [prompt(idx) for idx in range(PROMPTS)])
         first, second = rollouts.take(came[3:]), rollouts.take(came[:3])
@@ -273,7 +273,7 @@ def test_too_many_failures_end_the_collect_with_the_reason() -> None:
 
 
 def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> None:
-    once, twice = sample_seed(SEED, STEP, 0, 1), sample_seed(SEED, STEP, 1, 2)
+    once, twice = compute_sample_seed(SEED, STEP, 0, 1), compute_sample_seed(SEED, STEP, 1, 2)
     with pool(engines=[{"refused": [once, twice, twice]}]) as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(3)])
         trajectories = rollouts.fetch(groups)
@@ -285,7 +285,7 @@ def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> No
 
 
 def test_a_request_that_is_never_answered_is_aborted_and_asked_again() -> None:
-    once, twice = sample_seed(SEED, STEP, 0, 1), sample_seed(SEED, STEP, 1, 2)
+    once, twice = compute_sample_seed(SEED, STEP, 0, 1), compute_sample_seed(SEED, STEP, 1, 2)
     with pool(engines=[{"stuck": [once, twice, twice]}], timeout_s=1.0) as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(3)])
         failures = [(one.prompt_idx, one.sample, one.failure) for group in groups for one in group.outcomes]
@@ -304,7 +304,7 @@ def test_an_engine_that_dies_is_one_clear_error() -> None:
 
 
 def test_an_engine_that_does_not_answer_is_named() -> None:
-    seeds = [sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
+    seeds = [compute_sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
     with (
         pool(engines=[{}, {"stuck": seeds}], generation_timeout_s=1.0) as rollouts,
         pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 1 s$"),
@@ -321,7 +321,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
     ) as rollouts:
         groups = collect(rollouts, prompts)
         trajectories = rollouts.fetch(groups)
-        seeds = [sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
+        seeds = [compute_sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
         histories = ray.get([engine.history.remote() for engine in rollouts._engines])
         again = collect(rollouts, prompts)
     expected = [
@@ -337,7 +337,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
 
 @pytest.mark.slow  # test_what_a_dead_engine_was_sampling… replaces engines with every `make test`
 def test_a_late_engine_is_replaced_until_none_is_left() -> None:
-    seeds = [sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
+    seeds = [compute_sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
     stuck = {"stuck": seeds}
     with pool(engines=[{}, stuck], spare=[{}], generation_timeout_s=5.0) as rollouts:
         outcomes = [

@@ -21,7 +21,7 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.seeds import sample_seed
+from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
@@ -94,7 +94,7 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
     rollouts.start()
     try:
         rollouts.wait_ready()
-        groups = rollouts.collect(prompts, rollouts.plan(SAMPLES, SETTINGS, SEED, STEP), StepTimer())
+        groups = rollouts.collect(prompts, rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP), StepTimer())
         return [one for group in rollouts.fetch(groups) for one in group]
     finally:
         rollouts.shutdown()
@@ -119,7 +119,7 @@ def test_three_turns_are_what_was_sampled_and_nothing_else_is_learnt_from(
                 own += [False] * len(said)
             request = GenerationRequest(
                 prompt_ids=np.array(expected, np.int32),
-                seed=sample_seed(SEED, STEP, one.prompt_idx, one.sample, turn),
+                seed=compute_sample_seed(SEED, STEP, one.prompt_idx, one.sample, turn),
                 max_new_tokens=MAX_LENGTH - len(expected),
             )
             (output,) = generate(generation, [request], SETTINGS)
@@ -211,5 +211,5 @@ def _collect(pool: RolloutPool, prompts: list[str]) -> list[list[Trajectory]]:
         for idx, prompt in enumerate(prompts)
     ]
     settings = SamplingSettings(max_new_tokens=8, temperature=TEMPERATURE, stop_token_ids=(EOS,))
-    groups = pool.collect(data, pool.plan(3, settings, run_seed=1, step=0), StepTimer())
+    groups = pool.collect(data, pool.make_settings(3, settings, run_seed=1, step=0), StepTimer())
     return pool.fetch(groups)

@@ -21,8 +21,8 @@ from megatron_grpo.batch.token_batch import STORED_DTYPES
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.rollouts.pool import Complete
-from megatron_grpo.rollouts.seeds import RolloutPlan
+from megatron_grpo.rollouts.pool import CompletePrompt
+from megatron_grpo.rollouts.rollout_settings import RolloutSettings
 
 Answers = Callable[[Sequence[DatumSpec], int], Sequence[Sequence[Trajectory]]]
 """(prompts, samples of each) -> the samples of each prompt."""
@@ -88,23 +88,25 @@ class FakeRollouts:
         self.awaited: list[Any] = []
         """What the driver has waited for to be written."""
 
-    def plan(self, samples_per_prompt: int, settings: SamplingSettings, run_seed: int, step: int) -> RolloutPlan:
-        return RolloutPlan(
+    def make_settings(
+        self, samples_per_prompt: int, sampling: SamplingSettings, run_seed: int, step: int
+    ) -> RolloutSettings:
+        return RolloutSettings(
             samples_per_prompt=samples_per_prompt,
-            settings=settings,
+            sampling=sampling,
             run_seed=run_seed,
             step=step,
             max_total_sequence_length=0,
             timeout_s=0.0,
         )
 
-    def collect(self, prompts: Sequence[DatumSpec], plan: RolloutPlan, timer: StepTimer) -> list[SampledGroup]:
-        return self.finish(self.begin(dict(enumerate(prompts)), plan), timer)
+    def collect(self, prompts: Sequence[DatumSpec], settings: RolloutSettings, timer: StepTimer) -> list[SampledGroup]:
+        return self.finish(self.begin(dict(enumerate(prompts)), settings), timer)
 
-    def begin(self, prompts: Mapping[int, DatumSpec], plan: RolloutPlan) -> SimpleNamespace:
-        asked = {name: getattr(plan, name) for name in ("samples_per_prompt", "settings", "run_seed", "step")}
+    def begin(self, prompts: Mapping[int, DatumSpec], settings: RolloutSettings) -> SimpleNamespace:
+        asked = {name: getattr(settings, name) for name in ("samples_per_prompt", "sampling", "run_seed", "step")}
         self.asked.append({"rows": [prompt["idx"] for prompt in prompts.values()], **asked})
-        groups = self.put(self.answers(list(prompts.values()), plan.samples_per_prompt))
+        groups = self.put(self.answers(list(prompts.values()), settings.samples_per_prompt))
         calls = dict(zip(prompts, groups, strict=False))
         return SimpleNamespace(groups=groups, calls=calls, complete=[], is_done=lambda: True)
 
@@ -112,14 +114,14 @@ class FakeRollouts:
         with timer.phase("generation"):
             return list(under_way.groups)
 
-    def arrived(self, batches: Sequence[SimpleNamespace]) -> list[Complete]:
+    def list_complete(self, batches: Sequence[SimpleNamespace]) -> list[CompletePrompt]:
         found = [number for one in batches for number in one.complete]
         for one in batches:
             self.complete |= {number: one.calls.pop(number) for number in one.complete}
             one.complete = []
-        return [Complete(batch=0, number=number, worker=0) for number in found]
+        return [CompletePrompt(batch=0, number=number, worker=0) for number in found]
 
-    def take(self, complete: Sequence[Complete]) -> list[SampledGroup]:
+    def take(self, complete: Sequence[CompletePrompt]) -> list[SampledGroup]:
         return [self.complete.pop(one.number) for one in complete]
 
     def wait_for_groups(self, batches: Sequence[SimpleNamespace], since: float) -> None:

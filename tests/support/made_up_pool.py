@@ -17,7 +17,7 @@ from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.seeds import sample_seed
+from megatron_grpo.rollouts.rollout_settings import compute_sample_seed
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
 
 SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24
@@ -38,7 +38,7 @@ def prompt(idx: int, bad: Sequence[str] = ()) -> DatumSpec:
 
 
 def seed_text(idx: int, sample: int) -> str:
-    return str(sample_seed(SEED, STEP, idx, sample))
+    return str(compute_sample_seed(SEED, STEP, idx, sample))
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def pool(
 
 
 def collect(rollouts: RolloutPool, prompts: Sequence[DatumSpec], timer: StepTimer | None = None) -> list[SampledGroup]:
-    return rollouts.collect(prompts, rollouts.plan(SAMPLES, SETTINGS, SEED, STEP), timer or StepTimer())
+    return rollouts.collect(prompts, rollouts.make_settings(SAMPLES, SETTINGS, SEED, STEP), timer or StepTimer())
 
 
 def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory:
@@ -92,7 +92,7 @@ def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory
     ids = np.array(datum["message_log"][0]["token_ids"], dtype=np.int32)
     outputs = []
     for one in range(SAMPLES):
-        seed = sample_seed(SEED, STEP, datum["idx"], one)
+        seed = compute_sample_seed(SEED, STEP, datum["idx"], one)
         request = GenerationRequest(prompt_ids=ids, seed=seed, max_new_tokens=MAX_LENGTH - len(ids))
         outputs.append(made_up_response(request, SETTINGS))
     output = outputs[sample]

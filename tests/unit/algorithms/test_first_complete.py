@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.algorithms.sample_buffer import FirstComplete
-from megatron_grpo.rollouts.pool import Complete
+from megatron_grpo.rollouts.pool import CompletePrompt
 
 PER_TAKE = st.integers(1, 3)
 AGES = st.integers(1, 3)
@@ -49,7 +49,7 @@ def test_a_step_takes_the_oldest_complete_ones_as_soon_as_what_remains_can_be_ta
             done = left[luck[draws % len(luck)] % len(left)]
             draws += 1
             complete.append(done)
-            buffer.put(Complete(0, done, worker=0))
+            buffer.put(CompletePrompt(0, done, worker=0))
         numbers = [one.number for one in taken]
         assert numbers == sorted(complete)[:per_take]
         assert all(version - begun_at[number] <= age for number in numbers)
@@ -71,14 +71,14 @@ def test_a_long_response_is_waited_for_when_its_time_has_come() -> None:
     for row in range(3):
         buffer.add(row, version=0)
     for number in (1, 2):
-        buffer.put(Complete(0, number, worker=0))
+        buffer.put(CompletePrompt(0, number, worker=0))
     first = buffer.take(0)
     assert first is not None
     assert ([one.number for one in first], buffer.resumed, buffer.left_over) == ([1, 2], 0, 1)
     for row in (3, 4):
-        buffer.put(Complete(0, buffer.add(row, version=1), worker=0))
+        buffer.put(CompletePrompt(0, buffer.add(row, version=1), worker=0))
     assert buffer.take(1) is None, "row 0 would be too old for the next step"
-    buffer.put(Complete(0, 0, worker=0))
+    buffer.put(CompletePrompt(0, 0, worker=0))
     second = buffer.take(1)
     assert second is not None
     assert ([one.number for one in second], buffer.resumed, buffer.left_over) == ([0, 3], 1, 0)

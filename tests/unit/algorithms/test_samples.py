@@ -101,7 +101,7 @@ def test_what_decides_the_draw(tmp_path: Path) -> None:
     run.state["generation_batches"] = 4
     drawn(run, batches([8, 3]))
     assert rollouts.asked == [
-        {"rows": [8, 3], "samples_per_prompt": SAMPLES, "settings": SETTINGS, "run_seed": 17, "step": 5}
+        {"rows": [8, 3], "samples_per_prompt": SAMPLES, "sampling": SETTINGS, "run_seed": 17, "step": 5}
     ]
 
 

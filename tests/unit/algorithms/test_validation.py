@@ -43,7 +43,7 @@ def test_validation_has_a_temperature_of_its_own(overrides: list[str], temperatu
     run = make_run(tmp_path, *overrides)
     validate(run, StepTimer())
     (asked,) = run.rollouts.asked
-    assert asked["settings"] == replace(SETTINGS, temperature=temperature)
+    assert asked["sampling"] == replace(SETTINGS, temperature=temperature)
     assert run.settings == SETTINGS
 
 

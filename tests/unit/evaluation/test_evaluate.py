@@ -82,9 +82,9 @@ def request(folder: Path, name: str, **changes: Any) -> EvaluationRequest:
 def test_every_set_is_answered_and_written(rollouts: FakeRollouts, tmp_path: Path) -> None:
     results = evaluate(request(tmp_path, "out"))
     assert [asked["rows"] for asked in rollouts.asked] == [[0, 1], [2, 3], [4], [0, 1], [2]], "8 responses a batch"
-    settings = {(asked["settings"].temperature, asked["settings"].top_k) for asked in rollouts.asked}
+    settings = {(asked["sampling"].temperature, asked["sampling"].top_k) for asked in rollouts.asked}
     assert settings == {(0.6, 5)}
-    assert {asked["settings"].stop_token_ids for asked in rollouts.asked} == {(2,)}
+    assert {asked["sampling"].stop_token_ids for asked in rollouts.asked} == {(2,)}
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
     rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     assert [(row["set"], row["prompt_idx"], row["sample"]) for row in rows] == [

@@ -17,13 +17,14 @@ from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
+from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout
-from megatron_grpo.rollouts.seeds import RolloutFailure, RolloutPlan, sample_seed
+from megatron_grpo.rollouts.rollout_settings import RolloutSettings, compute_sample_seed
 from tests.unit.rollouts.test_rollout import DATUM
 
-PLAN = RolloutPlan(
+BATCH_SETTINGS = RolloutSettings(
     samples_per_prompt=2,
-    settings=SamplingSettings(max_new_tokens=8),
+    sampling=SamplingSettings(max_new_tokens=8),
     run_seed=5,
     step=2,
     max_total_sequence_length=40,
@@ -102,7 +103,7 @@ def rollouts(agent: Agent, engine: Engine) -> tuple[list[Trajectory], Environmen
     environment = Environment(agent)
 
     async def run() -> list[Trajectory]:
-        group: Any = GroupRollout(3, DATUM, PLAN, engine, environment, Host())  # type: ignore[arg-type]
+        group: Any = GroupRollout(3, DATUM, BATCH_SETTINGS, engine, environment, Host())  # type: ignore[arg-type]
         await group.sample(engine)
         return await group.score()
 
@@ -128,7 +129,7 @@ def test_calls_become_one_trajectory_and_what_the_agent_returns_is_scored() -> N
         assert one.routed is not None
         assert one.routed[:, 0].tolist() == [3, 3, 3, 3, 6, 6, 6], "each token keeps those of its first pass"
     assert {request.seed for request in engine.asked} == {
-        sample_seed(5, 2, 40, sample, turn) for sample in range(2) for turn in range(2)
+        compute_sample_seed(5, 2, 40, sample, turn) for sample in range(2) for turn in range(2)
     }
     (job,) = environment.jobs
     assert [one.state for one in job] == [11, 11]

@@ -22,7 +22,7 @@ from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
-from megatron_grpo.rollouts.seeds import RolloutFailure
+from megatron_grpo.rollouts.failures import RolloutFailure
 
 LETTERS = "abcdefghij"
 SETTINGS = SamplingSettings(max_new_tokens=8, temperature=0.5)

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.rollouts.engine_client import EngineClient, Engines
-from megatron_grpo.rollouts.seeds import RolloutFailure
+from megatron_grpo.rollouts.failures import RolloutFailure
 
 SETTINGS = SamplingSettings(max_new_tokens=4)
 

@@ -18,7 +18,7 @@ from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Tur
 from megatron_grpo.environments.environment_processes import EnvironmentStatus
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
-from megatron_grpo.rollouts.seeds import RolloutFailure
+from megatron_grpo.rollouts.failures import RolloutFailure
 
 
 class FakeProcess:

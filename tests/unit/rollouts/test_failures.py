@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.rollouts.seeds import require_few_failures
+from megatron_grpo.rollouts.failures import require_few_failures
 from tests.support.trajectories import failed_trajectory, make_outcome
 
 

@@ -16,12 +16,13 @@ from megatron_grpo.batch.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, Turn
+from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout
-from megatron_grpo.rollouts.seeds import RolloutFailure, RolloutPlan, sample_seed
+from megatron_grpo.rollouts.rollout_settings import RolloutSettings, compute_sample_seed
 
-PLAN = RolloutPlan(
+BATCH_SETTINGS = RolloutSettings(
     samples_per_prompt=3,
-    settings=SamplingSettings(max_new_tokens=8),
+    sampling=SamplingSettings(max_new_tokens=8),
     run_seed=5,
     step=2,
     max_total_sequence_length=12,
@@ -40,7 +41,7 @@ DATUM: DatumSpec = {
     "task_name": "task",
     "prompt": "what?",
 }
-SEEDS = [sample_seed(5, 2, 40, sample) for sample in range(3)]
+SEEDS = [compute_sample_seed(5, 2, 40, sample) for sample in range(3)]
 
 
 @dataclass
@@ -121,10 +122,12 @@ class FakeEnvironment:
         return [EnvironmentReturn(float(len(one.response)), True, {"length": 1.0}) for one in requests]
 
 
-def run(engine: FakeEngine, environment: FakeEnvironment, plan: RolloutPlan = PLAN) -> list[Trajectory]:
+def run(
+    engine: FakeEngine, environment: FakeEnvironment, settings: RolloutSettings = BATCH_SETTINGS
+) -> list[Trajectory]:
     async def scene() -> list[Trajectory]:
-        group = GroupRollout(4, DATUM, plan, engine, environment)
-        engine.place([plan.samples_per_prompt])
+        group = GroupRollout(4, DATUM, settings, engine, environment)
+        engine.place([settings.samples_per_prompt])
         await group.sample(engine)
         return await group.score()
 
@@ -135,14 +138,14 @@ def run(engine: FakeEngine, environment: FakeEnvironment, plan: RolloutPlan = PL
 
 def test_the_seed_of_a_sample_is_what_it_always_was() -> None:
     digest = hashlib.blake2b(struct.pack("<4q", 5, 2, 40, 1), digest_size=8).digest()
-    assert sample_seed(5, 2, 40, 1) == int.from_bytes(digest, "little") >> 2
-    different = {sample_seed(*identity) for identity in np.ndindex(2, 2, 2, 2, 2)}
+    assert compute_sample_seed(5, 2, 40, 1) == int.from_bytes(digest, "little") >> 2
+    different = {compute_sample_seed(*identity) for identity in np.ndindex(2, 2, 2, 2, 2)}
     assert len(different) == 32
 
 
 def test_tokens_keep_the_experts_that_they_were_sampled_under() -> None:
     """In every turn the engine looks at the whole conversation again, and may choose otherwise."""
-    one_sample = replace(PLAN, samples_per_prompt=1)
+    one_sample = replace(BATCH_SETTINGS, samples_per_prompt=1)
     (one,) = run(FakeEngine(records=True), FakeEnvironment(observations=[[7, 8], [9]]), one_sample)
     assert len(one.token_ids) == 3 + 2 + 2 + 2 + 1 + 2
     assert one.routed is not None
@@ -176,8 +179,8 @@ def test_a_single_turn() -> None:
 
 def test_several_turns_put_observations_between_what_was_sampled() -> None:
     engine, environment = FakeEngine(), FakeEnvironment(observations=[[50, 51], [60]])
-    plan = replace(PLAN, samples_per_prompt=1)
-    (one,) = run(engine, environment, plan)
+    settings = replace(BATCH_SETTINGS, samples_per_prompt=1)
+    (one,) = run(engine, environment, settings)
     assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 51, 102, 202, 60, 103, 203]
     assert one.spans == [
         Span(start, start + 1, version) for start, version in zip((3, 4, 7, 8, 10, 11), (6, 7) * 3, strict=True)
@@ -185,32 +188,32 @@ def test_several_turns_put_observations_between_what_was_sampled() -> None:
     assert one.logprobs.tolist() == [-1.0, -0.5, -2.0, -1.0, -3.0, -1.5]
     assert [len(request.prompt_ids) for request in engine.asked] == [3, 7, 10]
     assert [request.max_new_tokens for request in engine.asked] == [9, 5, 2]
-    assert [request.seed for request in engine.asked] == [sample_seed(5, 2, 40, 0, turn) for turn in range(3)]
+    assert [request.seed for request in engine.asked] == [compute_sample_seed(5, 2, 40, 0, turn) for turn in range(3)]
     assert one.response == "<1><2><3>"
     assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>", "<3>"))]
 
 
 def test_a_rollout_ends_where_the_sequence_is_full() -> None:
-    plan = replace(PLAN, samples_per_prompt=1, max_total_sequence_length=6)
-    (one,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), plan)
+    settings = replace(BATCH_SETTINGS, samples_per_prompt=1, max_total_sequence_length=6)
+    (one,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), settings)
     assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
     assert one.truncated, "the environment was not through with it"
-    (one,) = run(FakeEngine(), FakeEnvironment(), replace(plan, max_total_sequence_length=5))
+    (one,) = run(FakeEngine(), FakeEnvironment(), replace(settings, max_total_sequence_length=5))
     assert not one.truncated, "it ended by itself, with the last token that there was room for"
 
 
 def test_a_rollout_ends_with_its_turns() -> None:
-    plan = replace(PLAN, samples_per_prompt=1, max_turns=2)
+    settings = replace(BATCH_SETTINGS, samples_per_prompt=1, max_turns=2)
     environment = FakeEnvironment(observations=[[50], [60]])
-    (one,) = run(FakeEngine(), environment, plan)
+    (one,) = run(FakeEngine(), environment, settings)
     assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
     assert environment.last_tokens == [201, 202]
     assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>"))], "it has seen the last turn"
 
 
 def test_a_rollout_ends_with_a_turn_that_is_cut_off() -> None:
-    plan = replace(PLAN, samples_per_prompt=1)
-    (one,) = run(FakeEngine(stop_reason="length"), FakeEnvironment(observations=[[50]]), plan)
+    settings = replace(BATCH_SETTINGS, samples_per_prompt=1)
+    (one,) = run(FakeEngine(stop_reason="length"), FakeEnvironment(observations=[[50]]), settings)
     assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
     assert one.truncated
 
@@ -237,9 +240,9 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_marked(trouble: 
 def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happens() -> None:
     """It is not the rollout that failed: all its turns are asked for again, with the same seeds, and nothing counts."""
     lost = EngineLostError("gone")
-    second_turn = sample_seed(5, 2, 40, 0, 1)
+    second_turn = compute_sample_seed(5, 2, 40, 0, 1)
     engine = FakeEngine(trouble={SEEDS[0]: [lost, lost, lost], second_turn: [lost]})
-    (one,) = run(engine, FakeEnvironment(observations=[[50]]), replace(PLAN, samples_per_prompt=1))
+    (one,) = run(engine, FakeEnvironment(observations=[[50]]), replace(BATCH_SETTINGS, samples_per_prompt=1))
     assert one.failure is None
     assert [request.seed for request in engine.asked] == [SEEDS[0]] * 4 + [second_turn, SEEDS[0], second_turn]
     assert (engine.restarts, engine.load) == (4, 0)
@@ -248,7 +251,7 @@ def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happe
 
 def test_a_rollout_that_is_late_on_an_engine_that_hangs_waits_for_another() -> None:
     engine = FakeEngine(trouble={SEEDS[0]: ["stuck"]}, hangs=True)
-    (one,) = run(engine, FakeEnvironment(), replace(PLAN, samples_per_prompt=1))
+    (one,) = run(engine, FakeEnvironment(), replace(BATCH_SETTINGS, samples_per_prompt=1))
     assert (one.failure, engine.restarts) == (None, 1)
 
 

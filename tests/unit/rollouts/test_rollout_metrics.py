@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from megatron_grpo.batch.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.rollouts.rollout_metrics import (
-    age_metrics,
-    group_metrics,
-    length_metrics,
-    reward_function_metrics,
-    rollout_metrics,
+    compute_age_metrics,
+    compute_group_metrics,
+    compute_length_metrics,
+    compute_reward_function_metrics,
+    compute_rollout_metrics,
 )
 from tests.support.trajectories import failed_trajectory, make_outcome, make_trajectory, plain
 
 
 def test_length_percentiles_and_endings() -> None:
     lengths = [3, 50, 7, 7, 12, 31, 4]
-    metrics = length_metrics([make_outcome(n, stop_reason="length" if n > 30 else "stop") for n in lengths])
+    metrics = compute_length_metrics([make_outcome(n, stop_reason="length" if n > 30 else "stop") for n in lengths])
     for percentile in (50, 90, 99):
         expected = float(np.percentile(lengths, percentile))
         assert metrics[f"response_length_p{percentile}"] == pytest.approx(expected, rel=1e-6)
@@ -34,48 +34,48 @@ def test_ages_and_versions() -> None:
     """The oldest token says how old a trajectory is; one that failed before its first token has no age."""
     whole = make_outcome(4, spans=[Span(1, 5, 7)])
     spread = make_outcome(4, spans=[Span(1, 2, 5), Span(2, 4, 6), Span(4, 5, 7)])
-    assert age_metrics([whole, spread, failed_trajectory().outcome], version=7) == {
+    assert compute_age_metrics([whole, spread, failed_trajectory().outcome], version=7) == {
         "trajectory_age": 1.0,
         "trajectory_age_max": 2.0,
         "trajectory_versions": 2.0,
         "trajectory_versions_max": 3.0,
     }
-    assert set(age_metrics([failed_trajectory().outcome], version=7).values()) == {0.0}
+    assert set(compute_age_metrics([failed_trajectory().outcome], version=7).values()) == {0.0}
 
 
 def test_outcomes_by_group() -> None:
     right = [[False, False], [True, False], [True, True], [False, True]]
     outcomes = [make_outcome(correct=one) for group in right for one in group]
     shares = {"groups_all_wrong": 0.25, "groups_mixed": 0.5, "groups_all_right": 0.25}
-    assert group_metrics(outcomes, samples_per_prompt=2) == {**shares, "reward_std": 0.0}
-    assert rollout_metrics(outcomes)["accuracy"] == 0.5
+    assert compute_group_metrics(outcomes, samples_per_prompt=2) == {**shares, "reward_std": 0.0}
+    assert compute_rollout_metrics(outcomes)["accuracy"] == 0.5
 
 
 def test_nothing_is_said_of_what_the_environment_cannot_say() -> None:
     """An accuracy of 0 for responses that nobody judged would stop a run early, or rank its checkpoints."""
     unknown = [make_outcome(correct=None, reward=reward) for reward in (1.0, None)]
-    assert group_metrics(unknown, samples_per_prompt=2) == {}
-    metrics = rollout_metrics(unknown)
+    assert compute_group_metrics(unknown, samples_per_prompt=2) == {}
+    metrics = compute_rollout_metrics(unknown)
     assert "accuracy" not in metrics
     assert metrics["reward"] == 1.0
-    assert "reward" not in rollout_metrics(unknown[1:])
+    assert "reward" not in compute_rollout_metrics(unknown[1:])
     half = [*unknown, make_outcome(correct=True), make_outcome(correct=False)]
-    assert rollout_metrics(half)["accuracy"] == 0.5
-    assert group_metrics(half, samples_per_prompt=2)["groups_mixed"] == 1.0, "of the groups that can be judged"
+    assert compute_rollout_metrics(half)["accuracy"] == 0.5
+    assert compute_group_metrics(half, samples_per_prompt=2)["groups_mixed"] == 1.0, "of the groups that can be judged"
 
 
 def test_the_spread_of_rewards_is_that_within_groups() -> None:
     rewards = np.array([[0.0, 1.0, 2.0], [5.0, 5.0, 5.0], [-1.0, 0.5, 0.25]])
     outcomes = [make_outcome(reward=reward) for reward in rewards.flatten().tolist()]
-    spread = group_metrics(outcomes, samples_per_prompt=3)["reward_std"]
+    spread = compute_group_metrics(outcomes, samples_per_prompt=3)["reward_std"]
     assert spread == pytest.approx(rewards.std(axis=1, ddof=1).mean(), rel=1e-6)
-    alone = group_metrics(outcomes, samples_per_prompt=1)["reward_std"]
+    alone = compute_group_metrics(outcomes, samples_per_prompt=1)["reward_std"]
     assert alone == pytest.approx(rewards.std(ddof=1), rel=1e-6)
 
 
 def test_rewards_by_function_leave_out_what_a_function_did_not_score() -> None:
     parts: list[dict[str, float]] = [{"a": 1.0, "b": 2.0}, {"a": 0.0}, {"a": 0.5, "b": 4.0}, {}]
-    metrics = reward_function_metrics(
+    metrics = compute_reward_function_metrics(
         [make_outcome(reward=sum(one.values()) if one else None, reward_parts=one) for one in parts]
     )
     assert metrics == {
@@ -88,7 +88,7 @@ def test_rewards_by_function_leave_out_what_a_function_did_not_score() -> None:
 
 
 def test_the_only_response_that_a_function_scored_has_no_spread() -> None:
-    metrics = reward_function_metrics([make_outcome(reward=1.0, reward_parts={"a": 1.0})])
+    metrics = compute_reward_function_metrics([make_outcome(reward=1.0, reward_parts={"a": 1.0})])
     assert metrics["reward_std/a"] == 0.0
 
 
@@ -97,7 +97,7 @@ def test_a_failed_rollout_counts_as_a_response_of_no_tokens() -> None:
     version = [Span(1, 3, 4)]
     failed = failed_trajectory().outcome
     outcomes = [make_outcome(2, reward=1.0, correct=True, spans=version), failed, failed, failed]
-    metrics = rollout_metrics(outcomes)
+    metrics = compute_rollout_metrics(outcomes)
     assert metrics == {
         "reward": 1.0,
         "accuracy": 1.0,
@@ -106,14 +106,14 @@ def test_a_failed_rollout_counts_as_a_response_of_no_tokens() -> None:
         "truncation_rate": 0.0,
         "weight_version": 4.0,
     }
-    assert group_metrics(outcomes, samples_per_prompt=2) == {}
-    assert reward_function_metrics(outcomes) == {}, "it was never there to be scored"
-    assert length_metrics(outcomes)["response_length_p50"] == 0
+    assert compute_group_metrics(outcomes, samples_per_prompt=2) == {}
+    assert compute_reward_function_metrics(outcomes) == {}, "it was never there to be scored"
+    assert compute_length_metrics(outcomes)["response_length_p50"] == 0
 
 
 def test_the_newest_version_is_reported() -> None:
     spans = [[Span(1, 2, 3), Span(2, 3, 5)], [Span(1, 3, 4)]]
-    assert rollout_metrics([make_outcome(spans=one) for one in spans])["weight_version"] == 5
+    assert compute_rollout_metrics([make_outcome(spans=one) for one in spans])["weight_version"] == 5
 
 
 @given(

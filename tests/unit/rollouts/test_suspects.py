@@ -17,7 +17,7 @@ from megatron_grpo.losses.advantages import group_advantages
 from megatron_grpo.preflight.reward_checks import environment_rules
 from megatron_grpo.preflight.rules import broken
 from megatron_grpo.rollouts.rollout import judge
-from megatron_grpo.rollouts.rollout_metrics import reward_function_metrics, rollout_metrics
+from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics, compute_rollout_metrics
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
 SHORT = "suspect/unusually_short"
@@ -104,11 +104,11 @@ def test_metrics_tell_how_many_and_no_function_is_blamed() -> None:
     group = group_of_four()
     judge(group, ["touched_harness"])
     outcomes = [one.outcome for one in group]
-    metrics = reward_function_metrics(outcomes)
+    metrics = compute_reward_function_metrics(outcomes)
     assert metrics["suspects_left_out"] == 0.25
     assert metrics.get("unscored_rate", 0.0) == 0.0
-    assert rollout_metrics(outcomes)["accuracy"] == 0.25, "what was left out is not known to be right"
-    assert rollout_metrics(outcomes)["reward"] == pytest.approx(1 / 3)
+    assert compute_rollout_metrics(outcomes)["accuracy"] == 0.25, "what was left out is not known to be right"
+    assert compute_rollout_metrics(outcomes)["reward"] == pytest.approx(1 / 3)
 
 
 def test_what_is_unusually_short_can_be_left_out() -> None:
