@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from megatron_grpo.config.errors import did_you_mean
-from megatron_grpo.config.help import COMMANDS, MISTAKE, answered, commands_text
+from megatron_grpo.config.help import COMMANDS, MISTAKE, answer_help, commands_text
 from megatron_grpo.config.output import tolerant_output
 
 
 @tolerant_output()
 def main(arguments: Sequence[str]) -> int:
     """Print the commands, or the version; a command is run by its own module."""
-    if answered(arguments or ["--help"], commands_text()):
+    if answer_help(arguments or ["--help"], commands_text()):
         return 0
     hint = did_you_mean(arguments[0], COMMANDS, "python -m megatron_grpo.{}", otherwise="")
     print(f"{arguments[0]} is not run this way{hint}\n\n{commands_text()}", end="", file=sys.stderr)

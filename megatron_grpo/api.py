@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.table_values import StreamedRows
 from megatron_grpo.observability.run_files import read_lines
 from megatron_grpo.preflight.load import check_config, check_overrides
-from megatron_grpo.preflight.script_checks import argument_problems
+from megatron_grpo.preflight.script_checks import find_argument_problems
 from megatron_grpo.run.script_data import ScriptData
 from megatron_grpo.run.user_objects import Callback, UserObjects
 
@@ -92,7 +92,7 @@ def train(
         "tokenizer": tokenizer,
         "callbacks": callbacks,
     }
-    problems = argument_problems(arguments, unknown)
+    problems = find_argument_problems(arguments, unknown)
     if problems:
         raise ConfigError(problems)
     assert config is not None
@@ -128,14 +128,14 @@ def _checked(
 
     Reward functions that cannot be imported are added to `functions`.
     """
-    overrides = written(config)
+    overrides = format_overrides(config)
     composed = compose_typed(overrides)
     if composed.config is None:
         raise ConfigError(composed.named(composed.problems))
     task, run_dir = composed.config.data.task_name, composed.config.run_dir
     overrides.append(f"run_dir={run_dir}")  # fixed here, because its name may contain the time
     overrides += _reward_overrides(task, rewards, functions)
-    overrides += environment_overrides(environments)
+    overrides += make_environment_overrides(environments)
     overrides += _data_overrides(files, run_dir, *datasets, bool(rewards))
     checked = check_overrides(overrides)
     checked.problems = [files.name_arguments(problem) for problem in checked.problems]
@@ -219,7 +219,7 @@ def _kept_lines(rows: Iterable[Any], file: Path, subject: str) -> tuple[str, set
     return str(file), columns
 
 
-def written(config: Any) -> list[str]:
+def format_overrides(config: Any) -> list[str]:
     """The overrides that a script gave, in the form of a command line.
 
     Raises:
@@ -290,7 +290,7 @@ def _import_path(function: Callable[..., Any]) -> str | None:
     return f"{module}.{name}" if found is function else None
 
 
-def environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
+def make_environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
     """The overrides env.NAME.type of environments by task name.
 
     Raises:

@@ -12,14 +12,14 @@ import yaml
 from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import FAILED, MISTAKE, answered, help_text, interrupted
+from megatron_grpo.config.help import FAILED, MISTAKE, answer_help, help_text, report_interruption
 from megatron_grpo.config.keys import known_key, known_section
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.models.source import find_local_folder, is_prepared
-from megatron_grpo.preflight.load import check_overrides, summary
+from megatron_grpo.preflight.load import check_overrides, summarize_run
 from megatron_grpo.preflight.tokenizer_checks import has_tokenizer
 from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
 from megatron_grpo.run.directory import compare_data
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     try:
         if {"-h", "--help", "--version"} & set(arguments):
-            answered(arguments, help_text())
+            answer_help(arguments, help_text())
             return 0
         return _run_or_tell(*_read_options(arguments))
     except ConfigError as error:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"run failed: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as error:
-        return interrupted(error)
+        return report_interruption(error)
 
 
 def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
@@ -57,7 +57,7 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
     if task == "check":
-        print(f"configuration is fine: {summary(config, _check_start(config))}")
+        print(f"configuration is fine: {summarize_run(config, _check_start(config))}")
     elif task == "train":
         run_algorithm(config)
     return 0

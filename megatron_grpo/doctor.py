@@ -17,7 +17,7 @@ from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.config.typed import converted
 from megatron_grpo.models.source import fetch_model_folder
-from megatron_grpo.observability.summary import reason_of_end
+from megatron_grpo.observability.summary import read_end_reason
 from megatron_grpo.run.directory import CONFIG_FILE
 from megatron_grpo.run.recorded_config import load_run_config
 
@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
     given = {name: converted(name, own[name], kind) for name, kind in _OWN.items() if name in own}
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not the folder of a run")
-    if not (run_dir / CONFIG_FILE).exists() and (reason := reason_of_end(run_dir)) is not None:
+    if not (run_dir / CONFIG_FILE).exists() and (reason := read_end_reason(run_dir)) is not None:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
     config = load_run_config(run_dir, overrides)
     model = fetch_model_folder(config.policy.model.path)

@@ -25,7 +25,7 @@ from megatron_grpo.planning.search import Search, search
 from megatron_grpo.planning.trace import tracing
 from megatron_grpo.planning.whole import Plan, fp8_problems_of, profile, submit_plan
 from megatron_grpo.preflight.load import compose_config, compose_for_search
-from megatron_grpo.preflight.model_file_checks import unusable_model
+from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.run.recorded_config import load_run_config
 
 USAGE = """\
@@ -152,7 +152,7 @@ def _calibrate(arguments: Sequence[str]) -> int:
     if shape is None:
         text = "is not on this machine; give a folder with its config.json"
         subject = f"policy.model.path={path}"
-        problems = [] if is_hub_name(path) else list(unusable_model(subject, path))
+        problems = [] if is_hub_name(path) else list(explain_unusable_model(subject, path))
         raise ConfigError(problems or [Problem(subject, text)])
     if not config.cluster.gpus:
         raise ValueError(f"{run_dir} is a run on CPU; profiles are of GPUs")
@@ -206,7 +206,7 @@ def _read(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) 
         raise ConfigError([Problem("debug.train=False", "trains nothing, so there is nothing to plan; use true")])
     shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:
-        problems = list(unusable_model(f"policy.model.path={path}", path))
+        problems = list(explain_unusable_model(f"policy.model.path={path}", path))
         if problems:
             raise ConfigError(problems)
         config = compose([*overrides, *fixed])  # downloaded just now: its checks against the model are still due

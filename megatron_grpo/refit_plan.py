@@ -13,7 +13,7 @@ from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.config.typed import converted
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, refit_summary
-from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, nccl_bytes
+from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
 from megatron_grpo.preflight.load import compose_config
 
 USAGE = """\
@@ -55,8 +55,8 @@ def _plan(arguments: Sequence[str]) -> int:
 
 def _nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
     """NCCL communicators of a rank, their ranks, and the bytes that they take of a GPU, at most, on either side."""
-    sending = nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING)
-    receiving = nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
+    sending = estimate_nccl_bytes(config, summary.sending.most_peers, NCCL_SENDING)
+    receiving = estimate_nccl_bytes(config, summary.receiving.most_peers, NCCL_RECEIVING)
     ranks = summary.sending.ranks + summary.receiving.ranks
     return {
         "communicators": 1 if receiving else 0,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_grpo.config.help import run_command
-from megatron_grpo.observability.page.write import REPORT_FILE, report_page
+from megatron_grpo.observability.page.write import REPORT_FILE, render_report
 from megatron_grpo.observability.run_files import write_text
 
 USAGE = f"""\
@@ -41,7 +41,7 @@ def _write(arguments: Sequence[str]) -> int:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give the run_dir of a run, such as outputs/quickstart/latest")
-    text = report_page(folders)
+    text = render_report(folders)
     if outputs:
         file = Path(os.path.expanduser(outputs[0]))
         file = file / REPORT_FILE if file.is_dir() else file

@@ -21,8 +21,8 @@ from megatron_grpo.config.section import NonNegative, Positive, Seconds
 from megatron_grpo.config.typed import converted
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.layout_checks import split_rules
-from megatron_grpo.preflight.model_file_checks import weight_problems
+from megatron_grpo.preflight.layout_checks import check_split
+from megatron_grpo.preflight.model_file_checks import find_weight_problems
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.ranks import Row
@@ -125,7 +125,7 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = read_model_shape(model)
-    for text in weight_problems(model, shape):
+    for text in find_weight_problems(model, shape):
         raise ValueError(f"model={request.model}: {text}")
     layouts = _layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
@@ -156,7 +156,7 @@ def _layouts(request: VerifyRequest, shape: ModelShape) -> Layouts:
         needed = given.tensor > 1 and (shape.experts is not None or shape.latent is not None)
         parallel = replace(given, sequence=given.sequence or needed)
         broken = [
-            f"{subject} {text}" for is_broken, subject, text in split_rules("parallel", parallel, shape) if is_broken
+            f"{subject} {text}" for is_broken, subject, text in check_split("parallel", parallel, shape) if is_broken
         ]
         if not broken:
             usable.append((name, parallel))

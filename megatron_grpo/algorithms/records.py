@@ -30,7 +30,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.source import compute_vocabulary_digest
 from megatron_grpo.observability.run_files import write_json
-from megatron_grpo.observability.run_logger import one_a_group
+from megatron_grpo.observability.run_logger import select_first_of_groups
 from megatron_grpo.rollouts.pool import RolloutPool
 
 
@@ -129,7 +129,7 @@ class RolloutDumps:
     def read_rows(self, step: int) -> list[dict[str, Any]]:
         """Read logger.num_completions_to_print rows from the file of a step's rollouts."""
         rows = rows_of_file(step, rollouts_file(self._run_dir, step))
-        return one_a_group(rows, self._config.num_completions_to_print)
+        return select_first_of_groups(rows, self._config.num_completions_to_print)
 
 
 def describe_run(config: Config, folder: Path) -> RunFacts:

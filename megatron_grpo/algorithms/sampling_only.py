@@ -11,7 +11,7 @@ from megatron_grpo.algorithms.stages import compute_learning_metrics, compute_sa
 from megatron_grpo.algorithms.step_advantages import score
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.observability.timing import StepTimer, processed
+from megatron_grpo.observability.timing import StepTimer, compute_rates
 
 
 def sample_steps(run: SamplingRun) -> None:
@@ -38,5 +38,5 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     metrics = compute_sampling_metrics(config, samples, samples.scores or score(config, outcomes))
     metrics |= compute_learning_metrics(None, StepBatch.of_outcomes(config, outcomes))
     timing = timer.seconds
-    speed = processed([outcome.tokens for outcome in outcomes], timing)
+    speed = compute_rates([outcome.tokens for outcome in outcomes], timing)
     return StepReport(metrics, dict(timing), {**speed, **samples.engines}, samples.sampled)

@@ -84,7 +84,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         stack.callback(gc.unfreeze)
-        run.logger.started(startup_s=time.time() - startup.began, parts=startup.parts, changes=startup.changes)
+        run.logger.log_start(startup_s=time.time() - startup.began, parts=startup.parts, changes=startup.changes)
         yield run
 
 

@@ -27,7 +27,7 @@ from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
-from megatron_grpo.observability.timing import StepTimer, peak_tflops, throughput
+from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.rollout_metrics import (
     compute_group_metrics,
@@ -357,8 +357,8 @@ def make_report(
     passes = 0.0
     if learned is not None:  # minibatches without a token in the loss had no optimizer step
         passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
-    peak = peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device)
-    speed = throughput(
+    peak = find_peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device)
+    speed = compute_throughput(
         policy.shape,
         [outcome.tokens for outcome in samples.outcomes],
         timing,

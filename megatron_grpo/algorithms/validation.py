@@ -11,7 +11,7 @@ from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.config.schema import EarlyStopConfig
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.observability.run_logger import prompt_text, sample_row
+from megatron_grpo.observability.run_logger import format_prompt, make_sample_row
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics, compute_rollout_metrics
@@ -48,7 +48,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
     run.logger.show_samples(run.val_prompts, answers)
     if run.config.logger.log_completions:
         pairs = zip(run.val_prompts, answers, strict=False)
-        rows = [sample_row(prompt_text(prompt), one.to_row()) for prompt, one in pairs]
+        rows = [make_sample_row(format_prompt(prompt), one.to_row()) for prompt, one in pairs]
         run.logger.log_table(run.state["total_steps"], "validation/completions", rows)
     metrics = compute_held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
     return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}

@@ -73,7 +73,7 @@ def version() -> str:
         return "(not installed)"
 
 
-def answered(arguments: Sequence[str], usage: str) -> bool:
+def answer_help(arguments: Sequence[str], usage: str) -> bool:
     """Print the usage or the version if a command line asks for it; returns whether it did."""
     if {"-h", "--help"} & set(arguments):
         print(usage, end="")
@@ -88,7 +88,7 @@ FAILED, MISTAKE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """Exit codes: a failure, a command line that cannot be run, Ctrl-C, SIGTERM."""
 
 
-def interrupted(error: KeyboardInterrupt) -> int:
+def report_interruption(error: KeyboardInterrupt) -> int:
     """Print a line about an interruption, with the notes of the error; returns the exit code."""
     print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return TERMINATED if "SIGTERM" in error.args else INTERRUPTED
@@ -116,7 +116,7 @@ def _exit_code(
     body: Callable[[Sequence[str]], int],
     failures: tuple[type[Exception], ...],
 ) -> int:
-    if answered(arguments, usage):
+    if answer_help(arguments, usage):
         return 0
     try:
         return body(arguments)
@@ -124,7 +124,7 @@ def _exit_code(
         print(f"{prefix}{error}", file=sys.stderr)
         return FAILED if isinstance(error, failures) else MISTAKE
     except KeyboardInterrupt as error:
-        return interrupted(error)
+        return report_interruption(error)
 
 
 def commands_text() -> str:

@@ -29,7 +29,7 @@ from megatron_grpo.evaluation.results import (
     sample_row,
     set_results,
 )
-from megatron_grpo.observability.run_files import json_line, read_lines, write_json
+from megatron_grpo.observability.run_files import format_json_line, read_lines, write_json
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -98,7 +98,7 @@ def _answer(
         for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)
             answered.rows.append([sample_row(name, prompt, one) for one in trajectories])
-            file.writelines(json_line(row) for row in answered.rows[-1])
+            file.writelines(format_json_line(row) for row in answered.rows[-1])
     return answered
 
 

@@ -16,8 +16,8 @@ from megatron_grpo.config.section import Positive, Temperature
 from megatron_grpo.config.typed import converted
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
-from megatron_grpo.preflight.data_checks import report_of_rows
-from megatron_grpo.preflight.machine_checks import evaluation_problems
+from megatron_grpo.preflight.data_checks import examine_rows
+from megatron_grpo.preflight.machine_checks import find_evaluation_problems
 from megatron_grpo.run.checkpoints import resolve_checkpoint
 from megatron_grpo.run.directory import POLICY_FOLDER
 from megatron_grpo.run.recorded_config import is_composition, load_run_config
@@ -63,7 +63,7 @@ def _set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Pro
         yield Problem(DATA_KEY, text)
     for one in sets.values():
         subject = f"{one.key}={one.rows.path}"
-        report = report_of_rows(config, subject, one.rows)
+        report = examine_rows(config, subject, one.rows)
         for problem in report.problems:  # problems of single rows name the line, those of the whole set its path
             yield Problem(subject, problem.text) if problem.subject == one.rows.path else problem
         if not report.problems and not report.rows:
@@ -120,7 +120,7 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     )
     sets = _evaluated_sets(config, files)
     # Rows are checked last, because their form follows from a valid configuration.
-    problems = list(_server_problems(config)) or evaluation_problems(config) or list(_set_problems(config, sets))
+    problems = list(_server_problems(config)) or find_evaluation_problems(config) or list(_set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
     samples = converted("samples", own.get("samples", "1"), Positive)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_lines, written_whole
+from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_lines, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def plot_run(run_dir: str | Path) -> Path:
     _style(accuracy, "Accuracy")
     _style(mismatch, "Mismatch of training and generation")
     _style(time, "Seconds of each step, by phase")
-    written_whole(folder / PLOT_FILE, lambda temporary: figure.savefig(temporary, format="png"))
+    write_atomically(folder / PLOT_FILE, lambda temporary: figure.savefig(temporary, format="png"))
     return folder / PLOT_FILE
 
 

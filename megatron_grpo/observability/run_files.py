@@ -12,15 +12,15 @@ from typing import Any, TextIO
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON under a temporary name, then rename: readers see the old file or the new one."""
-    write_text(path, json.dumps(finite(value), indent=2) + "\n")
+    write_text(path, json.dumps(replace_non_finite(value), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text under a temporary name, then rename: readers see the old file or the new one."""
-    written_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def written_whole(path: Path, write: Callable[[Path], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a file under a temporary name, which is renamed when all of it is on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -42,12 +42,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def json_line(value: dict[str, Any]) -> str:
+def format_json_line(value: dict[str, Any]) -> str:
     """One line of JSON, from which floats are read back exactly.
 
     Infinities and NaN become null, because JSON has neither.
     """
-    return json.dumps(finite(value)) + "\n"
+    return json.dumps(replace_non_finite(value)) + "\n"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -72,14 +72,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def finite(value: Any, digits: int | None = None) -> Any:
+def replace_non_finite(value: Any, digits: int | None = None) -> Any:
     """Replace non-finite floats in a value by None, and round the others to `digits` significant digits if given."""
     if isinstance(value, float):
         return (value if digits is None else float(f"{value:.{digits}g}")) if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(item, digits) for key, item in value.items()}
+        return {key: replace_non_finite(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item, digits) for item in value]
+        return [replace_non_finite(item, digits) for item in value]
     return value
 
 
@@ -89,10 +89,10 @@ STARTS_FILE = "starts.jsonl"
 SUMMARY_FILE = "summary.json"
 
 
-def append_lines(path: Path, last_step: int) -> TextIO:
+def open_to_append(path: Path, last_step: int) -> TextIO:
     """Open a file of JSON lines to append to, after dropping the lines whose "step" is after `last_step`."""
     if path.exists():
-        write_text(path, "".join(json_line(row) for row in read_lines(path) if row["step"] <= last_step))
+        write_text(path, "".join(format_json_line(row) for row in read_lines(path) if row["step"] <= last_step))
     return path.open(
         "a", buffering=1, encoding="utf-8"
     )  # line-buffered: the line of a step is written before the next step begins

@@ -25,14 +25,14 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.prompt_renderer import content_text
-from megatron_grpo.observability.page.trajectories import TokenBytes, mean_advantage, token_bytes_of
+from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.run_files import (
     METRICS_FILE,
     STARTS_FILE,
     VALIDATION_FILE,
-    append_lines,
-    json_line,
+    format_json_line,
+    open_to_append,
     read_lines,
 )
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
@@ -70,22 +70,22 @@ class ProgressDisplay:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
 
-    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+    def show_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Show a finished step: the metrics in WATCHED, and the seconds of its phases and in "total"."""
         self._recent.append(timing["total"])
         eta = format_duration(fmean(self._recent) * (self.total_steps - step))
         if self._live is None:
             parts = [f"step {step}/{self.total_steps}", *_numbers(metrics), _phases(timing), f"ETA {eta}"]
-            self.message("  ".join(parts))
+            self.print_line("  ".join(parts))
         else:
             self._live.update(self._panel(step, metrics, timing, eta))
 
-    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def show_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a validation; it stays on the screen."""
         numbers = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-        self.message(f"validation after step {step}: {numbers}")
+        self.print_line(f"validation after step {step}: {numbers}")
 
-    def message(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line, above the live one."""
         with tolerant_output(of_run=True):  # prompts and responses are shown, which may be any text
             self._console.print(Text(text), soft_wrap=True)
@@ -125,7 +125,7 @@ SHOWN_CHARACTERS = 2000
 """Most characters of a prompt (its end) and of a response (its beginning) in tables that trackers keep."""
 
 
-def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
+def make_sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
     """One sample as a line of a table.
 
     Args:
@@ -141,13 +141,13 @@ def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
         "response": trajectory["response"][:SHOWN_CHARACTERS],
         "reward": trajectory["reward"],
         "correct": trajectory["correct"],
-        "advantage": mean_advantage(trajectory.get("advantages")),
+        "advantage": compute_mean_advantage(trajectory.get("advantages")),
         "tokens": len(trajectory["logprobs"]),
         "stop_reason": trajectory["stop_reason"],
     }
 
 
-def prompt_text(datum: DatumSpec) -> str:
+def format_prompt(datum: DatumSpec) -> str:
     """Text of the prompt in its row; for a conversation, every turn with its role."""
     prompt = datum["prompt"]
     return (
@@ -157,7 +157,7 @@ def prompt_text(datum: DatumSpec) -> str:
     )
 
 
-def one_a_group(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def select_first_of_groups(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """The first rollout of each of the first `count` prompts among the rollouts of a step."""
     first: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -192,8 +192,8 @@ class RunLogger:
         self.config = config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         last_step = -1 if resume_step is None else resume_step  # step 0 is the validation before training
-        self._metrics = append_lines(self.run_dir / METRICS_FILE, last_step)
-        self._validations = append_lines(self.run_dir / VALIDATION_FILE, last_step)
+        self._metrics = open_to_append(self.run_dir / METRICS_FILE, last_step)
+        self._validations = open_to_append(self.run_dir / VALIDATION_FILE, last_step)
         drop_rollouts_after(self.run_dir, last_step)
         if resume_step is None:
             (self.run_dir / STARTS_FILE).unlink(missing_ok=True)
@@ -219,7 +219,7 @@ class RunLogger:
             self._figures.update(filter(is_of_environment, row))
         self._resume_step = resume_step
 
-    def started(
+    def log_start(
         self, *, startup_s: float, parts: Mapping[str, float] | None = None, changes: Sequence[str] = ()
     ) -> None:
         """Report that all processes are up and the first step can begin.
@@ -234,7 +234,7 @@ class RunLogger:
         self._started = time.monotonic()
         now = datetime.now().isoformat(timespec="seconds")
         with (self.run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)}))
+            file.write(format_json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)}))
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
@@ -258,11 +258,11 @@ class RunLogger:
         timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
         self._logging_s = 0.0
         apart = {"timing": timing, "throughput": dict(throughput)}  # these differ between equal runs
-        self._metrics.write(json_line({"step": step, **metrics, **apart}))
+        self._metrics.write(format_json_line({"step": step, **metrics, **apart}))
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)
         self._track(step, "throughput", throughput)
-        self._progress.step(step, metrics, timing)
+        self._progress.show_step(step, metrics, timing)
         logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
 
@@ -281,10 +281,10 @@ class RunLogger:
 
     def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Report a validation after `step` training steps; metrics and timing have the form of `log_step`."""
-        self._validations.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
+        self._validations.write(format_json_line({"step": step, **metrics, "timing": dict(timing)}))
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
-        self._progress.validation(step, metrics)
+        self._progress.show_validation(step, metrics)
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
         """Print one response to each of the first prompts; prompts without a trajectory are left out."""
@@ -297,7 +297,7 @@ class RunLogger:
             self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send samples (`sample_row`) to the trackers as a table, named "train/completions" for instance."""
+        """Send samples (`make_sample_row`) to the trackers as a table, named "train/completions" for instance."""
         if rows:
             self._tell_trackers(lambda tracker: tracker.table(step, name, rows))
 
@@ -310,18 +310,18 @@ class RunLogger:
                 before the first sampled one; its text is empty when the model has no tokenizer.json.
         """
         if self._vocabulary is None:
-            self._vocabulary = token_bytes_of(self.config.policy.model.path)
+            self._vocabulary = load_token_bytes(self.config.policy.model.path)
         rows = []
         for one in trajectories:
             prompt_ids = one["token_ids"][: one["spans"][0][0] if one["spans"] else None]
-            rows.append(sample_row(self._vocabulary.text(prompt_ids) if self._vocabulary else "", one))
+            rows.append(make_sample_row(self._vocabulary.text(prompt_ids) if self._vocabulary else "", one))
         for row in rows:
             self.note(f"  {row['prompt']!r} -> {row['response']!r} (reward {row['reward']}, {row['stop_reason']})")
         self.log_table(step, "train/completions", rows)
 
     def note(self, text: str) -> None:
         """Print a line, and write it into the driver's log."""
-        self._progress.message(text)
+        self._progress.print_line(text)
         logger.info(text)
 
     def note_once(self, kind: str, text: str) -> None:

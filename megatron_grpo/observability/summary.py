@@ -29,7 +29,7 @@ class RunEnd:
 COMPLETED = RunEnd("completed")
 
 
-def reason_of_end(run_dir: Path) -> str | None:
+def read_end_reason(run_dir: Path) -> str | None:
     """The message that says why a run ended before its last step; None: it has none.
 
     Raises:
@@ -130,7 +130,7 @@ def _mean(values: Sequence[float]) -> float | None:
 _REASON = "the driver was killed; if memory ran out, the kernel's log (dmesg) says so"
 
 
-def killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) -> list[str]:
+def make_killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) -> list[str]:
     """Command line that writes summary.json, and report.html if `report`, for a run whose driver was killed."""
     return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step), *(["report"] if report else [])]
 

@@ -57,14 +57,14 @@ BACKWARD_FACTOR = 3
 """Cost of forward and backward pass in forward passes: a matrix product has two products in its backward pass."""
 
 
-def peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
+def find_peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
     """Peak of one device in TFLOP/s: the configured one, or the data sheet's for bfloat16; None: not known."""
     if configured is not None or precision != "bfloat16":
         return configured
     return next((peak for part, peak in PEAK_TFLOPS_BF16.items() if part in device_name), None)
 
 
-def throughput(
+def compute_throughput(
     shape: ModelShape,
     lengths: Sequence[int],
     timing: Mapping[str, float],
@@ -90,13 +90,13 @@ def throughput(
     """
     # FLOPs that the model needs, not those of the machine: work wasted on padding must not look like utilisation.
     tflops = BACKWARD_FACTOR * passes * count_forward_flops(shape, lengths) / 1e12
-    figures = processed(lengths, timing)
+    figures = compute_rates(lengths, timing)
     figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0
     if peak is not None:
         figures["model_flop_utilization"] = figures["train_tflops_per_device"] / peak
     return figures
 
 
-def processed(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
+def compute_rates(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
     """samples_per_s and tokens_per_s of a step, from the tokens of each sequence and the seconds in "total"."""
     return {"samples_per_s": len(lengths) / timing[TOTAL], "tokens_per_s": sum(lengths) / timing[TOTAL]}

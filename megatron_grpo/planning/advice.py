@@ -28,7 +28,7 @@ from megatron_grpo.planning.estimates import activation_bytes, static_bytes
 from megatron_grpo.planning.policy_layouts import has_own_engines
 from megatron_grpo.planning.trace import LateError
 from megatron_grpo.planning.whole import Advice, Plan, host_gib, host_memory, submit_plan
-from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.preflight.config_checks import find_problems
 
 _COMPUTING = ("train", "logprobs", "reference", "values")
 """Phases that brief plans have."""
@@ -83,7 +83,7 @@ class _Trials:
             if name in self.seen or self.is_late:
                 continue
             self.seen.add(name)
-            if not problems_with(config, self.plan.shape) and not self._is_refused_by_arithmetic(config):
+            if not find_problems(config, self.plan.shape) and not self._is_refused_by_arithmetic(config):
                 pending.append((changes, submit_plan(config, self.plan.shape, self.pool, brief=self._is_brief)))
         for changes, waited in pending:
             try:

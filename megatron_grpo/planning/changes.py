@@ -13,8 +13,8 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.engine_layouts import engine_layouts, is_of_engines, room_problems
 from megatron_grpo.planning.policy_layouts import ENGINE_SIZES, POLICY_SIZES, idle_gpus, legal_layouts, written
 from megatron_grpo.planning.whole import Plan
-from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, nccl_bytes
-from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.preflight.config_checks import find_problems
+from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, estimate_nccl_bytes
 
 _USUAL_SHARE = 0.9
 """gpu_memory_utilization that vLLM takes by default."""
@@ -140,7 +140,7 @@ def engine_changes(plan: Plan) -> Changes | None:
                 order = (len(changes), abs(share - config.generation.engine.gpu_memory_utilization))
                 if best is not None and order >= best[0]:
                     continue
-                problems = [one for one in problems_with(tried, shape) if is_of_engines(one)]
+                problems = [one for one in find_problems(tried, shape) if is_of_engines(one)]
                 if not problems and not room_problems(tried, shape, gpu):
                     best = order, changes
     return None if best is None else best[1]
@@ -149,7 +149,7 @@ def engine_changes(plan: Plan) -> Changes | None:
 def _shares_of_memory(plan: Plan) -> list[float]:
     """Values of gpu_memory_utilization to try: that of the run, and the largest that leaves room to the models."""
     share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
-    linked = nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
+    linked = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
     most = int(100 * (1 - linked / has)) / 100
     if plan.config.generation.colocated:
         most = min(most, int(100 * (1 - plan.beside_engine / has)) / 100)

@@ -13,7 +13,7 @@ from megatron_grpo.planning.advice import with_advice
 from megatron_grpo.planning.device_memory import GIB
 from megatron_grpo.planning.trace import tracing
 from megatron_grpo.planning.whole import submit_plan
-from megatron_grpo.preflight.model_file_checks import unusable_model
+from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 
 
 def fit_remarks(config: Config) -> Iterator[Problem]:
@@ -26,7 +26,7 @@ def fit_remarks(config: Config) -> Iterator[Problem]:
         return
     shape, path = find_model_shape(config), config.policy.model.path
     if shape is None:  # a model of the hub is read when it is here
-        yield from [] if is_hub_name(path) else unusable_model(f"policy.model.path={path}", path)
+        yield from [] if is_hub_name(path) else explain_unusable_model(f"policy.model.path={path}", path)
         return
     subject = f"cluster.gpu={config.cluster.gpu}"
     try:

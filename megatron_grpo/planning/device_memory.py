@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.schema import Config
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.trace import RankTrace, before_refit
-from megatron_grpo.preflight.engine_checks import NCCL_SENDING, nccl_bytes
+from megatron_grpo.preflight.engine_checks import NCCL_SENDING, estimate_nccl_bytes
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry_run import DryReport
@@ -168,7 +168,7 @@ def reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: st
     engines = config.generation.parallel
     peers = engines.ranks_per_engine * engines.data
     if model == "policy":
-        parts["NCCL of the refit"] = nccl_bytes(config, peers, NCCL_SENDING)
+        parts["NCCL of the refit"] = estimate_nccl_bytes(config, peers, NCCL_SENDING)
     if config.generation.colocated:
         parts["sleeping engine"] = sleeping_engine(config, hardware)
     return parts

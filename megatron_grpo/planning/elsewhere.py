@@ -25,7 +25,7 @@ from megatron_grpo.planning.policy_layouts import (
 )
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.whole import Plan
-from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.preflight.config_checks import find_problems
 
 _SPLITS = 24
 """Ways to share GPUs out between policy and engines that are tried on a number of nodes."""
@@ -79,7 +79,7 @@ def whole_layouts(before: Config, config: Config, shape: ModelShape, gpu: Hardwa
     """Changes of `before` into layouts on this many nodes whose estimated memory fits, with keys that save memory."""
     for made in _fitting(_on(config, nodes), shape, gpu):
         changes = {key: _value(made, key) for key in _keys(made) if _value(made, key) != _value(before, key)}
-        if not problems_with(changed(before, changes), shape):
+        if not find_problems(changed(before, changes), shape):
             yield changes
 
 
@@ -113,7 +113,7 @@ def _fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[Confi
             continue
         used.add(policy_gpus)
         whole = (replace(engines, policy=layout.policy) for layout in sized[policy_gpus])
-        yield from islice((made for made in whole if not problems_with(made, shape)), _LAYOUTS)
+        yield from islice((made for made in whole if not find_problems(made, shape)), _LAYOUTS)
 
 
 def _with_room(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> list[Config]:

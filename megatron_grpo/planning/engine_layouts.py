@@ -11,7 +11,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.generation_cost import decoder_of, engine_size, generate, lengths_of
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.refusals import Refusals
-from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.preflight.config_checks import find_problems
 
 _STAGES = 8
 """Most pipeline stages of an engine that are tried."""
@@ -48,7 +48,7 @@ def best_engines(
     for parallel in engine_layouts(config, shape, gpus):
         tried = replace(config, generation=replace(config.generation, parallel=parallel))
         # The search looks for the policy's layout afterwards; here only its GPUs count.
-        problems = [one for one in problems_with(replace(tried, policy=policy), shape) if is_of_engines(one)]
+        problems = [one for one in find_problems(replace(tried, policy=policy), shape) if is_of_engines(one)]
         if refusals.refuse(problems):
             continue
         lacking = room_problems(tried, shape, hardware)

@@ -7,7 +7,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from megatron_grpo.observability.page.write import STYLE, page
+from megatron_grpo.observability.page.write import STYLE, render_page
 from megatron_grpo.observability.run_files import write_text
 from megatron_grpo.planning.device_memory import GIB, STATIC, RankMemory
 from megatron_grpo.planning.step import StepTimes
@@ -29,7 +29,7 @@ _OWN_STYLE += "h3 { font-size: 13.5px; margin: 12px 0 4px; } ul { padding-left: 
 def write_page(file: Path, plan: Plan) -> None:
     """Write the page; OSError: the file cannot be written."""
     style = resources.files("megatron_grpo.observability.page").joinpath("assets", STYLE).read_text(encoding="utf-8")
-    write_text(file, page(style + _OWN_STYLE, "", "\n".join(_body(plan)), [], title="Plan"))
+    write_text(file, render_page(style + _OWN_STYLE, "", "\n".join(_body(plan)), [], title="Plan"))
 
 
 def _body(plan: Plan) -> Iterator[str]:

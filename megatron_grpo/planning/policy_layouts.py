@@ -13,8 +13,8 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.estimates import static_bytes
 from megatron_grpo.planning.refusals import Refusals
-from megatron_grpo.preflight.layout_checks import gpus_needed, gpus_of_reward_models
-from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.preflight.config_checks import find_problems
+from megatron_grpo.preflight.layout_checks import count_gpus, count_reward_model_gpus
 
 _OTHER_SECTIONS = ("generation.parallel", "value.parallel", "cluster.gpus_per_node")
 """Keys of problems that other parts of a layout have: engines, the value model, and the sum of all GPUs."""
@@ -90,7 +90,7 @@ def gpu_splits(config: Config) -> list[tuple[int, int]]:
     it, is largest, and of equals that with the fewest idle GPUs. Colocated, both sides have the same GPUs. GPUs of the
     value model and of reward models are left out.
     """
-    total = config.cluster.num_nodes * config.cluster.gpus - int(-(-sum(gpus_of_reward_models(config).values()) // 1))
+    total = config.cluster.num_nodes * config.cluster.gpus - int(-(-sum(count_reward_model_gpus(config).values()) // 1))
     if not has_own_engines(config) or config.generation.colocated:
         total -= 0 if config.generation.colocated else _value_gpus(config)
         return [(number, number if has_own_engines(config) else 0) for number in range(total, 0, -1)]
@@ -107,7 +107,7 @@ def _value_gpus(config: Config) -> int:
 
 def idle_gpus(config: Config) -> int:
     """GPUs of the run's nodes that nothing uses."""
-    used = sum(gpus_needed(config).values())
+    used = sum(count_gpus(config).values())
     return max(0, config.cluster.num_nodes * config.cluster.gpus - int(-(-used // 1)))
 
 
@@ -125,7 +125,7 @@ def legal_layouts(
         refusals: gets the problems of the sizes and layouts that are refused.
         needs_all: whether a layout has to pass the checks of the whole run too: engines, value model, sum of all GPUs.
     """
-    check = problems_with if needs_all else _size_problems
+    check = find_problems if needs_all else _size_problems
     refusals = Refusals() if refusals is None else refusals
     for made in possible_layouts(config, shape, gpus, refusals):
         if not refusals.refuse(check(made, shape)):
@@ -193,4 +193,4 @@ def _with_layout(config: Config, parallel: ParallelConfig) -> Config:
 
 def _size_problems(config: Config, shape: ModelShape) -> list[Problem]:
     """Problems of the run's checks for one size of a layout, the other sizes being 1."""
-    return [one for one in problems_with(config, shape) if not one.key.startswith(_OTHER_SECTIONS)]
+    return [one for one in find_problems(config, shape) if not one.key.startswith(_OTHER_SECTIONS)]

@@ -17,7 +17,7 @@ from megatron_grpo.planning.generation_cost import Lengths, decoder_of, engine_s
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.pipeline import Timeline, timeline
 from megatron_grpo.planning.refit_summary import refit_summary
-from megatron_grpo.preflight.layout_checks import gpus_needed
+from megatron_grpo.preflight.layout_checks import count_gpus
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.trace import RankTrace
@@ -202,7 +202,7 @@ def step_times(
         synchronous_s=sum(phase_s.values()),
         asynchronous_s=asynchronous,
         tokens=float(totals.sum()),
-        gpus=math.ceil(sum(gpus_needed(config).values())),
+        gpus=math.ceil(sum(count_gpus(config).values())),
         refit_s=refit_s,
         refit_bytes=refit_bytes,
         assumptions=model.assumptions,

@@ -22,7 +22,7 @@ from megatron_grpo.planning.hardware import Hardware, hardware, profile_names
 from megatron_grpo.planning.policy_layouts import has_own_engines, idle_gpus
 from megatron_grpo.planning.step import StepTimes, step_times
 from megatron_grpo.planning.trace import PendingTrace, RankTrace, submit_traces
-from megatron_grpo.preflight.layout_checks import gpus_needed
+from megatron_grpo.preflight.layout_checks import count_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def host_memory(config: Config, gpu: Hardware) -> float | None:
 
 def host_gib(config: Config, shape: ModelShape) -> float:
     """GiB of tensors that a node's host holds, if all nodes of the run hold equally much."""
-    used = math.ceil(sum(gpus_needed(config).values()) / max(config.cluster.gpus, 1))
+    used = math.ceil(sum(count_gpus(config).values()) / max(config.cluster.gpus, 1))
     return host_bytes(config, shape) / GIB / max(1, used)
 
 

@@ -4,37 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.schema import Config
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight import loop_checks as loop
 from megatron_grpo.preflight import loss_checks as loss
 from megatron_grpo.preflight import reward_checks as rewards
 from megatron_grpo.preflight import sampling_checks as sampling
-from megatron_grpo.preflight.rules import Rule, as_problems
+from megatron_grpo.preflight.engine_checks import (
+    find_engine_problems,
+    find_length_problems,
+    find_placement_problems,
+    find_refit_problems,
+)
+from megatron_grpo.preflight.layout_checks import find_layout_problems
+from megatron_grpo.preflight.model_checks import (
+    find_adapter_problems,
+    find_fp8_problems,
+    find_quantization_problems,
+    find_training_problems,
+)
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
-@as_problems
-def config_problems(config: Config) -> Iterator[Rule]:
+def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
+    """Problems of a configuration whose machines are known, for a model of these sizes (None: unknown)."""
+    return [
+        *find_layout_problems(config, shape),
+        *find_length_problems(config, shape),
+        *find_adapter_problems(config, shape),
+        *find_fp8_problems(config, shape),
+        *find_quantization_problems(config, shape),
+        *find_config_problems(config),
+        *find_training_problems(config, shape),
+        *owned_problems(passed_fields(config)),
+        *find_engine_problems(config, shape),
+        *find_refit_problems(config, shape),
+        *find_placement_problems(config),
+    ]
+
+
+@evaluate_rules
+def find_config_problems(config: Config) -> Iterator[Rule]:
     """Options that exclude each other, lack what they need or would do nothing.
 
     Args:
         config: a configuration whose values are all of their types and in their ranges.
     """
-    yield from rewards.prompt_rules(config)
-    yield from sampling.request_rules(config.generation)
-    yield from sampling.filter_rules(config)
-    yield from sampling.server_rules(config)
-    yield from loop.loop_rules(config)
-    yield from loss.async_rules(config)
-    yield from rewards.reward_rules(config)
-    yield from loss.loss_rules(config)
-    yield from loop.ppo_rules(config)
-    yield from loop.debug_rules(config)
+    yield from rewards.check_prompts(config)
+    yield from sampling.check_requests(config.generation)
+    yield from sampling.check_filters(config)
+    yield from sampling.check_servers(config)
+    yield from loop.check_loop(config)
+    yield from loss.check_async(config)
+    yield from rewards.check_rewards(config)
+    yield from loss.check_loss(config)
+    yield from loop.check_ppo(config)
+    yield from loop.check_debug_modes(config)
 
 
-@as_problems
-def sampling_problems(config: Config) -> Iterator[Rule]:
+@evaluate_rules
+def find_sampling_problems(config: Config) -> Iterator[Rule]:
     """Problems of those settings that sampling and scoring read, for an evaluation."""
-    yield from rewards.system_prompt_rules(config)
-    yield from sampling.request_rules(config.generation)
-    yield from sampling.server_rules(config)
-    yield from rewards.environment_rules(config)
+    yield from rewards.check_system_prompts(config)
+    yield from sampling.check_requests(config.generation)
+    yield from sampling.check_servers(config)
+    yield from rewards.check_environments(config)

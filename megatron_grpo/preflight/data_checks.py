@@ -26,7 +26,7 @@ from megatron_grpo.models.source import (
     find_model_shape,
     is_made_before_run,
 )
-from megatron_grpo.preflight.rules import Rule, as_problems
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
 def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
@@ -63,12 +63,12 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, remarks
 
 
-def training_rows(config: Config) -> int:
+def count_training_rows(config: Config) -> int:
     """Visits to training rows in one epoch; the sets are not streamed."""
     return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
 
 
-def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
+def examine_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
     """The report on the rows of an existing set; `subject` (KEY=PATH) is the subject of problems of its file."""
     reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)
     if reason is not None:
@@ -77,7 +77,7 @@ def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetRepor
     return examined(one, config.data, {name: env.type for name, env in config.env.items()})
 
 
-@as_problems
+@evaluate_rules
 def _too_few(config: Config, rows: int) -> Iterator[Rule]:
     """Training sets with fewer rows, counted by their visits in an epoch, than the prompts of a step."""
     wanted, ((key, one), *others) = config.prompts_per_generation_batch, config.data.training.items()
@@ -91,7 +91,7 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
     """The report on a set, from its rows or, for a set that prepare.name makes, from PREPARED_PROMPTS."""
     subject = f"{key}={one.path}"
     if not is_made_before_run(config, one.path):
-        return report_of_rows(config, subject, one)
+        return examine_rows(config, subject, one)
     assert config.prepare.name is not None
     made = PREPARED_PROMPTS[config.prepare.name]
     name = str(Path(one.path).relative_to(config.prepare.folder))
@@ -102,7 +102,7 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
     return SetReport(rows=made.rows[name], tasks=set(made.tasks), problems=problems)
 
 
-@as_problems
+@evaluate_rules
 def _unfit(config: Config, made: PreparedPrompts) -> Iterator[Rule]:
     """Settings that do not fit prompts which are made before the run."""
     data, made_by = config.data, f"prepare.name={config.prepare.name}"
@@ -139,7 +139,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
     return [], [Problem(subject, text)] if last < wanted else []
 
 
-def recorded_max_num_steps(config: Config) -> int:
+def read_recorded_max_num_steps(config: Config) -> int:
     """The max_num_steps of the recorded run; the recording has passed its checks."""
     assert config.debug.rollouts_from is not None
     file = next(iter(recorded_steps(config.debug.rollouts_from).values()))
@@ -167,7 +167,7 @@ def _unusable(config: Config, path: str) -> str | None:
     return None
 
 
-@as_problems
+@evaluate_rules
 def _of_file(config: Config, subject: str, file: Path) -> Iterator[Rule]:
     """Problems of the file of one step."""
     try:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import find_cut_blocks, shard_engine, shard_policy
-from megatron_grpo.preflight.layout_checks import layout_problems
-from megatron_grpo.preflight.rules import Rule, as_problems
+from megatron_grpo.preflight.layout_checks import find_layout_problems
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 NCCL_POOL = 512 * 2**20
 """Bytes of a GPU that a communicator of NCCL takes for all peers on other machines together, at most: seen with NCCL
@@ -20,7 +20,7 @@ GPU_BYTES = 80e9
 """Memory of the GPU that remarks assume."""
 
 
-def nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
+def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
     """Most bytes of a rank's GPU that the communicator of a refit takes; 0: the refit does not use NCCL.
 
     The bytes do not grow with the number of machines: only peers on the same machine have buffers of their own.
@@ -36,11 +36,12 @@ def nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
     return NCCL_POOL + min(peers, beside) * per_peer
 
 
-@as_problems
-def refit_remarks(config: Config) -> Iterator[Rule]:
+@evaluate_rules
+def find_refit_remarks(config: Config) -> Iterator[Rule]:
     """Too little memory for the refit's communicator, which is made after vLLM has taken its share of a GPU."""
     share = config.generation.engine.gpu_memory_utilization
-    needed, left = nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING), (1 - share) * GPU_BYTES
+    needed = estimate_nccl_bytes(config, config.policy.parallel.world_size, NCCL_RECEIVING)
+    left = (1 - share) * GPU_BYTES
     text = (
         f"leaves {left / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f} "
         f"GB of that when engines are linked to the policy; use at most {int((1 - needed / GPU_BYTES) * 100) / 100:g}"
@@ -52,8 +53,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's CPU build has kernels for."""
 
 
-@as_problems
-def engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Settings of engines that devices or model (None: unknown) do not support, or that vLLM would refuse."""
     generation, engine, on_cpu = config.generation, config.generation.engine, config.cluster.gpus == 0
     tokens, speculates = engine.max_num_batched_tokens, engine.speculative.num_speculative_tokens > 0
@@ -82,10 +83,10 @@ def engine_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     yield speculates and generation.parallel.pipeline > 1, "generation.parallel.pipeline=", text
 
 
-@as_problems
-def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Lengths that do not fit each other or the model; with shape None, checks that need the model are left out."""
-    yield from sequence_rules(config, shape)
+    yield from check_sequences(config, shape)
     policy, longest = config.policy, config.policy.max_total_sequence_length
     text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
     yield policy.microbatch_tokens < longest, "policy.microbatch_tokens=", text
@@ -96,7 +97,7 @@ def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
         yield tokens is not None and tokens < longest, key, text
 
 
-def sequence_rules(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+def check_sequences(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Lengths of prompts and responses, and stop tokens, that do not fit the model; None leaves the model out."""
     longest, subject = config.policy.max_total_sequence_length, "policy.max_total_sequence_length="
     prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
@@ -111,8 +112,8 @@ def sequence_rules(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     yield highest >= shape.vocab, "generation.stop_token_ids", text
 
 
-@as_problems
-def placement_problems(config: Config) -> Iterator[Rule]:
+@evaluate_rules
+def find_placement_problems(config: Config) -> Iterator[Rule]:
     """Settings that cannot be combined with generation.placement=colocated."""
     if not config.generation.colocated:
         return
@@ -147,8 +148,8 @@ def placement_problems(config: Config) -> Iterator[Rule]:
     yield ranks > policy, "value.parallel", text
 
 
-@as_problems
-def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Settings that exclude refit.fp8_blocks; with shape None, checks that need the model are left out."""
     if not config.refit.fp8_blocks:
         return
@@ -159,7 +160,7 @@ def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     yield config.generation.engine_args.get("quantization") != engine, subject, text
     text = "such engines compute in bfloat16; give generation.engine.dtype=bfloat16"
     yield config.engine_dtype != "bfloat16", subject, text
-    if shape is not None and not any(layout_problems(config, shape)):
+    if shape is not None and not any(find_layout_problems(config, shape)):
         places = shard_policy(config.policy.parallel, shape), shard_engine(config.generation.parallel, shape)
         cuts = list(find_cut_blocks(shape, *places))
         more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""

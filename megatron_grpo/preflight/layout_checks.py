@@ -9,10 +9,10 @@ from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
 from megatron_grpo.models.weight_map import count_group_rows
-from megatron_grpo.preflight.rules import Rule, as_problems
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
-def split_rules(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
+def check_split(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Rule]:
     """Sizes of a training layout that do not fit the model; `section` is its key, such as policy.parallel."""
     yield _tensor(section, parallel.tensor, shape)
     yield from _pipeline(section, parallel, shape)
@@ -112,8 +112,8 @@ def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Itera
     yield ranks % (expert * tensor), f"{section}.expert={expert}", text + more
 
 
-@as_problems
-def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Layouts that do not fit model, machines or batches; with shape None, checks that need the model are left out."""
     for section, parallel in _trained(config):
         needs = f"needs {section}.parallel.tensor > 1"
@@ -122,7 +122,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     yield from _batch(config)
     yield from _replay(config, shape)
     if shape is not None:
-        yield from split_rules("policy.parallel", config.policy.parallel, shape)
+        yield from check_split("policy.parallel", config.policy.parallel, shape)
         for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
             lacking = getattr(config.policy.moe, name) and shape.experts is None
             yield lacking, f"policy.moe.{name}=", "the model has no experts; use 0"
@@ -133,8 +133,8 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
         yield from _value_model(config, shape)
 
 
-@as_problems
-def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Sizes of the engines' layout that do not fit the model or the machines, when no model is trained."""
     yield from _devices(config, _gpus_of_engines(config), ())
     if shape is not None:
@@ -146,7 +146,7 @@ def _value_model(config: Config, policy: ModelShape) -> Iterator[Rule]:
     shape = find_value_shape(config) if own else policy
     if config.value_model is None or shape is None:
         return
-    yield from split_rules("value.parallel", config.value.parallel, shape)
+    yield from check_split("value.parallel", config.value.parallel, shape)
     longest = config.policy.max_total_sequence_length
     text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
     yield own and 0 < shape.max_positions < longest, "value.model.path=", text
@@ -204,7 +204,7 @@ def _devices(
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
-    needs: dict[str, float] = {**wanted, **gpus_of_reward_models(config)}
+    needs: dict[str, float] = {**wanted, **count_reward_model_gpus(config)}
     there = cluster.num_nodes * cluster.gpus
     first, *rest = needs.items()
     taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks:g}" for section, ranks in rest)])
@@ -238,12 +238,12 @@ def _scattered_engines(config: Config, trained: Sequence[tuple[str, ParallelConf
     yield fitting < parallel.data, "generation.parallel.data=", text
 
 
-def gpus_needed(config: Config) -> dict[str, float]:
+def count_gpus(config: Config) -> dict[str, float]:
     """GPUs that each model, the engines and reward models take, by key."""
-    return {**_gpus_of_models(config), **gpus_of_reward_models(config)}
+    return {**_gpus_of_models(config), **count_reward_model_gpus(config)}
 
 
-def gpus_of_reward_models(config: Config) -> dict[str, float]:
+def count_reward_model_gpus(config: Config) -> dict[str, float]:
     """GPUs that the reward models of each environment take, by key; environments without any are left out."""
     found = {
         f"env.{name}.reward_model.gpus": env.reward_model.gpus

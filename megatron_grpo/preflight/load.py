@@ -11,31 +11,16 @@ from megatron_grpo.cluster.machines import find_address, find_gpus
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import Problem, counted
 from megatron_grpo.config.job import Job
-from megatron_grpo.config.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.schema import Config, ParallelConfig
-from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_model_shape
-from megatron_grpo.preflight.config_checks import config_problems
-from megatron_grpo.preflight.data_checks import recorded_max_num_steps, training_rows
-from megatron_grpo.preflight.engine_checks import (
-    engine_problems,
-    length_problems,
-    placement_problems,
-    refit_problems,
-    refit_remarks,
-)
-from megatron_grpo.preflight.layout_checks import layout_problems
+from megatron_grpo.preflight.config_checks import find_problems
+from megatron_grpo.preflight.data_checks import count_training_rows, read_recorded_max_num_steps
+from megatron_grpo.preflight.engine_checks import find_refit_remarks
 from megatron_grpo.preflight.machine_checks import examine_machine
-from megatron_grpo.preflight.model_checks import (
-    adapter_problems,
-    fp8_problems,
-    quantization_problems,
-    training_problems,
-)
-from megatron_grpo.preflight.remarks import remarks
+from megatron_grpo.preflight.remarks import find_remarks
 
 
-def summary(config: Config, start_from: Path | None) -> str:
+def summarize_run(config: Config, start_from: Path | None) -> str:
     """A run in one sentence: recipe, algorithm, steps, layouts, and the checkpoint it starts from (None: step 1)."""
     loop, generation = config.loop, config.generation.parallel
     algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
@@ -79,12 +64,12 @@ def _settle_steps(config: Config) -> Iterator[Problem]:
     The run is shorter if prompts turn out to be too long, or if dynamic sampling takes more prompts for a step.
     """
     if not config.generates:
-        config.loop.max_num_steps = recorded_max_num_steps(config)
+        config.loop.max_num_steps = read_recorded_max_num_steps(config)
     elif config.data.streaming:
         text = "needs rows that can be counted, and they are streamed; give a number of steps"
         yield Problem(f"{config.algorithm}.max_num_steps=-1", text)
     else:
-        per_epoch = training_rows(config) // config.prompts_per_generation_batch
+        per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
         config.loop.max_num_steps = max(per_epoch * config.loop.max_num_epochs, 1)
 
 
@@ -149,7 +134,7 @@ def _of_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     problems, found = examine_machine(config)
     if not problems and config.loop.max_num_steps == _OPEN:
         problems += _settle_steps(config)
-    return problems, [*remarks(config), *refit_remarks(config), *found]
+    return problems, [*find_remarks(config), *find_refit_remarks(config), *found]
 
 
 def _by_itself(composed: Composed) -> Composed:
@@ -169,21 +154,4 @@ def _problems(config: Config) -> list[Problem]:
     find_gpus(config.cluster)
     if config.loop.max_num_steps == -1:
         config.loop.max_num_steps = _OPEN
-    return problems_with(config, find_model_shape(config))
-
-
-def problems_with(config: Config, shape: ModelShape | None) -> list[Problem]:
-    """Problems of a configuration whose machines are known, for a model of these sizes (None: unknown)."""
-    return [
-        *layout_problems(config, shape),
-        *length_problems(config, shape),
-        *adapter_problems(config, shape),
-        *fp8_problems(config, shape),
-        *quantization_problems(config, shape),
-        *config_problems(config),
-        *training_problems(config, shape),
-        *owned_problems(passed_fields(config)),
-        *engine_problems(config, shape),
-        *refit_problems(config, shape),
-        *placement_problems(config),
-    ]
+    return find_problems(config, find_model_shape(config))

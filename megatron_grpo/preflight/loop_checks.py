@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule
 
 
-def loop_rules(config: Config) -> Iterator[Rule]:
+def check_loop(config: Config) -> Iterator[Rule]:
     """Settings of the loop that do not fit together."""
     yield from _optimizer_steps(config)
     loop = config.loop
@@ -143,7 +143,7 @@ def _schedules(config: Config) -> Iterator[Rule]:
         yield too_long, warmup, f"leaves no step for the decay, which ends at step {decay}"
 
 
-def ppo_rules(config: Config) -> Iterator[Rule]:
+def check_ppo(config: Config) -> Iterator[Rule]:
     """Settings of PPO that exclude each other or lack another, and settings of the algorithm that does not run."""
     for section in READ_BY[other_than(config.algorithm)]:
         for key, value in changed(config, section):
@@ -170,7 +170,7 @@ def ppo_rules(config: Config) -> Iterator[Rule]:
     yield not is_raw and twice, f"{prefix}.length_adaptive_alpha=", text
 
 
-def debug_rules(config: Config) -> Iterator[Rule]:
+def check_debug_modes(config: Config) -> Iterator[Rule]:
     """Settings that need the half of the run that is left out, or rollouts that are not written."""
     debug, logger = config.debug, config.logger
     text = "needs the rollouts to be written; set logger.rollouts to sample or all"

@@ -9,7 +9,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule
 
 
-def loss_rules(config: Config) -> Iterator[Rule]:
+def check_loss(config: Config) -> Iterator[Rule]:
     """Keys of the loss that exclude each other or lack what they need."""
     yield from _surrogates(config)
     yield from _kl(config)
@@ -88,7 +88,7 @@ def _correction(loss: LossConfig) -> Iterator[Rule]:
     yield high is not None and (high < 1 or (not is_tis and high == 1)), f"{key}_ratio=", text
 
 
-def async_rules(config: Config) -> Iterator[Rule]:
+def check_async(config: Config) -> Iterator[Rule]:
     """Settings that cannot be combined with training on samples of earlier weights, or with oversampling."""
     options = config.loop.async_grpo
     text = (
@@ -120,7 +120,7 @@ def async_rules(config: Config) -> Iterator[Rule]:
     yield int(factor * prompts) == prompts, subject, text
 
 
-def async_cautions(config: Config) -> Iterator[Rule]:
+def check_async_cautions(config: Config) -> Iterator[Rule]:
     """Settings of asynchronous training that are allowed and may not be intended."""
     ahead = config.loop.async_grpo.samples_ahead
     text = (

@@ -31,17 +31,17 @@ from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.platform.hooks import untried_versions
-from megatron_grpo.preflight.config_checks import sampling_problems
+from megatron_grpo.preflight.config_checks import find_sampling_problems
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
-from megatron_grpo.preflight.engine_checks import engine_problems, sequence_rules
-from megatron_grpo.preflight.layout_checks import engine_layout_problems
-from megatron_grpo.preflight.model_checks import fp8_machine_problems, quantization_machine_problems
-from megatron_grpo.preflight.model_file_checks import model_problems, unused_tensors
-from megatron_grpo.preflight.rules import Rule, as_problems, broken
+from megatron_grpo.preflight.engine_checks import check_sequences, find_engine_problems
+from megatron_grpo.preflight.layout_checks import find_engine_layout_problems
+from megatron_grpo.preflight.model_checks import find_fp8_machine_problems, find_quantization_machine_problems
+from megatron_grpo.preflight.model_file_checks import find_model_problems, list_unused_tensors
+from megatron_grpo.preflight.rules import Rule, evaluate_rules, find_broken_rules
 from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, compare_with_last_start, is_in_use
 
 
-def folder_problems(config: Config) -> Iterator[Problem]:
+def find_folder_problems(config: Config) -> Iterator[Problem]:
     """Problems of folders: run_dir, prepare.folder, refit.directory, the checkpoint to start from."""
     if not config.run_dir.strip():
         yield Problem("run_dir=", "is empty; give a folder")
@@ -79,7 +79,7 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
         yield Problem(f"run_dir={config.run_dir}", f"{error.filename} cannot be read: {error.strerror}")
 
 
-@as_problems
+@evaluate_rules
 def _resume(config: Config) -> Iterator[Rule]:
     resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
     names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
@@ -132,16 +132,16 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     problems = [
         *_cluster(config),
         *_packages(config),
-        *fp8_machine_problems(config),
-        *quantization_machine_problems(config),
+        *find_fp8_machine_problems(config),
+        *find_quantization_machine_problems(config),
         *(_sandbox(config) if config.generates else ()),
-        *model_problems(config),
+        *find_model_problems(config),
         *_passed_fields(passed_fields(config)),
         *files,
-        *folder_problems(config),
+        *find_folder_problems(config),
     ]
     if not problems:
-        remarks += unused_tensors(config)
+        remarks += list_unused_tensors(config)
     address = environment_address()
     if address is not None and config.cluster.ray_address == address:
         text = f"is {ADDRESS_VARIABLE} of the environment: the run joins that cluster; unset it to start Ray here"
@@ -162,7 +162,7 @@ def _launcher() -> Iterator[Problem]:
         yield Problem(f"LOCAL_RANK={rank} WORLD_SIZE={count}", f"{text}run starts its own processes")
 
 
-@as_problems
+@evaluate_rules
 def _gpus(config: Config) -> Iterator[Rule]:
     cluster, there = config.cluster, visible_gpus()
     have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
@@ -170,7 +170,7 @@ def _gpus(config: Config) -> Iterator[Rule]:
     yield cluster.ray_address is None and there < cluster.gpus, "cluster.gpus_per_node=", text
 
 
-@as_problems
+@evaluate_rules
 def _cluster(config: Config) -> Iterator[Rule]:
     address = config.cluster.ray_address
     if address is None:
@@ -186,7 +186,7 @@ def _cluster(config: Config) -> Iterator[Rule]:
     yield reason is None and config.cluster.gpus_per_node is None, "cluster.gpus_per_node=", text
 
 
-@as_problems
+@evaluate_rules
 def _packages(config: Config) -> Iterator[Rule]:
     """Missing packages on this machine, and missing devices for the driver and for Triton."""
     policy, logger, here = config.policy, config.logger, config.cluster.ray_address is None
@@ -260,17 +260,17 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def evaluation_problems(config: Config) -> list[Problem]:
+def find_evaluation_problems(config: Config) -> list[Problem]:
     """Problems that exclude an evaluation: sampling with engines and scoring with environments."""
     find_address(config.cluster)
     find_gpus(config.cluster)
     shape = find_model_shape(config)
     arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}
     problems = [
-        *engine_layout_problems(config, shape),
-        *broken(config, sequence_rules(config, shape)),
-        *sampling_problems(config),
-        *engine_problems(config, shape),
+        *find_engine_layout_problems(config, shape),
+        *find_broken_rules(config, check_sequences(config, shape)),
+        *find_sampling_problems(config),
+        *find_engine_problems(config, shape),
         *owned_problems(arguments),
         *spec_problems(config.data),
     ]

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.rules import Rule, as_problems
+from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
-@as_problems
-def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Settings that cannot be combined with adapters; with shape None, checks that need the model are left out."""
     lora = config.policy.lora
     if not lora.rank:
@@ -40,8 +40,8 @@ def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
-@as_problems
-def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Settings that FP8 cannot be combined with; with shape None, checks that need the model are left out."""
     fp8 = config.policy.fp8
     if fp8.format == "off":
@@ -71,15 +71,15 @@ def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     yield fp8.last_layers_bf16 > whole, "policy.fp8.last_layers_bf16=", text
 
 
-@as_problems
-def fp8_machine_problems(config: Config) -> Iterator[Rule]:
+@evaluate_rules
+def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
     """Missing requirements of FP8 on this machine: Transformer Engine, or a GPU of the needed compute capability."""
     fp8 = config.policy.fp8
     if not fp8.on_device or config.cluster.gpus == 0:
         return
     text = "needs Transformer Engine, which is not installed: pip install 'transformer-engine[pytorch]', or use off"
     yield importlib.util.find_spec("transformer_engine") is None, "policy.fp8.format=", text
-    have = gpu_capability()
+    have = read_gpu_capability()
     if have is not None and have < fp8.least_capability:
         least, there = (".".join(map(str, capability)) for capability in (fp8.least_capability, have))
         fix = "off" if have < (8, 9) else "recipe=tensorwise"
@@ -87,7 +87,7 @@ def fp8_machine_problems(config: Config) -> Iterator[Rule]:
         yield True, "policy.fp8.format=", text
 
 
-def gpu_capability() -> tuple[int, int] | None:
+def read_gpu_capability() -> tuple[int, int] | None:
     """Lowest compute capability of this machine's GPUs, from nvidia-smi; None: unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -133,8 +133,8 @@ def _sizes(config: Config, shape: ModelShape) -> Iterator[Rule]:
             return
 
 
-@as_problems
-def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Settings that exclude quantisation-aware training; with shape None, checks that need the model are left out."""
     policy = config.policy
     if policy.quantization is None:
@@ -148,8 +148,8 @@ def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[
         yield True, "policy.quantization=", f"is not supported {what}; use null"
 
 
-@as_problems
-def quantization_machine_problems(config: Config) -> Iterator[Rule]:
+@evaluate_rules
+def find_quantization_machine_problems(config: Config) -> Iterator[Rule]:
     """A missing package for quantisation-aware training on this machine."""
     here = config.policy.quantization is not None and config.cluster.ray_address is None
     text = "needs a package that is not installed here: pip install nvidia-modelopt, or use null"
@@ -161,8 +161,8 @@ _OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 _OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 
 
-@as_problems
-def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
+@evaluate_rules
+def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
     """Settings of speed and memory that exclude each other, or do not fit the devices or the model (None: unknown)."""
     policy, on_cpu = config.policy, config.cluster.gpus == 0
     optimizers = {"policy": policy.optimizer} | (

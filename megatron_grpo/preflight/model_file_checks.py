@@ -20,13 +20,13 @@ from megatron_grpo.models.source import (
 )
 from megatron_grpo.models.stored_tensors import FLOATS, HEAD, StoredTensor, stored_tensors
 from megatron_grpo.models.weight_map import iter_entries, list_experts
-from megatron_grpo.preflight.tokenizer_checks import tokenizer_problems
+from megatron_grpo.preflight.tokenizer_checks import find_tokenizer_problems
 
 _NAMED = 3
 """Most tensors that a message names."""
 
 
-def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
+def find_weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     """Problems of the weights in a folder for a model of these sizes; only the first problem of each kind."""
     try:
         tensors = stored_tensors(folder)
@@ -81,7 +81,7 @@ def _unread(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> list[str]
     )
 
 
-def unused_tensors(config: Config) -> Iterator[Problem]:
+def list_unused_tensors(config: Config) -> Iterator[Problem]:
     """The remark that the policy's folder, which has no problems, holds layers that are not trained."""
     path = config.policy.model.path
     if is_hub_name(path) or is_made_before_run(config, path):
@@ -93,7 +93,7 @@ def unused_tensors(config: Config) -> Iterator[Problem]:
         yield Problem(f"policy.model.path={path}", f"{text} are neither trained nor exported: {sorted(extra)[0]}, …")
 
 
-def model_problems(config: Config) -> Iterator[Problem]:
+def find_model_problems(config: Config) -> Iterator[Problem]:
     """Problems of policy.model.path and value.model.path."""
     for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
         if path is None:
@@ -103,15 +103,15 @@ def model_problems(config: Config) -> Iterator[Problem]:
             if Path(path) != Path(config.prepare.folder, PREPARED_FOLDER):
                 yield Problem(subject, f"prepare.name={config.prepare.name} makes one model: {PREPARED_FOLDER}")
             continue
-        unusable = list(unusable_model(subject, path, of_value=of_value))
+        unusable = list(explain_unusable_model(subject, path, of_value=of_value))
         yield from unusable
         if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
             yield from _incomplete(subject, Path(path), of_value=of_value)
             if not of_value:
-                yield from tokenizer_problems(subject, Path(path), config, read_model_shape(path).vocab)
+                yield from find_tokenizer_problems(subject, Path(path), config, read_model_shape(path).vocab)
 
 
-def unusable_model(subject: str, path: str, *, of_value: bool = False) -> Iterator[Problem]:
+def explain_unusable_model(subject: str, path: str, *, of_value: bool = False) -> Iterator[Problem]:
     """A folder or hub name without a trainable model: it is missing, or its config.json is not supported."""
     if is_hub_name(path):
         reason = None if find_local_folder(path) else download_config(path)
@@ -137,5 +137,5 @@ def _incomplete(subject: str, folder: Path, *, of_value: bool) -> Iterator[Probl
         yield Problem(subject, text)
         return
     shape = read_model_shape(folder, reward_models=of_value)
-    for text in weight_problems(folder, as_value_model(shape) if of_value else shape):
+    for text in find_weight_problems(folder, as_value_model(shape) if of_value else shape):
         yield Problem(subject, text)

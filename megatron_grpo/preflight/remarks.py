@@ -14,25 +14,25 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import changed, data_file, holds, named
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.loss_checks import async_cautions
-from megatron_grpo.preflight.rules import Rule, broken
-from megatron_grpo.preflight.sampling_checks import filter_cautions
+from megatron_grpo.preflight.loss_checks import check_async_cautions
+from megatron_grpo.preflight.rules import Rule, find_broken_rules
+from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 
 _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
 """Environments whose rewards are 0 or 1."""
 
 
-def remarks(config: Config) -> Iterator[Problem]:
+def find_remarks(config: Config) -> Iterator[Problem]:
     """All remarks: cautions, and settings that change nothing."""
-    yield from cautions(config)
-    for unused in unused_settings(config):
+    yield from find_cautions(config)
+    for unused in find_unused_settings(config):
         yield Problem(unused.subject, f"changes nothing in this run: {unused.text}")
 
 
-def cautions(config: Config) -> Iterator[Problem]:
+def find_cautions(config: Config) -> Iterator[Problem]:
     """Settings that are allowed and may not be intended."""
-    rules = (_greed_and_ranks, async_cautions, _long_warmups, _threshold, filter_cautions)
-    return broken(config, chain.from_iterable(rule(config) for rule in rules))
+    rules = (_greed_and_ranks, check_async_cautions, _long_warmups, _threshold, check_filter_cautions)
+    return find_broken_rules(config, chain.from_iterable(rule(config) for rule in rules))
 
 
 def _greed_and_ranks(config: Config) -> Iterator[Rule]:
@@ -192,7 +192,7 @@ def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
     yield not chats, keys, "needs data.apply_chat_template=true"
 
 
-def unused_settings(config: Config) -> Iterator[Problem]:
+def find_unused_settings(config: Config) -> Iterator[Problem]:
     """Each setting that differs from its default and changes nothing in this run, once, with what it needs.
 
     Of several reasons why a setting changes nothing, the first is given.

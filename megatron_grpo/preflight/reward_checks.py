@@ -25,7 +25,7 @@ _OF_EVERY_TYPE = ("type", "options", "num_workers", "timeout_s", "leave_out_susp
 """Keys that environments of every type have; the others are for type reward_functions."""
 
 
-def reward_rules(config: Config) -> Iterator[Rule]:
+def check_rewards(config: Config) -> Iterator[Rule]:
     """Keys about rewards and advantages that exclude each other or lack what they need."""
     if config.algorithm == "grpo":
         yield from _estimator(config)
@@ -36,7 +36,7 @@ def reward_rules(config: Config) -> Iterator[Rule]:
     yield scaling.enabled and scaling.target_min == scaling.target_max, f"{prefix}.target_min=", text
     if config.loop.reward_shaping.enabled:
         yield from _shaping(config)
-    yield from environment_rules(config)
+    yield from check_environments(config)
     for name, environment in config.env.items():
         is_unknown = environment.reward_funcs and environment.correctness_function() is None
         imitates = config.loss_fn.positive_example_nll_weight and environment.type == REWARD_FUNCTIONS
@@ -47,7 +47,7 @@ def reward_rules(config: Config) -> Iterator[Rule]:
     yield low is not None and low == high, "LOOP.advantage_clip_low=", text
 
 
-def environment_rules(config: Config) -> Iterator[Rule]:
+def check_environments(config: Config) -> Iterator[Rule]:
     """Keys of the environments that exclude each other or lack what they need."""
     for name, environment in config.env.items():
         known = ", ".join([*BUILT_IN, REWARD_FUNCTIONS])
@@ -168,15 +168,15 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
         yield len(weights) != len(functions), f"{section}.reward_weights", text
 
 
-def prompt_rules(config: Config) -> Iterator[Rule]:
+def check_prompts(config: Config) -> Iterator[Rule]:
     """Prompts that no environment scores or no template renders."""
     if config.env:
         yield from _tasks(config)
     yield from _sets(config.data)
-    yield from system_prompt_rules(config)
+    yield from check_system_prompts(config)
 
 
-def system_prompt_rules(config: Config) -> Iterator[Rule]:
+def check_system_prompts(config: Config) -> Iterator[Rule]:
     """Rules of system messages, which need a chat template; and the rule that there is an environment.
 
     A prompt takes the system message of its task, else the one of data.

@@ -18,7 +18,7 @@ algorithm that runs, and PASSES for the key of its passes over the samples of a 
 """
 
 
-def broken(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
+def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
     """The problems of a configuration, in the order of the rules that it breaks."""
     for is_broken, subject, text in rules:
         if is_broken:
@@ -29,14 +29,14 @@ def broken(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
 _Arguments = ParamSpec("_Arguments")
 
 
-def as_problems(
+def evaluate_rules(
     rules: Callable[Concatenate[Config, _Arguments], Iterator[Rule]],
 ) -> Callable[Concatenate[Config, _Arguments], Iterator[Problem]]:
     """Decorator of a function that yields rules: it yields the problems of those that the configuration breaks."""
 
     @functools.wraps(rules)
     def problems(config: Config, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[Problem]:
-        return broken(config, rules(config, *args, **kwargs))
+        return find_broken_rules(config, rules(config, *args, **kwargs))
 
     return problems
 

@@ -19,7 +19,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule
 
 
-def request_rules(generation: GenerationConfig) -> Iterator[Rule]:
+def check_requests(generation: GenerationConfig) -> Iterator[Rule]:
     """Keys of sampling that exclude each other, or that vLLM would refuse, in training and in evaluation."""
     yield from _structure(generation.structured)
     subject = "generation.generation_batch_size="
@@ -38,7 +38,7 @@ def request_rules(generation: GenerationConfig) -> Iterator[Rule]:
     yield speculates and generation.min_p > 0, "generation.min_p=", text
 
 
-def filter_cautions(config: Config) -> Iterator[Rule]:
+def check_filter_cautions(config: Config) -> Iterator[Rule]:
     """Penalties together with a filter, or with an option that drops tokens for a difference of probabilities."""
     drops, generation = _drops(config), config.generation
     hidden = _hides_filter(generation)
@@ -56,7 +56,7 @@ def filter_cautions(config: Config) -> Iterator[Rule]:
         yield drops, subject, text
 
 
-def filter_rules(config: Config) -> Iterator[Rule]:
+def check_filters(config: Config) -> Iterator[Rule]:
     """Structured output, or filters that training cannot repeat, with an option that compares engine and trainer."""
     drops, generation = _drops(config), config.generation
     text = (
@@ -117,7 +117,7 @@ def _structure(structured: StructuredConfig) -> Iterator[Rule]:
             yield True, f"{prefix}.regex=", f"is not a regular expression: {error}"
 
 
-def server_rules(config: Config) -> Iterator[Rule]:
+def check_servers(config: Config) -> Iterator[Rule]:
     """Settings that do not fit generation.server.urls or generation.endpoint.
 
     Whether servers answer is checked when the run starts.

@@ -41,7 +41,7 @@ _INSTEAD = {
 """What to write instead of an argument of TRL's GRPOTrainer that is no setting, by its name."""
 
 
-def argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> list[Problem]:
+def find_argument_problems(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> list[Problem]:
     """Problems of the arguments of `train`, apart from those of overrides and datasets.
 
     Args:

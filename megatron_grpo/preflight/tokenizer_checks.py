@@ -24,7 +24,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
-def tokenizer_problems(subject: str, folder: Path, config: Config, vocab: int) -> Iterator[Problem]:
+def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: int) -> Iterator[Problem]:
     """Problems of a tokenizer: missing files, no chat template, tokens that the model does not have.
 
     Args:

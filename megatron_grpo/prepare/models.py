@@ -138,7 +138,7 @@ def _make_model(
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PREPARED_MODELS[name]))
         _warm_up(model, recipe, vocabulary, warmup, probe)
-        accuracy = greedy_accuracy(model, val, vocabulary)
+        accuracy = measure_greedy_accuracy(model, val, vocabulary)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
@@ -172,16 +172,16 @@ def _warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         measured = step >= recipe["probe_from_step"] and step % recipe["probe_period_steps"] == 0
-        if measured and expected_reward(model, probe, vocabulary) >= recipe["target_reward"]:
+        if measured and compute_expected_reward(model, probe, vocabulary) >= recipe["target_reward"]:
             return
 
 
-def expected_reward(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
+def compute_expected_reward(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
     """Mean probability that all turns sampled from a Hugging Face model are exactly those of the lesson."""
     return float(_of_turns(model, lessons, vocabulary)[0].exp().mean())
 
 
-def greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
+def measure_greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
     """Share of lessons in which a Hugging Face model's likeliest tokens are exactly its turns and their ends."""
     return float(_of_turns(model, lessons, vocabulary)[1].float().mean())
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.observability.run_files import sync, write_text, written_whole
+from megatron_grpo.observability.run_files import sync, write_atomically, write_text
 from megatron_grpo.run.directory import POLICY_FOLDER
 
 MANIFEST_FILE = "manifest.json"
@@ -54,7 +54,7 @@ def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
     entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{entries}\n}}\n".encode()
     line = f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'
-    written_whole(path, lambda temporary: temporary.write_bytes(line.encode() + body))
+    write_atomically(path, lambda temporary: temporary.write_bytes(line.encode() + body))
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:

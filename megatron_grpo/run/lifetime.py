@@ -26,7 +26,7 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_files import SUMMARY_FILE
-from megatron_grpo.observability.summary import RunEnd, killed_run_command, write_summary
+from megatron_grpo.observability.summary import RunEnd, make_killed_run_command, write_summary
 from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
 from megatron_grpo.run.directory import CONFIG_FILE, compare_with_last_start, lock_run_directory
 from megatron_grpo.run.user_objects import UserObjects
@@ -136,7 +136,7 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         remove_if_killed: Remove | None = None
         if one_machine:
             remove_if_killed = stack.enter_context(
-                guarded(if_killed=killed_run_command(run_dir, samples, report=report))
+                guarded(if_killed=make_killed_run_command(run_dir, samples, report=report))
             )
         stack.callback(cluster.shutdown)
         with startup.part("ray"):

@@ -31,7 +31,7 @@ from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.hf_folder import save_tensors
 from megatron_grpo.models.hf_weights import iter_hf_tensors
-from megatron_grpo.observability.run_files import written_whole
+from megatron_grpo.observability.run_files import write_atomically
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync.canary import Canary
 from megatron_grpo.weight_sync.engine_layers import ModelReload
@@ -69,7 +69,7 @@ class Manifest:
         """Write the manifest, by which the folder holds this version."""
         content = json.dumps(asdict(self))
         text = json.dumps({"digest": _text_digest(content), "content": content})
-        written_whole(folder / MANIFEST, lambda path: path.write_text(text))
+        write_atomically(folder / MANIFEST, lambda path: path.write_text(text))
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -162,13 +162,13 @@ class FileWriter:
                 found[name] = known
                 continue
             if bucket and used + held.nbytes > self.bucket_bytes:
-                written_whole(self.folder / file, partial(save_tensors, bucket))
+                write_atomically(self.folder / file, partial(save_tensors, bucket))
                 bucket, used, file = {}, 0, next(files)
             bucket[name] = held
             used += held.nbytes
             found[name] = StoredTensor(file, found_digest, held.nbytes)
         if bucket:
-            written_whole(self.folder / file, partial(save_tensors, bucket))
+            write_atomically(self.folder / file, partial(save_tensors, bucket))
         self._stored = found  # set at the end: after a failure all tensors are written again
         return found
 

@@ -18,7 +18,7 @@ from trl import GRPOConfig
 
 import megatron_grpo
 from megatron_grpo import api
-from megatron_grpo.api import environment_overrides, written
+from megatron_grpo.api import format_overrides, make_environment_overrides
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
@@ -149,15 +149,15 @@ def test_one_of_several_needs_no_list(started: list[tuple[Config, UserObjects]],
 
 def test_values_of_a_mapping() -> None:
     given = {"a": Path("/x/y"), "b": np.int64(3), "c": [np.float64(0.5), None], "d": {"e": np.bool_(True)}}
-    assert written(given) == ["a=/x/y", "b=3", "c=[0.5,null]", "d={e:true}"]
+    assert format_overrides(given) == ["a=/x/y", "b=3", "c=[0.5,null]", "d={e:true}"]
     with pytest.raises(ConfigError, match=r"grpo.seed +is object; give a number, a text"):
-        written({"grpo.seed": object()})
+        format_overrides({"grpo.seed": object()})
     with pytest.raises(ConfigError, match=r"data.tasks.one +is set; give"):
-        written({"data.tasks": {"one": {1}}})
+        format_overrides({"data.tasks": {"one": {1}}})
     with pytest.raises(ConfigError, match=r"config +is int; give a list of overrides"):
-        written(3)
+        format_overrides(3)
     with pytest.raises(ConfigError, match=r"config\[1\] +is int; give the text of an override"):
-        written(["+exp=quickstart", 3])
+        format_overrides(["+exp=quickstart", 3])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_names_of_validation_sets(started: list[tuple[Config, UserObjects]], tmp
 
 
 def test_environments_are_named_by_where_they_are(tmp_path: Path) -> None:
-    found = environment_overrides({"math": "math", "mine": UserObjects})
+    found = make_environment_overrides({"math": "math", "mine": UserObjects})
     assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.run.user_objects:UserObjects"]
     local = type("Local", (), {"__module__": "__main__"})
     with pytest.raises(ConfigError, match="cannot be imported by the processes of the run"):

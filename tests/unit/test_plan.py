@@ -16,7 +16,7 @@ from megatron_grpo.planning.calibrate import write_profile
 from megatron_grpo.planning.check import fit_remarks
 from megatron_grpo.planning.hardware import hardware
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.model_file_checks import unusable_model
+from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.run.directory import record_start
 from tests.support.config_problems import SMALL
 from tests.support.trajectories import make_trajectory
@@ -115,7 +115,7 @@ def test_an_unknown_family_is_called_that_as_by_check(
 ) -> None:
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
-    (told,) = unusable_model(f"policy.model.path={file.parent}", str(file.parent))
+    (told,) = explain_unusable_model(f"policy.model.path={file.parent}", str(file.parent))
     assert "architecture MambaForCausalLM is not supported; supported: Qwen3ForCausalLM" in told.text
     assert plan.main([*overrides, "cluster.gpu=h100"]) == MISTAKE
     assert " ".join(told.text.split()) in " ".join(capsys.readouterr().err.split())

@@ -35,7 +35,7 @@ class TokenBytes:
             raise ValueError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         self._added = {number: one.content for number, one in self._tokenizer.get_added_tokens_decoder().items()}
         # The repr of a composed decoder contains the names of its parts.
-        self._alphabet = byte_alphabet() if "ByteLevel(" in repr(self._tokenizer.decoder) else None
+        self._alphabet = list_byte_alphabet() if "ByteLevel(" in repr(self._tokenizer.decoder) else None
 
     def of(self, token_id: int) -> bytes:
         """Bytes of a token; for an id that the tokenizer does not have, the number in angle brackets."""
@@ -55,7 +55,7 @@ class TokenBytes:
         return b"".join(shown).decode(errors="replace")
 
 
-def token_bytes_of(model: str) -> TokenBytes | None:
+def load_token_bytes(model: str) -> TokenBytes | None:
     """Token bytes of a model, given its path or hub name; None: it has no tokenizer.json on this machine.
 
     Raises:
@@ -65,7 +65,7 @@ def token_bytes_of(model: str) -> TokenBytes | None:
     return TokenBytes(folder) if folder is not None and (folder / TOKENIZER_FILE).exists() else None
 
 
-def byte_alphabet() -> dict[str, int]:
+def list_byte_alphabet() -> dict[str, int]:
     """The byte for each character of a byte-level tokenizer, in the alphabet of GPT-2 (Radford et al. 2019).
 
     Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in their order.
@@ -87,7 +87,7 @@ LONGEST = 1_200_000
 """Most characters of a response that is shown in full; longer responses are cut, and the page says so."""
 
 
-def step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield for each step of a run its number, its count of rollouts, and their table by columns (`_table`).
 
     Args:
@@ -120,7 +120,7 @@ def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[s
     return found
 
 
-def token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict[str, Any]:
+def make_token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict[str, Any]:
     """Text of each token by id; for a token that is not whole characters, a list with its bytes in base 64."""
     table: dict[str, Any] = {}
     if vocabulary is None:
@@ -145,7 +145,7 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
             length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
             text = vocabulary.text(row["token_ids"][:length])
             prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # the end, because prompts often begin alike
-    advantages = (mean_advantage(row["advantages"]) for row in rows)
+    advantages = (compute_mean_advantage(row["advantages"]) for row in rows)
     lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
     return {
         **{name: [row[name] for row in rows] for name in _AS_WRITTEN},
@@ -162,7 +162,7 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
 _AS_WRITTEN = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
 
 
-def mean_advantage(advantages: Any) -> float | None:
+def compute_mean_advantage(advantages: Any) -> float | None:
     """Mean over the sampled tokens of a response; None: not known."""
     return None if advantages is None or len(advantages) == 0 else float(np.mean(advantages))
 

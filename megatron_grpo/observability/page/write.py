@@ -17,14 +17,19 @@ import yaml
 
 from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import Config
-from megatron_grpo.observability.page.trajectories import TokenBytes, step_tables, token_bytes_of, token_table
+from megatron_grpo.observability.page.trajectories import (
+    TokenBytes,
+    load_token_bytes,
+    make_step_tables,
+    make_token_table,
+)
 from megatron_grpo.observability.run_files import (
     METRICS_FILE,
     STARTS_FILE,
     SUMMARY_FILE,
     VALIDATION_FILE,
-    finite,
     read_lines,
+    replace_non_finite,
     write_text,
 )
 
@@ -34,35 +39,35 @@ _DIGITS = 10
 """Significant digits of a number in the page: some metrics are 1 and a millionth."""
 
 
-def json_element(name: str, value: Any) -> str:
+def make_json_element(name: str, value: Any) -> str:
     """A script element that browsers do not run, which holds a value as JSON without HTML characters."""
-    return f'<script type="application/json" id="{name}">{escaped_json(value)}</script>\n'
+    return f'<script type="application/json" id="{name}">{format_escaped_json(value)}</script>\n'
 
 
-def packed_element(name: str, value: Any) -> str:
+def make_packed_element(name: str, value: Any) -> str:
     """A script element that holds a value as gzipped JSON in base 64, for data that may never be read."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:  # non-finite numbers are rare, and searching for them takes longest
-        text = json.dumps(finite(value, _DIGITS), separators=(",", ":"))
+        text = json.dumps(replace_non_finite(value, _DIGITS), separators=(",", ":"))
     packed = gzip.compress(text.encode(), compresslevel=6, mtime=0)
     return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>\n'
 
 
-def escaped_json(value: Any) -> str:
+def format_escaped_json(value: Any) -> str:
     """ASCII JSON without `<`, `>` and `&`; non-finite numbers become null."""
-    text = json.dumps(finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(replace_non_finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)
 
 
-def page(style: str, script: str, body: str, data: Sequence[str], title: str = "Run report") -> str:
+def render_page(style: str, script: str, body: str, data: Sequence[str], title: str = "Run report") -> str:
     """The whole page; its security policy forbids loading, sending, and running anything but this script.
 
     Args:
         style: CSS.
         script: JavaScript, run when the page is loaded.
         body: HTML of this package, without data of a run.
-        data: elements made by `json_element` and `packed_element`.
+        data: elements made by `make_json_element` and `make_packed_element`.
         title: title of the page, without HTML characters.
     """
     for kind, text in (("style", style), ("script", script)):
@@ -91,7 +96,7 @@ _APART = ("timing", "throughput")
 """Entries of a line that are not metrics; metrics.jsonl has both, validation.jsonl only the first."""
 
 
-def run_data(folder: Path) -> dict[str, Any]:
+def read_run_data(folder: Path) -> dict[str, Any]:
     """All data of a run for the page except its trajectories, in types of JSON.
 
     Raises:
@@ -103,9 +108,9 @@ def run_data(folder: Path) -> dict[str, Any]:
     return {
         "name": folder.resolve().name,
         "summary": _mapping(folder / SUMMARY_FILE, json.loads),
-        "metrics": columns([_metrics(row) for row in steps]),
-        **{group: columns([{"step": row["step"], **row.get(group, {})} for row in steps]) for group in _APART},
-        "validation": columns([_metrics(row) for row in _rows(folder / VALIDATION_FILE)]),
+        "metrics": collect_columns([_metrics(row) for row in steps]),
+        **{group: collect_columns([{"step": row["step"], **row.get(group, {})} for row in steps]) for group in _APART},
+        "validation": collect_columns([_metrics(row) for row in _rows(folder / VALIDATION_FILE)]),
         "config": _settings(folder),
         "starts": read_lines(folder / STARTS_FILE),
     }
@@ -136,12 +141,12 @@ def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Settings of a run by key; empty if its configuration cannot be read."""
     return dict(leaves(_mapping(folder / CONFIG_FILE, yaml.safe_load)))
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Turn rows of numbers into columns: a list for each name, with None where a row lacks it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
@@ -156,7 +161,7 @@ def _settings(folder: Path) -> list[tuple[str, str, str | None]]:
     defaults = dict(leaves(asdict(Config())))
     return [
         (key, _text(value), _text(defaults[key]) if key in defaults and defaults[key] != value else None)
-        for key, value in config_of(folder).items()
+        for key, value in read_config(folder).items()
     ]
 
 
@@ -186,31 +191,31 @@ def write_report(folders: Sequence[Path]) -> Path:
         OSError: a file cannot be read or written.
     """
     file = folders[0] / REPORT_FILE
-    write_text(file, report_page(folders))
+    write_text(file, render_report(folders))
     return file
 
 
-def report_page(folders: Sequence[Path]) -> str:
+def render_report(folders: Sequence[Path]) -> str:
     """HTML of the page of one run, or of two side by side; errors are those of `write_report`."""
     runs, data = [], []
     for number, folder in enumerate(folders):
-        run = run_data(folder)
+        run = read_run_data(folder)
         vocabulary, remark = _vocabulary(folder)
         counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0, "remark": remark}
         used: set[int] = set()
-        for step, written, table in step_tables(folder, vocabulary):
-            data.append(packed_element(f"run{number}-step{step}", table))
+        for step, written, table in make_step_tables(folder, vocabulary):
+            data.append(make_packed_element(f"run{number}-step{step}", table))
             counts["steps"].append(step)
             counts["written"] += written
             counts["rows"] += len(table["group"])
             counts["full"] += len(table["full"])
             used.update(token_id for one in table["full"].values() for token_id in one.get("ids", ()))
-        data.append(packed_element(f"run{number}-tokens", token_table(vocabulary, used)))
+        data.append(make_packed_element(f"run{number}-tokens", make_token_table(vocabulary, used)))
         runs.append(run | {"trajectories": counts})
     assets = resources.files("megatron_grpo.observability.page") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *SCRIPTS)}
     script = '"use strict";\n' + "\n".join(texts[name] for name in SCRIPTS)
-    return page(texts[STYLE], script, texts["body.html"], [json_element("runs", runs), *data])
+    return render_page(texts[STYLE], script, texts["body.html"], [make_json_element("runs", runs), *data])
 
 
 def try_to_write_report(folder: Path) -> Path | None:
@@ -224,10 +229,10 @@ def try_to_write_report(folder: Path) -> Path | None:
 
 def _vocabulary(folder: Path) -> tuple[TokenBytes | None, str | None]:
     """Token bytes of a run's model; or None, and a remark for the page that says why they are not known."""
-    path = config_of(folder).get("policy.model.path")
+    path = read_config(folder).get("policy.model.path")
     reason = f"the tokenizer of {path} is not on this machine"
     try:
-        found = token_bytes_of(path) if isinstance(path, str) else None
+        found = load_token_bytes(path) if isinstance(path, str) else None
     except ValueError as error:
         found, reason = None, str(error)
     return found, None if found else f"Responses are shown as text, not as tokens: {reason}."

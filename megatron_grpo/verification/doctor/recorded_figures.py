@@ -15,7 +15,7 @@ from megatron_grpo.batch.replay_files import library_versions
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
-from megatron_grpo.observability.summary import reason_of_end
+from megatron_grpo.observability.summary import read_end_reason
 from megatron_grpo.verification.replay.compare import Comparison, compare, tolerances
 from megatron_grpo.verification.replay.record import RecordedStep, open_step
 from megatron_grpo.verification.replay.replayed_step import replay_step
@@ -88,7 +88,7 @@ def read_refused_refit(run_dir: Path) -> str | None:
     Raises:
         ValueError: the summary of the run is damaged; the message names the file.
     """
-    reason = reason_of_end(run_dir) or ""
+    reason = read_end_reason(run_dir) or ""
     return reason if any(text in reason for text in NOT_SERVED) else None
 
 

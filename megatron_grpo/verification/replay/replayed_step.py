@@ -23,9 +23,9 @@ from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.preflight.config_checks import config_problems
-from megatron_grpo.preflight.layout_checks import split_rules
-from megatron_grpo.preflight.rules import broken
+from megatron_grpo.preflight.config_checks import find_config_problems
+from megatron_grpo.preflight.layout_checks import check_split
+from megatron_grpo.preflight.rules import find_broken_rules
 from megatron_grpo.run.directory import POLICY_FOLDER
 from megatron_grpo.run.launch import make_policy_settings
 from megatron_grpo.trainer.hidden_states import Piece, assembled
@@ -175,9 +175,12 @@ def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
         (config.value_model is not None, "algorithm=", "cannot be replayed: values and returns are not recorded"),
         (config.policy.moe.replay_routing, "policy.moe.replay_routing=", text),
         (largest >= vocab, "policy.model.path=", f"has {vocab} tokens, and the rollouts have token {largest}"),
-        *split_rules("policy.parallel", config.policy.parallel, settings.shape),
+        *check_split("policy.parallel", config.policy.parallel, settings.shape),
     ]
-    problems = [*broken(config, rules), *(one for one in config_problems(config) if one.subject.startswith("policy."))]
+    problems = [
+        *find_broken_rules(config, rules),
+        *(one for one in find_config_problems(config) if one.subject.startswith("policy.")),
+    ]
     if problems:
         raise ConfigError(problems)
 

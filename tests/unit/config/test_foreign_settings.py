@@ -14,7 +14,7 @@ from trl.scripts.vllm_serve import ScriptArguments
 
 from megatron_grpo.config.keys import known_key
 from megatron_grpo.config.suggestions import NOTHING_ALIKE, counterpart, unknown_key
-from megatron_grpo.preflight.script_checks import argument_problems
+from megatron_grpo.preflight.script_checks import find_argument_problems
 from tests.support.config_problems import problems_of
 
 FILE = Path(__file__).parents[2] / "data" / "foreign_settings.yaml"
@@ -120,7 +120,7 @@ def test_every_argument_of_trls_trainer_is_told_what_it_is() -> None:
     own = {"config": [], "rewards": None, "environments": None, "tokenizer": None, "callbacks": None}
     names = {*inspect.signature(GRPOTrainer.__init__).parameters, *PAGES["TRL's GRPOTrainer"]} - {"self"}
     for name in names - {"train_dataset", "callbacks"}:
-        (problem,) = argument_problems(own, {name: None})
+        (problem,) = find_argument_problems(own, {name: None})
         assert problem.subject == name
         assert "there is" not in problem.text
         assert "did you mean" not in problem.text, name

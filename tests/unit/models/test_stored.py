@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.models.families import build_weight_map, is_untied_by_weights, parse_model_shape, read_model_shape
 from megatron_grpo.models.stored_tensors import has_own_head, stored_tensors
-from megatron_grpo.preflight.model_file_checks import weight_problems
+from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from megatron_grpo.trainer.hf_export import quantization_entry, quantized_tensors
 from tests.support.tiny_models import make_tiny_model
 
@@ -64,7 +64,7 @@ def test_a_stored_head_is_kept_where_transformers_keeps_it(
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
     assert shape.tied_embeddings == is_tied == (factor == 1.0)
     assert is_untied_by_weights(folder) != is_tied
-    assert list(weight_problems(folder, shape)) == []
+    assert list(find_weight_problems(folder, shape)) == []
     names = {tensor.name for entry in build_weight_map(shape) for tensor in entry.hf if not entry.copy}
     assert ("lm_head.weight" in names) != is_tied
 
@@ -109,7 +109,7 @@ LAYER = "model.layers.0.self_attn."
 )
 def test_a_tensor_that_nothing_reads_is_named(name: str, extra: str, copy_of: Callable[..., Path]) -> None:
     folder = copy_of(name, lambda tensors: tensors.update({extra: torch.zeros(2)}))
-    (text,) = weight_problems(folder, read_model_shape(folder))
+    (text,) = find_weight_problems(folder, read_model_shape(folder))
     assert text.startswith("the folder holds 1 tensor(s) that a model of its config.json does not have")
     assert extra in text
 
@@ -117,12 +117,12 @@ def test_a_tensor_that_nothing_reads_is_named(name: str, extra: str, copy_of: Ca
 def test_tensors_that_follow_from_others_are_no_problem(copy_of: Callable[..., Path]) -> None:
     inverse = {f"{LAYER}rotary_emb.inv_freq": torch.ones(4)}
     folder = copy_of("qwen3_untied", lambda tensors: tensors.update(inverse))
-    assert list(weight_problems(folder, read_model_shape(folder))) == []
+    assert list(find_weight_problems(folder, read_model_shape(folder))) == []
 
 
 def test_layers_that_predict_further_tokens_are_left_out(copy_of: Callable[..., Path]) -> None:
     folder = copy_of("deepseek_v3", lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(2)}))
-    assert list(weight_problems(folder, read_model_shape(folder))) == []
+    assert list(find_weight_problems(folder, read_model_shape(folder))) == []
 
 
 def in_fp8_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def test_settings_beside_config_json(copy_of: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("change", [in_fp8_blocks, lambda tensors: dict(quantized_tensors(tensors.items(), "int8"))])
 def test_quantized_tensors_without_the_key_are_refused(change: Any, copy_of: Callable[..., Path]) -> None:
     folder = copy_of("qwen3_untied", change)
-    (text,) = weight_problems(folder, read_model_shape(folder))
+    (text,) = find_weight_problems(folder, read_model_shape(folder))
     assert "convert the model to bfloat16 first" in text
     assert "_proj.weight is stored as" in text
 

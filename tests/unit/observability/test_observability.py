@@ -179,7 +179,7 @@ def test_the_plot_has_the_mismatch_on_a_logarithmic_axis(
 def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     logger = RunLogger(tmp_path, config)
     parts = {"ray": 1.5, "engine": 2.0}
-    logger.started(startup_s=2.5, parts=parts, changes=["grpo.max_num_steps: 3 -> 6"])
+    logger.log_start(startup_s=2.5, parts=parts, changes=["grpo.max_num_steps: 3 -> 6"])
     run_steps(logger, range(1, 7))
     logger.finish()
     logger.close()
@@ -270,8 +270,8 @@ def test_the_live_line_shows_what_people_watch() -> None:
     progress = ProgressDisplay(
         10, live=True, console=Console(file=out, force_terminal=True, width=160, highlight=False)
     )
-    progress.step(4, {**metrics_of(4), "kl_penalty": 0.0123}, TIMING)
-    progress.message("saved")
+    progress.show_step(4, {**metrics_of(4), "kl_penalty": 0.0123}, TIMING)
+    progress.print_line("saved")
     progress.close()
     progress.close()
     shown = out.getvalue()
@@ -282,7 +282,7 @@ def test_the_live_line_shows_what_people_watch() -> None:
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     out = io.StringIO()
     progress = ProgressDisplay(10, live=True, console=Console(file=out, width=40, highlight=False))
-    progress.step(4, metrics_of(4), TIMING)
+    progress.show_step(4, metrics_of(4), TIMING)
     progress.close()
     assert out.getvalue().count("\n") == 1
     assert "\x1b" not in out.getvalue()

@@ -20,7 +20,7 @@ def logger(tmp_path: Path) -> Iterator[RunLogger]:
     config = Config()
     config.logger.tensorboard = False
     logger = RunLogger(tmp_path, config)
-    logger.started(startup_s=2.5, parts={"ray": 1.5, "engine": 2.0})
+    logger.log_start(startup_s=2.5, parts={"ray": 1.5, "engine": 2.0})
     for step in (1, 2):
         logger.log_step(step, {"reward": 0.5}, TIMING, {})
     yield logger

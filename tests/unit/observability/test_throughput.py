@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.observability.timing import count_forward_flops, peak_tflops, throughput
+from megatron_grpo.observability.timing import compute_throughput, count_forward_flops, find_peak_tflops
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -43,12 +43,12 @@ def test_throughput_does_not_depend_on_how_sequences_are_laid_out(tmp_path: Path
     Qwen3Config(architectures=["Qwen3ForCausalLM"], hidden_size=64, vocab_size=100).save_pretrained(tmp_path)
     shape = read_model_shape(tmp_path)
     timing = {"train": 0.5, "total": 2.0}
-    figures = throughput(shape, [10, 30], timing, passes=1, devices=4, peak=2.0)
+    figures = compute_throughput(shape, [10, 30], timing, passes=1, devices=4, peak=2.0)
     assert (figures["samples_per_s"], figures["tokens_per_s"]) == (1.0, 20.0)
     tflops = 3 * (count_forward_flops(shape, [10]) + count_forward_flops(shape, [30])) / 1e12
     assert figures["train_tflops_per_device"] == pytest.approx(tflops / 0.5 / 4)
     assert figures["model_flop_utilization"] == pytest.approx(tflops / 0.5 / 4 / 2.0)
-    twice = throughput(shape, [30, 10], timing, passes=2, devices=4, peak=None)
+    twice = compute_throughput(shape, [30, 10], timing, passes=2, devices=4, peak=None)
     assert twice["train_tflops_per_device"] == pytest.approx(2 * figures["train_tflops_per_device"])
     assert "model_flop_utilization" not in twice
 
@@ -71,4 +71,4 @@ def test_throughput_does_not_depend_on_how_sequences_are_laid_out(tmp_path: Path
 def test_the_longest_name_that_fits_counts(
     device: str, precision: str, configured: float | None, expected: float | None
 ) -> None:
-    assert peak_tflops(device, precision, configured) == expected
+    assert find_peak_tflops(device, precision, configured) == expected

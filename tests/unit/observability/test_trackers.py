@@ -15,7 +15,7 @@ import pytest
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.observability.run_logger import RunLogger, one_a_group, prompt_text, sample_row
+from megatron_grpo.observability.run_logger import RunLogger, format_prompt, make_sample_row, select_first_of_groups
 from megatron_grpo.observability.trackers import TensorBoardTracker
 from tests.support.report_runs import byte_tokenizer
 from tests.support.trajectories import make_trajectory
@@ -226,14 +226,14 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 def test_a_row_of_a_table_by_hand() -> None:
     turns = [{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "end"}]
     one = make_trajectory(3, response="y" * 5000, reward=None, correct=None).to_row() | {"advantages": [1.0, 2.0, 6.0]}
-    row = sample_row(prompt_text(datum(1, turns)), one)
+    row = make_sample_row(format_prompt(datum(1, turns)), one)
     assert (len(row["prompt"]), len(row["response"])) == (2000, 2000)
     assert row["prompt"].endswith("\nuser: end")
     assert (row["advantage"], row["tokens"], row["reward"]) == (3.0, 3, None)
-    assert sample_row("", one | {"advantages": None})["advantage"] is None
+    assert make_sample_row("", one | {"advantages": None})["advantage"] is None
 
 
 def test_samples_are_of_different_prompts() -> None:
     rows = ({"group": number // 3, "sample": number % 3} for number in range(12))
-    assert [(row["group"], row["sample"]) for row in one_a_group(rows, 2)] == [(0, 0), (1, 0)]
-    assert len(one_a_group(iter([{"group": 0}]), 5)) == 1
+    assert [(row["group"], row["sample"]) for row in select_first_of_groups(rows, 2)] == [(0, 0), (1, 0)]
+    assert len(select_first_of_groups(iter([{"group": 0}]), 5)) == 1

@@ -20,7 +20,7 @@ from megatron_grpo.planning.generation_cost import engine_size
 from megatron_grpo.planning.hardware import Hardware, hardware
 from megatron_grpo.planning.policy_layouts import idle_gpus
 from megatron_grpo.planning.whole import Advice, Plan
-from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.preflight.config_checks import find_problems
 
 DENSE = read_model_shape("tests/data/hf_configs/qwen3_8b")
 EXPERTS = read_model_shape("tests/data/hf_configs/qwen3_30b_a3b")
@@ -112,7 +112,7 @@ def test_advice_fits_and_no_single_key_does_where_it_has_several(
     config, gpu = run(), replace(H100, memory_gib=memory_gib)
     planner["gpu"] = gpu
     change(config)
-    assert not problems_with(config, DENSE)
+    assert not find_problems(config, DENSE)
     plan = planned(config, DENSE, gpu)
     assert plan.shortages
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def applied(config: Config, found: Advice, gpu: Hardware, shape: ModelShape = DE
         key, _, text = override.partition("=")
         changes[key] = text if key == "generation.placement" or "kernel" in key else value(text)
     made = changed(config, changes)
-    assert not problems_with(made, shape)
+    assert not find_problems(made, shape)
     assert idle_gpus(made) >= 0
     return planned(made, shape, gpu)
 
@@ -151,7 +151,7 @@ def test_of_single_keys_that_fit_the_one_that_frees_most_is_advised() -> None:
     freed = {}
     for one in (*single_changes(plan), *layout_changes(plan, "policy", DENSE)):
         made = changed(config, one)
-        if len(one) == 1 and not problems_with(made, DENSE):
+        if len(one) == 1 and not find_problems(made, DENSE):
             freed[next(iter(one))] = planned(made, DENSE).fullest.peak
     assert found.overrides[0].startswith(min(freed, key=freed.__getitem__))
 

@@ -11,7 +11,7 @@ from megatron_grpo.config.schema import ClusterConfig, Config
 from megatron_grpo.planning.costs import collective_s
 from megatron_grpo.planning.hardware import hardware, profile_names
 from megatron_grpo.planning.whole import fp8_problems_of, host_memory, profile
-from megatron_grpo.preflight.model_checks import fp8_machine_problems
+from megatron_grpo.preflight.model_checks import find_fp8_machine_problems
 
 # NVIDIA's data sheets: GB of memory, TB/s, dense TFLOPS in bfloat16 and FP8, GB/s of NVLink in both directions.
 PUBLISHED = {
@@ -62,9 +62,9 @@ def test_fp8_is_refused_on_gpus_without_it_in_the_words_of_a_run(name: str, monk
     config = Config()
     config.cluster.gpus_per_node, config.policy.fp8.format = 8, "hybrid"
     (planned,) = fp8_problems_of(config, hardware(name))
-    monkeypatch.setattr("megatron_grpo.preflight.model_checks.gpu_capability", lambda: (8, 0))
+    monkeypatch.setattr("megatron_grpo.preflight.model_checks.read_gpu_capability", lambda: (8, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    (told,) = fp8_machine_problems(config)
+    (told,) = find_fp8_machine_problems(config)
     assert planned.subject == told.subject
     assert planned.text == told.text.replace("this machine", name)
 

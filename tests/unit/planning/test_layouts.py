@@ -15,7 +15,7 @@ from megatron_grpo.planning.engine_layouts import best_engines
 from megatron_grpo.planning.hardware import hardware
 from megatron_grpo.planning.policy_layouts import gpu_splits, idle_gpus, layout_name, legal_layouts, overrides_of
 from megatron_grpo.planning.refusals import Refusals
-from megatron_grpo.preflight.load import problems_with
+from megatron_grpo.preflight.config_checks import find_problems
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, small_run
 
 
@@ -48,7 +48,7 @@ def passing(config: Config, shape: ModelShape, gpus: int) -> set[tuple[int, ...]
             data=gpus // (tensor * pipeline * context),
             sequence=tensor > 1,
         )
-        if not problems_with(replace(config, policy=replace(config.policy, parallel=parallel)), shape):
+        if not find_problems(replace(config, policy=replace(config.policy, parallel=parallel)), shape):
             found.add(sizes(parallel))
     return found
 
@@ -58,7 +58,7 @@ def passing(config: Config, shape: ModelShape, gpus: int) -> set[tuple[int, ...]
 def test_legal_layouts_are_those_that_the_runs_checks_let_pass(shape: ModelShape, gpus: int, prompts: int) -> None:
     config, refusals = recipe(nodes=2, prompts=prompts), Refusals()
     found = list(legal_layouts(config, shape, gpus, refusals))
-    assert not any(problems_with(one, shape) for one in found)
+    assert not any(find_problems(one, shape) for one in found)
     assert {one.policy.parallel.world_size for one in found} <= {gpus}
     assert len({(str(one.policy.parallel), one.policy.activation_checkpointing) for one in found}) == len(found)
     equal = {sizes(one.policy.parallel) for one in found if one.policy.parallel.first_stage_layers is None}
@@ -79,7 +79,7 @@ def test_every_reason_of_a_refusal_is_one_of_the_runs_checks(shape: ModelShape) 
         if name == "virtual_pipeline" or "first_stage_layers" in problem.text:
             continue
         made = replace(config, policy=replace(config.policy, parallel=ParallelConfig(**alone)))
-        assert problem in problems_with(made, shape)
+        assert problem in find_problems(made, shape)
 
 
 def test_stages_that_do_not_divide_the_layers_get_ends_that_do() -> None:
@@ -87,7 +87,7 @@ def test_stages_that_do_not_divide_the_layers_get_ends_that_do() -> None:
     config, shape = recipe(nodes=5), replace(DENSE, layers=36)
     pipelines = {one.policy.parallel.pipeline: one for one in legal_layouts(config, shape, 20)}
     assert 5 in pipelines
-    assert not problems_with(pipelines[5], shape)
+    assert not find_problems(pipelines[5], shape)
     assert "policy.parallel.first_stage_layers=" in " ".join(overrides_of(pipelines[5]))
 
 
@@ -152,6 +152,6 @@ def test_engines_that_would_cross_nodes_are_refused() -> None:
     config, shape = recipe(nodes=2), replace(DENSE, attention_heads=6, key_value_heads=6, ffn_hidden=96)
     config.policy.parallel.data = 4  # leaves 4 GPUs of one node and 8 of the other
     config.generation.parallel.tensor, config.generation.parallel.data = 6, 2
-    (problem,) = problems_with(config, shape)
+    (problem,) = find_problems(config, shape)
     assert problem.subject == "generation.parallel.data=2"
     assert "engines of 6 GPUs fit 1 times into what the models leave of the nodes, which is 4 + 8 GPUs" in problem.text

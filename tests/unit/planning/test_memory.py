@@ -10,7 +10,7 @@ from megatron_grpo.planning.dry_run import DryReport
 from megatron_grpo.planning.hardware import hardware
 from megatron_grpo.planning.trace import RankTrace
 from megatron_grpo.planning.whole import Plan
-from megatron_grpo.preflight.engine_checks import NCCL_SENDING, nccl_bytes
+from megatron_grpo.preflight.engine_checks import NCCL_SENDING, estimate_nccl_bytes
 from tests.unit.planning.test_dry_run import DENSE
 
 H100 = hardware("h100")
@@ -55,7 +55,7 @@ def memory(config: Config, moments: dict[str, dict[str, int]] = STEP, **more: di
 def test_a_peak_is_the_fullest_phase_and_an_explicit_reserve() -> None:
     config = on_gpus()
     found = memory(config)
-    nccl = nccl_bytes(config, 1, NCCL_SENDING)
+    nccl = estimate_nccl_bytes(config, 1, NCCL_SENDING)
     reserve = int(H100.reserve_gib * GIB) + int(H100.fragmentation * 45 * GIB) + nccl
     assert (found.phase, found.reserve, found.peak) == ("train", reserve, 45 * GIB + reserve)
     assert found.static == 35 * GIB
@@ -70,7 +70,7 @@ def test_a_peak_is_the_fullest_phase_and_an_explicit_reserve() -> None:
 def test_a_sleeping_engine_takes_its_context_and_graphs_beside_the_policy() -> None:
     separate, colocated = on_gpus(), on_gpus()
     colocated.generation.placement = "colocated"
-    nccl = nccl_bytes(separate, 1, NCCL_SENDING)
+    nccl = estimate_nccl_bytes(separate, 1, NCCL_SENDING)
     engine = int((H100.reserve_gib + GRAPHS_GIB) * GIB)
     assert memory(colocated).reserve == memory(separate).reserve - nccl + engine
     colocated.generation.engine.enforce_eager = True
@@ -100,7 +100,7 @@ def test_a_value_model_on_the_same_gpu_is_counted_in_the_reserve() -> None:
     alone, beside = memory(config), rank_memory(config, traced(STEP), H100, beside=7 * GIB)
     assert beside.peak == alone.peak + 7 * GIB
     value = rank_memory(on_gpus(), traced(STEP), H100, model="value model")
-    assert memory(on_gpus()).reserve - value.reserve == nccl_bytes(on_gpus(), 1, NCCL_SENDING)
+    assert memory(on_gpus()).reserve - value.reserve == estimate_nccl_bytes(on_gpus(), 1, NCCL_SENDING)
 
 
 def test_a_plain_training_step_counts_neither_log_probabilities_nor_the_refit() -> None:

@@ -12,7 +12,8 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.hardware import hardware
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.search import Share, _share, _shares
-from megatron_grpo.preflight.load import compose_for_search, problems_with
+from megatron_grpo.preflight.config_checks import find_problems
+from megatron_grpo.preflight.load import compose_for_search
 
 H100 = hardware("h100")
 MODELS = {
@@ -38,7 +39,7 @@ def test_nodes_that_are_no_power_of_two_have_layouts(recipe: str, nodes: int) ->
     assert not why
     assert len(share.candidates) > 5
     for one in share.candidates[:50]:
-        assert not problems_with(one.config, MODELS[recipe])
+        assert not find_problems(one.config, MODELS[recipe])
         engines = one.config.generation.parallel
         assert engines.ranks_per_engine * engines.data == share.gpus[1]
 
@@ -66,7 +67,7 @@ def test_batches_that_do_not_divide_are_named_with_the_nearest_that_do() -> None
     )
     config.grpo.num_prompts_per_step, config.policy.parallel = 130, ParallelConfig(data=5)
     config.generation.parallel = GenerationParallelConfig()
-    assert not problems_with(config, shape)
+    assert not find_problems(config, shape)
 
 
 def test_a_search_without_any_layout_gives_the_runs_reasons() -> None:

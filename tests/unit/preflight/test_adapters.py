@@ -9,8 +9,8 @@ import pytest
 from megatron_grpo.config.schema import Config, LoraConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
-from megatron_grpo.preflight.model_checks import adapter_problems
-from megatron_grpo.preflight.remarks import unused_settings
+from megatron_grpo.preflight.model_checks import find_adapter_problems
+from megatron_grpo.preflight.remarks import find_unused_settings
 from tests.support.config_problems import SMALL, problems_of
 
 DENSE = parse_model_shape(SMALL)
@@ -26,7 +26,7 @@ def config(**lora: object) -> Config:
 
 
 def problems(lora: Config, shape: ModelShape | None = DENSE) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in adapter_problems(lora, shape)}
+    return {problem.subject: problem.text for problem in find_adapter_problems(lora, shape)}
 
 
 def test_adapters_on_a_dense_model_are_taken_and_none_are_never_refused() -> None:
@@ -66,7 +66,7 @@ def test_an_unknown_layer_is_refused() -> None:
 
 
 def test_settings_of_adapters_without_adapters_change_nothing() -> None:
-    found = {problem.subject: problem.text for problem in unused_settings(config(rank=0, alpha=3.0))}
+    found = {problem.subject: problem.text for problem in find_unused_settings(config(rank=0, alpha=3.0))}
     assert found == {"policy.lora.alpha=3.0": "needs policy.lora.rank above 0"}
 
 

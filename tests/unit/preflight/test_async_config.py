@@ -8,8 +8,8 @@ import pytest
 
 from megatron_grpo.algorithms.grpo import async_grpo_train
 from megatron_grpo.config.metric_names import step_metrics
-from megatron_grpo.preflight.load import compose_config, summary
-from megatron_grpo.preflight.remarks import remarks
+from megatron_grpo.preflight.load import compose_config, summarize_run
+from megatron_grpo.preflight.remarks import find_remarks
 from tests.support.config_problems import problems_of
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
@@ -26,8 +26,8 @@ def test_the_recipe_and_the_algorithm() -> None:
     assert config.algorithm == "grpo"
     assert config.grpo.async_grpo.enabled
     assert config.loss_fn.use_importance_sampling_correction
-    assert list(remarks(config)) == []
-    assert "quickstart_async, asynchronous GRPO, up to 400 steps" in summary(config, None)
+    assert list(find_remarks(config)) == []
+    assert "quickstart_async, asynchronous GRPO, up to 400 steps" in summarize_run(config, None)
     assert "trajectory_age" in step_metrics(config)
     assert "trajectory_age" not in step_metrics(compose_config(["+exp=quickstart"]))
 
@@ -53,14 +53,15 @@ def test_recorded_experts_are_of_one_version() -> None:
 
 def test_what_is_remarked_on() -> None:
     said = {
-        one.subject: one.text for one in remarks(compose_config(["+exp=quickstart", f"{ENABLED}=true", CORRECTION]))
+        one.subject: one.text
+        for one in find_remarks(compose_config(["+exp=quickstart", f"{ENABLED}=true", CORRECTION]))
     }
     assert "puts no limit on the importance weights" in said[f"{ENABLED}=True"]
     threshold = "grpo.seq_logprob_error_threshold=1.5"
-    said = {one.subject: one.text for one in remarks(compose_config(["+exp=quickstart_async", threshold]))}
+    said = {one.subject: one.text for one in find_remarks(compose_config(["+exp=quickstart_async", threshold]))}
     assert "leaves out responses" in said[threshold]
     age = "grpo.async_grpo.max_trajectory_age_steps=4"
-    said = {one.subject: one.text for one in remarks(compose_config(["+exp=quickstart", age]))}
+    said = {one.subject: one.text for one in find_remarks(compose_config(["+exp=quickstart", age]))}
     assert said == {age: "changes nothing in this run: needs grpo.async_grpo.enabled=true"}
 
 
@@ -95,6 +96,6 @@ def test_a_factor_that_leaves_no_choice(factor: float, age: int, text: str) -> N
 
 def test_oversampling_has_metrics_of_its_own() -> None:
     config = compose_config(["+exp=quickstart_async", "grpo.async_grpo.oversampling_factor=1.5"])
-    assert list(remarks(config)) == []
+    assert list(find_remarks(config)) == []
     assert "oversampling_resumed" in step_metrics(config)
     assert "oversampling_resumed" not in step_metrics(compose_config(["+exp=quickstart_async"]))

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.remarks import cautions, remarks
+from megatron_grpo.preflight.remarks import find_cautions, find_remarks
 
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
 STOP = ("grpo.early_stop.enabled=true",)
 
 
 def said(*overrides: str) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in cautions(compose_config(list(overrides)))}
+    return {problem.subject: problem.text for problem in find_cautions(compose_config(list(overrides)))}
 
 
 @pytest.mark.parametrize("recipe", [QUICKSTART, PPO, "+exp=qwen3_8b_8gpu", "+exp=llama3_70b_slurm"])
 def test_nothing_is_said_of_the_recipes(recipe: str) -> None:
-    assert list(remarks(compose_config([recipe]))) == []
+    assert list(find_remarks(compose_config([recipe]))) == []
 
 
 def test_unused_settings_are_remarked_on() -> None:
-    (remark,) = remarks(compose_config([QUICKSTART, "grpo.early_stop.threshold=0.9"]))
+    (remark,) = find_remarks(compose_config([QUICKSTART, "grpo.early_stop.threshold=0.9"]))
     assert (remark.subject, remark.text) == (
         "grpo.early_stop.threshold=0.9",
         "changes nothing in this run: needs grpo.early_stop.enabled=true",

@@ -12,7 +12,7 @@ import pytest
 from megatron_grpo.batch.rollout_files import StepRecord, rollouts_file, write_rollouts
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import compute_vocabulary_digest
-from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, summary
+from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, summarize_run
 from tests.support.config_problems import problems_of
 from tests.support.recording import RUN, make_facts, make_record
 from tests.support.trajectories import make_trajectory, with_learnt
@@ -50,7 +50,7 @@ def reading(model: Path, tmp_path: Path, recording: Path) -> list[str]:
 def test_a_recording_is_all_that_is_needed(reading: list[str], recording: Path) -> None:
     checked = check_overrides(reading)
     assert (checked.problems, checked.remarks) == ([], [])
-    assert f"rollouts of {recording}, on" in summary(checked.require(), None)
+    assert f"rollouts of {recording}, on" in summarize_run(checked.require(), None)
     load_config([*reading, f"debug.rollouts_from={recording}/rollouts"])
 
 
@@ -136,7 +136,7 @@ def test_without_training_no_checkpoint_is_ranked_and_no_gpu_of_a_policy_needed(
     keys.append("policy.parallel.data=4")
     config = compose_config([*given, "debug.train=false", *keys, "generation.parallel.data=1"])
     assert not config.saves
-    assert "nothing is trained" in summary(config, None)
+    assert "nothing is trained" in summarize_run(config, None)
     assert "checkpointing.metric_name=nothing" in problems_of([*given, *keys[:2]])
 
 

@@ -11,8 +11,13 @@ from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelC
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight import model_checks as checks
-from megatron_grpo.preflight.model_checks import fp8_machine_problems, fp8_problems, gpu_capability, training_problems
-from megatron_grpo.preflight.remarks import unused_settings
+from megatron_grpo.preflight.model_checks import (
+    find_fp8_machine_problems,
+    find_fp8_problems,
+    find_training_problems,
+    read_gpu_capability,
+)
+from megatron_grpo.preflight.remarks import find_unused_settings
 from tests.support.config_problems import SMALL
 
 SHAPE = replace(parse_model_shape(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
@@ -27,7 +32,7 @@ def config(gpus: int = 8, **fp8: object) -> Config:
 
 
 def problems(made: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in fp8_problems(made, shape)}
+    return {problem.subject: problem.text for problem in find_fp8_problems(made, shape)}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
@@ -103,19 +108,19 @@ def test_sizes_that_are_no_whole_blocks(recipe: str, tensor: int, shape: ModelSh
 def test_gpus_that_are_too_old(
     recipe: str, have: tuple[int, int] | None, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "gpu_capability", lambda: have)
+    monkeypatch.setattr(checks, "read_gpu_capability", lambda: have)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    found = [problem.text for problem in fp8_machine_problems(config(recipe=recipe))]
+    found = [problem.text for problem in find_fp8_machine_problems(config(recipe=recipe))]
     assert len(found) == (text is not None)
     assert all(str(text) in one for one in found)
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(checks, "gpu_capability", lambda: None)
-    (problem,) = fp8_machine_problems(config())
+    monkeypatch.setattr(checks, "read_gpu_capability", lambda: None)
+    (problem,) = find_fp8_machine_problems(config())
     assert "pip install 'transformer-engine[pytorch]'" in problem.text
-    assert list(fp8_machine_problems(config(simulate=True))) == []
+    assert list(find_fp8_machine_problems(config(simulate=True))) == []
 
 
 def test_the_oldest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +129,14 @@ def test_the_oldest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         tool.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        assert gpu_capability() == expected
+        assert read_gpu_capability() == expected
     monkeypatch.setenv("PATH", "")
-    assert gpu_capability() is None
+    assert read_gpu_capability() is None
 
 
 def test_settings_that_change_nothing_are_named() -> None:
     def idle(made: Config) -> dict[str, str]:
-        return {problem.subject: problem.text for problem in unused_settings(made)}
+        return {problem.subject: problem.text for problem in find_unused_settings(made)}
 
     assert idle(config(format="off", simulate=True)) == {
         "policy.fp8.simulate=True": "needs policy.fp8.format=hybrid or e4m3"
@@ -159,7 +164,7 @@ def test_the_value_model_stays_out_of_fp8() -> None:
 def test_fused_gradients_of_simulated_fp8_are_refused() -> None:
     made = config(recipe="tensorwise", simulate=True)
     made.policy.gradient_accumulation_fusion = True
-    (problem,) = training_problems(made, SHAPE)
+    (problem,) = find_training_problems(made, SHAPE)
     assert problem.subject == "policy.gradient_accumulation_fusion=True"
     assert "policy.fp8.simulate=True" in problem.text
     assert "use null" in problem.text

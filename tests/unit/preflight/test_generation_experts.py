@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.config.schema import GenerationParallelConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
-from megatron_grpo.preflight.layout_checks import layout_problems
+from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import problems_of
 
@@ -18,7 +18,7 @@ def problems(tensor: int, expert: int, **sizes: int) -> dict[str, str]:
     config.generation.parallel = GenerationParallelConfig(tensor=tensor, expert=expert)
     config.policy.parallel.expert = 1  # an odd number of experts is no concern of this test there
     shape = parse_model_shape({**PREPARED_MODELS["addition_moe"], **sizes})
-    return {problem.subject: problem.text for problem in layout_problems(config, shape)}
+    return {problem.subject: problem.text for problem in find_layout_problems(config, shape)}
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from megatron_grpo.config.suggestions import counterpart
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.preflight.config_checks import config_problems
-from megatron_grpo.preflight.engine_checks import length_problems, placement_problems
-from megatron_grpo.preflight.layout_checks import layout_problems
+from megatron_grpo.preflight.config_checks import find_config_problems
+from megatron_grpo.preflight.engine_checks import find_length_problems, find_placement_problems
+from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.remarks import remarks
+from megatron_grpo.preflight.remarks import find_remarks
 
 RECIPE = "+exp=qwen3_1_7b_one_gpu"
 COLOCATED = "generation.placement=colocated"
@@ -40,15 +40,19 @@ def said(*overrides: str) -> dict[str, str]:
         for part in path:
             section = getattr(section, part)
         setattr(section, last, type(getattr(section, last))(value) if value != "true" else True)
-    problems = [*placement_problems(config), *layout_problems(config, None)]
+    problems = [*find_placement_problems(config), *find_layout_problems(config, None)]
     return {problem.subject: problem.text for problem in problems}
 
 
 def test_one_gpu_is_enough_for_the_recipe() -> None:
     config = compose_config([RECIPE])
     shape = parse_model_shape(QWEN3_1_7B)
-    assert [*config_problems(config), *layout_problems(config, shape), *length_problems(config, shape)] == []
-    assert list(remarks(config)) == []
+    assert [
+        *find_config_problems(config),
+        *find_layout_problems(config, shape),
+        *find_length_problems(config, shape),
+    ] == []
+    assert list(find_remarks(config)) == []
     assert config.cluster.gpus == config.policy.parallel.world_size == 1
 
 
@@ -91,7 +95,7 @@ def test_nothing_samples_ahead_of_training() -> None:
         config = compose_config(["+exp=quickstart", COLOCATED])
         config.algorithm = algorithm  # type: ignore[assignment]
         config.loop.async_grpo.enabled = True
-        (problem,) = placement_problems(config)
+        (problem,) = find_placement_problems(config)
         assert problem.subject == COLOCATED
         assert f"use separate, or {algorithm}.async_grpo.enabled=false" in problem.text
 

@@ -9,7 +9,11 @@ import pytest
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ExpertShape, ModelShape
-from megatron_grpo.preflight.model_checks import quantization_machine_problems, quantization_problems, training_problems
+from megatron_grpo.preflight.model_checks import (
+    find_quantization_machine_problems,
+    find_quantization_problems,
+    find_training_problems,
+)
 from tests.support.config_problems import SMALL
 
 SHAPE = parse_model_shape(SMALL)
@@ -23,7 +27,7 @@ def config(**policy: object) -> Config:
 
 
 def problems(made: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in quantization_problems(made, shape)}
+    return {problem.subject: problem.text for problem in find_quantization_problems(made, shape)}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8", None])
@@ -36,7 +40,7 @@ def test_what_acts_on_the_same_weights_is_refused_with_what_to_do() -> None:
     fp8 = problems(config(fp8=Fp8Config(format="hybrid", simulate=True)))
     assert fp8[subject].endswith("use null, or policy.fp8.format=off")
     assert problems(config(lora=LoraConfig(rank=4)))[subject].endswith("use null, or policy.lora.rank=0")
-    fused = [problem.text for problem in training_problems(config(gradient_accumulation_fusion=True), SHAPE)]
+    fused = [problem.text for problem in find_training_problems(config(gradient_accumulation_fusion=True), SHAPE)]
     assert any(text.startswith(f"with {subject}: ") and text.endswith("use null") for text in fused)
     off = config(quantization=None, lora=LoraConfig(rank=4), gradient_accumulation_fusion=True)
     assert problems(off) == {}
@@ -50,12 +54,12 @@ def test_experts_are_refused() -> None:
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = quantization_machine_problems(config(quantization="fp8"))
+    (problem,) = find_quantization_machine_problems(config(quantization="fp8"))
     assert problem.subject == "policy.quantization=fp8"
     assert "pip install nvidia-modelopt" in problem.text
-    assert list(quantization_machine_problems(config(quantization=None))) == []
+    assert list(find_quantization_machine_problems(config(quantization=None))) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert list(quantization_machine_problems(config())) == []
+    assert list(find_quantization_machine_problems(config())) == []
 
 
 def test_the_value_model_is_not_quantised() -> None:

@@ -7,7 +7,12 @@ from typing import Any
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, nccl_bytes, refit_problems, refit_remarks
+from megatron_grpo.preflight.engine_checks import (
+    NCCL_RECEIVING,
+    estimate_nccl_bytes,
+    find_refit_problems,
+    find_refit_remarks,
+)
 from tests.support.config_problems import SMALL
 
 SHAPE = replace(parse_model_shape(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
@@ -25,7 +30,7 @@ def config(**given: Any) -> Config:
 
 
 def problems(made: Config) -> list[str]:
-    found = list(refit_problems(made, SHAPE))
+    found = list(find_refit_problems(made, SHAPE))
     assert {problem.subject for problem in found} <= {"refit.fp8_blocks=True"}
     return [problem.text for problem in found]
 
@@ -33,7 +38,7 @@ def problems(made: Config) -> list[str]:
 def test_what_fits_is_taken() -> None:
     assert problems(config()) == []
     assert problems(config(fp8_blocks=False, mode="broadcast")) == []
-    assert list(refit_problems(config(), None)) == []
+    assert list(find_refit_problems(config(), None)) == []
 
 
 def test_another_mode_or_another_engine_is_refused_with_what_to_do() -> None:
@@ -70,20 +75,20 @@ def on_gpus(**given: Any) -> Config:
 
 
 def test_memory_of_the_communicator_is_bounded_by_peers_on_the_same_machine() -> None:
-    few, some, all_of_them = (nccl_bytes(on_gpus(), peers, NCCL_RECEIVING) for peers in (2, 7, 64))
+    few, some, all_of_them = (estimate_nccl_bytes(on_gpus(), peers, NCCL_RECEIVING) for peers in (2, 7, 64))
     assert few < some == all_of_them < 3e9
     on_cpu = on_gpus()
     on_cpu.cluster.gpus_per_node = 0
-    assert nccl_bytes(on_cpu, 64, NCCL_RECEIVING) == 0
-    assert nccl_bytes(on_gpus(placement="colocated"), 64, NCCL_RECEIVING) == 0
+    assert estimate_nccl_bytes(on_cpu, 64, NCCL_RECEIVING) == 0
+    assert estimate_nccl_bytes(on_gpus(placement="colocated"), 64, NCCL_RECEIVING) == 0
 
 
 def test_vllm_that_leaves_too_little_for_the_communicator_is_remarked_on() -> None:
     made = on_gpus()
-    assert list(refit_remarks(made)) == []
+    assert list(find_refit_remarks(made)) == []
     made.generation.engine.gpu_memory_utilization = 0.98
-    [remark] = refit_remarks(made)
+    [remark] = find_refit_remarks(made)
     assert remark.subject == "generation.engine.gpu_memory_utilization=0.98"
     assert remark.text.startswith("leaves 1.6 GB of a GPU with 80 GB, and NCCL takes up to 2.9 GB of that")
     made.generation.engine.gpu_memory_utilization = float(remark.text.rpartition("use at most ")[2])
-    assert list(refit_remarks(made)) == []
+    assert list(find_refit_remarks(made)) == []

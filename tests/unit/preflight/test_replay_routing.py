@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.layout_checks import layout_problems
+from megatron_grpo.preflight.layout_checks import find_layout_problems
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import SMALL
 from tests.support.moe_config import QWEN3_MOE
@@ -19,7 +19,7 @@ def problems(given: list[str], *overrides: str, shape: ModelShape | None = None)
     """Subject -> text, of a model with experts unless another is given; the file of the run's model has none."""
     config = compose_config([*given, *(one for one in overrides if one != REPLAY)])
     config.policy.moe.replay_routing = REPLAY in overrides
-    return {one.subject: one.text for one in layout_problems(config, shape or parse_model_shape(QWEN3_MOE))}
+    return {one.subject: one.text for one in find_layout_problems(config, shape or parse_model_shape(QWEN3_MOE))}
 
 
 def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.preflight.engine_checks import CPU_HEAD_SIZES
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.remarks import remarks
+from megatron_grpo.preflight.remarks import find_remarks
 from megatron_grpo.trainer.messages import training_filter
 from tests.support.config_problems import problems_of, write_weights
 
@@ -138,7 +138,7 @@ def test_filters_that_training_repeats_go_with_what_compares(
 ) -> None:
     config = compose_config([*given, *filters, *options])
     assert config.generation.filters_in_training
-    assert not any(one.key.startswith("generation.") for one in remarks(config))
+    assert not any(one.key.startswith("generation.") for one in find_remarks(config))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_when_training_repeats_the_filter(given: list[str], overrides: list[str]
 
 def test_a_filter_that_training_does_not_repeat_is_told_of(given: list[str]) -> None:
     overrides = [*given, "generation.min_p=0.02", "generation.structured.choice=[yes,no]"]
-    told = {one.subject: one.text for one in remarks(compose_config(overrides))}
+    told = {one.subject: one.text for one in find_remarks(compose_config(overrides))}
     assert "because generation.structured changes the logits before it" in told["generation.min_p=0.02"]
 
 
 def test_n_grams_of_no_speculation_are_idle(given: list[str]) -> None:
-    (told,) = remarks(compose_config([*given, "generation.engine.speculative.prompt_lookup_max=5"]))
+    (told,) = find_remarks(compose_config([*given, "generation.engine.speculative.prompt_lookup_max=5"]))
     assert told.subject == "generation.engine.speculative.prompt_lookup_max=5"
 
 
@@ -204,8 +204,8 @@ def test_names_that_users_know(given: list[str], foreign: str, here: str) -> Non
 
 def test_penalties_beside_what_drops_for_a_difference_are_told_of(given: list[str]) -> None:
     overrides = [*given, "generation.bad_words=[x]"]
-    assert "generation.bad_words" not in {one.key for one in remarks(compose_config(overrides))}
-    told = {one.subject: one.text for one in remarks(compose_config([*overrides, *ICEPOP]))}
+    assert "generation.bad_words" not in {one.key for one in find_remarks(compose_config(overrides))}
+    told = {one.subject: one.text for one in find_remarks(compose_config([*overrides, *ICEPOP]))}
     assert "truncated_importance_sampling_type=icepop leaves tokens out" in told["generation.bad_words=['x']"]
 
 

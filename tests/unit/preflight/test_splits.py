@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
-from megatron_grpo.preflight.layout_checks import split_rules
+from megatron_grpo.preflight.layout_checks import check_split
 
 DENSE = ModelShape(
     family="qwen3",
@@ -38,7 +38,7 @@ LATENT = replace(
 def problems(shape: ModelShape, **layout: Any) -> dict[str, str]:
     return {
         subject: text
-        for is_broken, subject, text in split_rules("policy.parallel", ParallelConfig(**layout), shape)
+        for is_broken, subject, text in check_split("policy.parallel", ParallelConfig(**layout), shape)
         if is_broken
     }
 

@@ -6,13 +6,13 @@ import pytest
 
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.remarks import unused_settings
+from megatron_grpo.preflight.remarks import find_unused_settings
 
 MINIBATCHES = "policy.train_global_batch_samples=64"
 
 
 def unused(*overrides: str) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in unused_settings(compose_config(list(overrides)))}
+    return {problem.subject: problem.text for problem in find_unused_settings(compose_config(list(overrides)))}
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart_ppo"])

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_grpo.models.families import parse_model_shape
-from megatron_grpo.preflight.model_file_checks import weight_problems
+from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from tests.support.config_problems import SMALL, write_weights
 
 SHAPE = parse_model_shape(SMALL)
@@ -30,7 +30,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_whole_model_is_right_in_one_file_and_in_several(folder: Path) -> None:
-    assert list(weight_problems(folder, SHAPE)) == []
+    assert list(find_weight_problems(folder, SHAPE)) == []
     tensors = tensors_of(folder)
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -39,9 +39,9 @@ def test_a_whole_model_is_right_in_one_file_and_in_several(folder: Path) -> None
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert list(weight_problems(folder, SHAPE)) == []
+    assert list(find_weight_problems(folder, SHAPE)) == []
     (folder / "b.safetensors").unlink()
-    (text,) = weight_problems(folder, SHAPE)
+    (text,) = find_weight_problems(folder, SHAPE)
     assert text == f"{folder}/b.safetensors does not exist, but model.safetensors.index.json names it"
 
 
@@ -50,36 +50,36 @@ def test_a_file_that_is_cut_off(folder: Path) -> None:
     size = file.stat().st_size
     with file.open("r+b") as opened:
         opened.truncate(size - 1)
-    (text,) = weight_problems(folder, SHAPE)
+    (text,) = find_weight_problems(folder, SHAPE)
     assert text.startswith(f"{file} is not a complete safetensors file")
     assert "not fully covered" in text
     for left in (0, 5, 100):
         with file.open("r+b") as opened:
             opened.truncate(left)
-        (text,) = weight_problems(folder, SHAPE)
+        (text,) = find_weight_problems(folder, SHAPE)
         assert text.startswith(f"{file} is not a complete safetensors file")
 
 
 def test_missing_tensors_and_other_shapes(folder: Path) -> None:
     tensors = tensors_of(folder)
     save_file({name: one for name, one in tensors.items() if name != NORM}, folder / "model.safetensors")
-    assert list(weight_problems(folder, SHAPE)) == [f"the folder has no tensor {NORM}"]
+    assert list(find_weight_problems(folder, SHAPE)) == [f"the folder has no tensor {NORM}"]
     save_file({NORM: tensors[NORM]}, folder / "model.safetensors")
-    (text,) = weight_problems(folder, SHAPE)
+    (text,) = find_weight_problems(folder, SHAPE)
     assert text.endswith(f"and {len(tensors) - 2} others that config.json implies")
     save_file(tensors | {NORM: torch.zeros(3)}, folder / "model.safetensors")
-    assert list(weight_problems(folder, SHAPE)) == [f"{NORM} has shape [3], but config.json implies [64]"]
+    assert list(find_weight_problems(folder, SHAPE)) == [f"{NORM} has shape [3], but config.json implies [64]"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": ["b"]}}', "[" * 100_000])
 def test_a_broken_index(folder: Path, content: str) -> None:
     (folder / "model.safetensors.index.json").write_text(content)
-    (text,) = weight_problems(folder, SHAPE)
+    (text,) = find_weight_problems(folder, SHAPE)
     assert "is not a safetensors index" in text
 
 
 @pytest.mark.parametrize("header", [b"[]", b'{"a": 3}', b'{"a": {"shape": [1]}}', b"{" * 50, b"\xff" * 20])
 def test_a_broken_header(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    (text,) = weight_problems(folder, SHAPE)
+    (text,) = find_weight_problems(folder, SHAPE)
     assert "is not a complete safetensors file" in text

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
-from megatron_grpo.preflight.model_file_checks import weight_problems
+from megatron_grpo.preflight.model_file_checks import find_weight_problems
 from megatron_grpo.prepare.lessons import RECIPES, split_lessons
 from megatron_grpo.prepare.models import prepare
 
@@ -65,7 +65,7 @@ def test_the_tokenizer_has_one_token_for_each_character(folder: Path) -> None:
 def test_the_shape_known_beforehand_is_that_of_the_model(folder: Path) -> None:
     shape = parse_model_shape(PREPARED_MODELS[folder.name])
     assert read_model_shape(folder / "model") == shape
-    assert list(weight_problems(folder / "model", shape)) == []
+    assert list(find_weight_problems(folder / "model", shape)) == []
 
 
 def test_a_second_call_changes_nothing_and_another_recipe_makes_it_anew(

@@ -14,8 +14,8 @@ from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, EnvironmentConfig, GRPOConfig
 from megatron_grpo.losses.advantages import group_advantages
-from megatron_grpo.preflight.reward_checks import environment_rules
-from megatron_grpo.preflight.rules import broken
+from megatron_grpo.preflight.reward_checks import check_environments
+from megatron_grpo.preflight.rules import find_broken_rules
 from megatron_grpo.rollouts.rollout import judge
 from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics, compute_rollout_metrics
 from tests.support.trajectories import failed_trajectory, make_trajectory
@@ -134,6 +134,6 @@ def test_figures_have_to_be_there(kind: str, figure: str, samples: int, text: st
     environment = EnvironmentConfig(type=kind, leave_out_suspects=[figure])
     config = Config(env={"task": environment}, grpo=GRPOConfig(num_generations_per_prompt=samples))
     config.data.answer_key = "answer"
-    problems = list(broken(config, environment_rules(config)))
+    problems = list(find_broken_rules(config, check_environments(config)))
     assert [problem.subject for problem in problems] == [f"env.task.leave_out_suspects={figure}"] * (text is not None)
     assert all(problem.text.startswith(text or "") for problem in problems)

@@ -129,8 +129,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from megatron_grpo.cluster.guardian import guarded
-from megatron_grpo.observability.summary import killed_run_command
-with guarded(if_killed=killed_run_command(Path(sys.argv[1]), 4, report=True)):
+from megatron_grpo.observability.summary import make_killed_run_command
+with guarded(if_killed=make_killed_run_command(Path(sys.argv[1]), 4, report=True)):
     print("up", flush=True)
     sys.stdin.readline()
 """

@@ -19,8 +19,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_grpo.observability.page import trajectories, write
-from megatron_grpo.observability.page.trajectories import TokenBytes, byte_alphabet
-from megatron_grpo.observability.page.write import escaped_json, packed_element, page, try_to_write_report, write_report
+from megatron_grpo.observability.page.trajectories import TokenBytes, list_byte_alphabet
+from megatron_grpo.observability.page.write import (
+    format_escaped_json,
+    make_packed_element,
+    render_page,
+    try_to_write_report,
+    write_report,
+)
 from megatron_grpo.report import main
 from tests.support.ordinary_user import as_ordinary_user
 from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, metrics_of, spoken
@@ -49,27 +55,27 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("text", ["</script>", "<!--", "a & b", "\u2028\u2029", "\ud800", "\x00"])
 def test_no_text_leaves_its_element(text: str) -> None:
-    escaped = escaped_json({text: [text, {"x": text}]})
+    escaped = format_escaped_json({text: [text, {"x": text}]})
     assert not set(escaped) & set("<>&\u2028\u2029")
     assert escaped.isascii()
     assert json.loads(escaped) == {text: [text, {"x": text}]}
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:
-    assert json.loads(escaped_json([math.nan, math.inf, 1 / 3])) == [None, None, 0.3333333333]
-    _, text = ELEMENT.findall(packed_element("x", [math.nan, 1 / 3]))[0]
+    assert json.loads(format_escaped_json([math.nan, math.inf, 1 / 3])) == [None, None, 0.3333333333]
+    _, text = ELEMENT.findall(make_packed_element("x", [math.nan, 1 / 3]))[0]
     assert json.loads(gzip.decompress(base64.b64decode(text))) == [None, 0.3333333333]
 
 
 def test_the_policy_names_exactly_what_is_there() -> None:
-    text = page("p {}", "run();", "<main></main>", [])
+    text = render_page("p {}", "run();", "<main></main>", [])
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     for kind, content in (("style", "p {}"), ("script", "run();")):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none';")
     with pytest.raises(AssertionError, match="would end its own element"):
-        page("", "x = '</SCRIPT>'", "", [])
+        render_page("", "x = '</SCRIPT>'", "", [])
 
 
 def test_a_page_is_one_file_that_names_no_other(run: Path) -> None:
@@ -256,7 +262,7 @@ def test_bytes_of_a_trained_tokenizer_make_its_texts(tmp_path: Path) -> None:
         assert b"".join(map(read.of, ids)).decode() == text == tokenizer.decode(ids)
     end = tokenizer.token_to_id("<|end|>")
     assert (read.of(end), read.text([end]), read.of(10**6)) == (b"<|end|>", "", b"<1000000>")
-    assert set(byte_alphabet()) == set(alphabet)
+    assert set(list_byte_alphabet()) == set(alphabet)
 
 
 def test_tokens_with_bytes_written_out(tmp_path: Path) -> None:
