@@ -95,7 +95,7 @@ class IdleModel:
     ) -> RankTrainResult:
         """The metrics of one token for every microbatch."""
         ones = torch.ones(1, 1)
-        entries = {name: ones for name in batch.fields.present() if name not in ("token_ids", "sampled")}
+        entries = {name: ones for name in batch.fields.as_dict() if name not in ("token_ids", "sampled")}
         one = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
         _, metrics = loss_fn(ones.clone().requires_grad_(), TokenFields(**entries), one)
         of_one = {name: float(value) for name, value in metrics.items()}

@@ -19,7 +19,7 @@ import numpy as np
 from header import header
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.packing import Bins, Cost, Rectangles
+from megatron_grpo.batch.packing import Cost, SequencePacker, SequencePadder
 
 LAYERS, HIDDEN, FFN, QUERIES, KEYS_VALUES, VOCAB = 36, 4096, 12288, 4096, 2048, 151_936
 COST = Cost(
@@ -44,17 +44,17 @@ def lengths_of(spread: str, sequences: int, longest: int) -> Lengths:
 
 def packed(lengths: Lengths, options: argparse.Namespace) -> Plan:
     """As the project does."""
-    bins = Bins(options.microbatch_tokens, options.multiple, COST)
-    shares = [np.array(share) for share in bins.share(lengths, options.replicas)]
-    plans = bins.microbatches([lengths[share] for share in shares])
+    bins = SequencePacker(options.microbatch_tokens, options.multiple, COST)
+    shares = [np.array(share) for share in bins.assign_to_replicas(lengths, options.replicas)]
+    plans = bins.make_microbatches([lengths[share] for share in shares])
     return [[share[one].tolist() for one in plan] for share, plan in zip(shares, plans, strict=True)]
 
 
 def rectangles(lengths: Lengths, options: argparse.Namespace) -> Plan:
     """As the project does with policy.packing=false: sequences of like length together, padded to the longest."""
-    planner = Rectangles(options.microbatch_tokens, options.multiple)
-    shares = [np.array(share) for share in planner.share(lengths, options.replicas)]
-    plans = planner.microbatches([lengths[share] for share in shares])
+    planner = SequencePadder(options.microbatch_tokens, options.multiple)
+    shares = [np.array(share) for share in planner.assign_to_replicas(lengths, options.replicas)]
+    plans = planner.make_microbatches([lengths[share] for share in shares])
     return [[share[one].tolist() for one in plan] for share, plan in zip(shares, plans, strict=True)]
 
 
@@ -92,7 +92,7 @@ def measure(plan_of: Callable[..., Plan], lengths: Lengths, options: argparse.Na
         goal = {"multiple": own, "longest": np.full_like(own, own.max()), "all": np.full_like(own, lengths.max())}[pad]
         return -(-goal // options.multiple) * options.multiple
 
-    work = [[float(COST.of(width(one)).sum()) for one in microbatches] for microbatches in plan]
+    work = [[float(COST.compute(width(one)).sum()) for one in microbatches] for microbatches in plan]
     replicas = [sum(one) for one in work]
     steps = [max(one[step] for one in work if step < len(one)) for step in range(max(map(len, work)))]
     computed = sum(int(width(one).sum()) for microbatches in plan for one in microbatches)
@@ -123,7 +123,7 @@ def main() -> None:
         lengths = lengths_of(spread, options.sequences, options.microbatch_tokens // 2)
         spreads[spread] = {name: measure(plan, lengths, options, pad) for name, (plan, pad) in ways.items()}
         for figures in spreads[spread].values():
-            figures["work_ratio"] = round(figures.pop("work") / float(COST.of(lengths).sum()), 3)
+            figures["work_ratio"] = round(figures.pop("work") / float(COST.compute(lengths).sum()), 3)
     print(json.dumps({**header("packing"), **vars(options), "spreads": spreads}, indent=2))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from header import header
 
-from megatron_grpo.batch.packing import Rectangles
+from megatron_grpo.batch.packing import SequencePadder
 
 FORMER = "19e7a4f:megatron_grpo/data/padded_batches.py"
 """The last commit whose planning takes quadratic time."""
@@ -78,7 +78,7 @@ def _former() -> Callable[..., Plan] | None:
 
 
 def _planned(lengths: list[int], *, data_parallel: int, microbatch_tokens: int, pad_to_multiple: int) -> Plan:
-    return Rectangles(microbatch_tokens, pad_to_multiple).plan(lengths, data_parallel)
+    return SequencePadder(microbatch_tokens, pad_to_multiple).assign_microbatches(lengths, data_parallel)
 
 
 def _measure(options: argparse.Namespace, sequences: int, former: Callable[..., Plan] | None) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from torch.distributed import HashStore
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from megatron_grpo.batch.packing import OF_TOKENS, planner
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
+from megatron_grpo.batch.packing import OF_TOKENS, make_packer
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.source import PREPARED_MODELS
@@ -71,7 +71,7 @@ def ours(folder: Path, batch: TokenBatch, tokens: int, packing: bool) -> Step:
         optimizer=OptimizerConfig(lr=1e-9),
     )
     rank = PolicyRank(RankSettings(config=config, shape=read_model_shape(folder), folder=str(folder), decay_steps=100))
-    (microbatches,) = planner(config, OF_TOKENS).microbatches([torch.tensor(batch.lengths).numpy()])
+    (microbatches,) = make_packer(config, OF_TOKENS).make_microbatches([torch.tensor(batch.lengths).numpy()])
     loss_fn, counts = make_loss(), counts_of(batch)
     return lambda: rank.train(batch, microbatches, loss_fn, counts).grad_norm
 
@@ -83,13 +83,13 @@ def plain_torch(folder: Path, batch: TokenBatch, tokens: int) -> Step:
     each = max(1, tokens // max(batch.lengths))
     numbers = range(len(batch.lengths))
     cuts = [batch.select(list(numbers[start : start + each])) for start in numbers[::each]]
-    scale = 1.0 / float(given(batch.fields.loss_mask).sum())
+    scale = 1.0 / float(require_field(batch.fields.loss_mask).sum())
 
     def step() -> float:
         optimizer.zero_grad()
         for cut in cuts:
             entries = (cut.fields.token_ids, cut.fields.loss_mask, cut.fields.advantages)
-            rows = [pad_sequence(given(one).split(cut.lengths), batch_first=True) for one in entries]
+            rows = [pad_sequence(require_field(one).split(cut.lengths), batch_first=True) for one in entries]
             ids, mask, advantages = rows[0].long(), rows[1], rows[2]
             real = torch.arange(ids.shape[1]) < torch.tensor(cut.lengths)[:, None]
             logits = model(ids, attention_mask=real.long()).logits[:, :-1]
@@ -152,7 +152,7 @@ def main() -> None:
         **vars(options),
         "parameters": parameters,
         "tokens": sum(batch.lengths),
-        "in_loss": float(given(batch.fields.loss_mask).mean()),
+        "in_loss": float(require_field(batch.fields.loss_mask).mean()),
         "seconds": medians,
         "grad_norm": norms,
         "rectangles_ratio": medians["rectangles"] / medians["packed"],

@@ -148,7 +148,7 @@ class SimulatedRank:
         await self._times.pass_by(self._seconds(batch.lengths, microbatches) / 3)
         if not self._is_output:
             return None
-        tokens = [int(batch.lengths[shard].sum()) for shard in batch.shards]
+        tokens = [int(batch.lengths[shard].sum()) for shard in batch.partitions]
         shards = [ray.put(np.zeros(count, dtype=np.float32)) for count in tokens]
         return shards, np.ones(len(batch), dtype=np.bool_)
 

@@ -33,12 +33,12 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.batch.rollout_files import read_recorded, rollouts_file  # noqa: E402
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given  # noqa: E402
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field  # noqa: E402
 from megatron_grpo.batch.trajectory import Trajectory  # noqa: E402
 from megatron_grpo.models.source import fetch_model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
-from megatron_grpo.rollouts.shards import shard_arrays  # noqa: E402
+from megatron_grpo.rollouts.shards import concatenate_trajectories  # noqa: E402
 
 WARM_UP_STEPS = 3
 
@@ -55,7 +55,7 @@ class PlainTorch:
         """Seconds of one optimizer step."""
         began = time.perf_counter()
         entries = (batch.fields.token_ids, batch.fields.loss_mask, batch.fields.advantages)
-        rows = [pad_sequence(given(one).split(batch.lengths), batch_first=True) for one in entries]
+        rows = [pad_sequence(require_field(one).split(batch.lengths), batch_first=True) for one in entries]
         ids, mask, advantages = rows[0].long(), rows[1][:, 1:], rows[2][:, 1:]
         logits = self.model(ids).logits[:, :-1] / self.temperature
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
@@ -69,7 +69,7 @@ class PlainTorch:
 
 def as_one_batch(trajectories: list[Trajectory]) -> TokenBatch:
     """The tokens of a step in this process; what stands for the advantages, here rewards, does not change the time."""
-    arrays = {name: torch.from_numpy(array) for name, array in shard_arrays(trajectories).items()}
+    arrays = {name: torch.from_numpy(array) for name, array in concatenate_trajectories(trajectories).items()}
     lengths = [len(one.token_ids) for one in trajectories]
     rewards = torch.tensor([one.reward or 0.0 for one in trajectories]).repeat_interleave(torch.tensor(lengths))
     mask = arrays["sampled"].float()

@@ -20,7 +20,7 @@ from megatron_grpo.batch.rollout_files import (
     rows_of_file,
 )
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.batch.token_batch import token_places
+from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
@@ -250,8 +250,8 @@ def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[li
     if entry == "advantages" and batch.advantages is not None:
         return [[float(batch.advantages[number])] for number in sequences]
     rows: dict[int, list[float]] = {}
-    for shard, reference in zip(batch.shards, batch.fields[entry], strict=True):
+    for shard, reference in zip(batch.partitions, batch.fields[entry], strict=True):
         for place in np.flatnonzero(np.isin(shard, sequences)):
-            tokens = token_places(batch.lengths[shard], np.array([place]))
+            tokens = find_token_indices(batch.lengths[shard], np.array([place]))
             rows[int(shard[place])] = stored([reference], entry)[0][tokens].tolist()
     return [rows[int(number)] for number in sequences]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.batch.generation_requests import SamplingSettings
-from megatron_grpo.batch.trajectory import SampledGroup, renumbered
+from megatron_grpo.batch.trajectory import SampledGroup, renumber_groups
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.data.loader import Batches, with_waiting
 from megatron_grpo.data.processors import DatumSpec
@@ -238,7 +238,7 @@ class Oversampling(SampleBuffer):
             groups = self._rollouts.take(taken)
         waiting = [*self._buffer.rows, *(datum["idx"] for datum in self._next)]
         self.position = with_waiting(self._loader.state_dict(), waiting)
-        return renumbered(groups)
+        return renumber_groups(groups)
 
     def metrics(self) -> dict[str, float]:
         """Counts of prompts in the buffer, of prompts that the step passed over, and of its own passed over before."""

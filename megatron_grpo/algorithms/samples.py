@@ -14,7 +14,7 @@ from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.algorithms.step_advantages import Scores, score
 from megatron_grpo.batch.generation_requests import engine_figures
 from megatron_grpo.batch.rollout_files import StepFacts
-from megatron_grpo.batch.trajectory import Outcome, SampledGroup, renumbered
+from megatron_grpo.batch.trajectory import Outcome, SampledGroup, renumber_groups
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
@@ -93,7 +93,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
         samples.dropped += [one for group in groups if id(group) not in used for one in group.outcomes]
         if selected.is_batch_complete:
             scores = [known.get(id(group)) or score(run.config, group.outcomes) for group in selected.groups]
-            samples.groups, samples.scores = renumbered(selected.groups), Scores.joined(scores)
+            samples.groups, samples.scores = renumber_groups(selected.groups), Scores.joined(scores)
             samples.metrics = {
                 _GEN_BATCHES: float(gen_batches),
                 "dynamic_sampling_groups_without_signal": float(without_signal),

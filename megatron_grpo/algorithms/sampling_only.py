@@ -36,7 +36,7 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     run.dumps.begin()
     outcomes = samples.outcomes
     metrics = compute_sampling_metrics(config, samples, samples.scores or score(config, outcomes))
-    metrics |= compute_learning_metrics(None, StepBatch.of_outcomes(config, outcomes))
+    metrics |= compute_learning_metrics(None, StepBatch.from_outcomes(config, outcomes))
     timing = timer.seconds
     speed = compute_rates([outcome.tokens for outcome in outcomes], timing)
     return StepReport(metrics, dict(timing), {**speed, **samples.engines}, samples.sampled)

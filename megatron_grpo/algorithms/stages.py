@@ -19,7 +19,7 @@ from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_advantages import Scores
 from megatron_grpo.batch.packing import OF_TOKENS, Cost
 from megatron_grpo.batch.replay_files import StepFigures, figures_file, write_figures
-from megatron_grpo.batch.step_batch import StepBatch, assign
+from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import Config
@@ -56,9 +56,9 @@ def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPoo
         rollouts: the pool whose workers put the shards into the object store.
         cost: the policy's cost of a sequence, by which work is divided equally among replicas.
     """
-    batch = StepBatch.of_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
-    batch.shards = assign(config, batch, cost)
-    batch.fields = rollouts.build_shards(groups, batch.shards)
+    batch = StepBatch.from_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
+    batch.partitions = partition_sequences(config, batch, cost)
+    batch.fields = rollouts.build_partitions(groups, batch.partitions)
     return batch
 
 
@@ -219,7 +219,7 @@ def train_in_minibatches(
     results: list[TrainResult] = []
     tokens: list[float] = []
     for _ in range(iterations):
-        for sequences in batch.minibatches(samples):
+        for sequences in batch.split_minibatches(samples):
             in_loss = float(batch.response_tokens[sequences][batch.in_loss[sequences]].sum())
             if in_loss:
                 results.append(model.train(batch, sequences, loss_fn))

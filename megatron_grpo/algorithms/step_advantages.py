@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.token_batch import scatter_sampled
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.schema import Config
@@ -161,7 +162,7 @@ def compute_token_advantages(
         sums = torch.stack([piece.sum() for piece in penalty.split(of_responses)]).view_as(rewards)
         by_response = _relative_to_group(config, rewards - sums).flatten()
         by_token = by_response.repeat_interleave(torch.tensor(of_responses))
-    entry = spread(clipped(by_token, config.loop), arrays["sampled"])
+    entry = scatter_sampled(clipped(by_token, config.loop), arrays["sampled"])
     return {"advantages": entry}, find_finite_sequences(entry, lengths)
 
 
@@ -193,13 +194,6 @@ def clipped(advantages: Tensor, loop: LoopConfig) -> Tensor:
     if loop.advantage_clip_low is None and loop.advantage_clip_high is None:
         return advantages
     return advantages.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
-
-
-def spread(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Expand values of sampled tokens ([sampled tokens], floating point) to [tokens], float32, with 0 elsewhere."""
-    entry = np.zeros(len(sampled), dtype=np.float32)
-    entry[sampled] = by_token.float().cpu().numpy()
-    return entry
 
 
 def find_finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -257,5 +251,6 @@ def compute_ppo_token_advantages(
     advantages = estimate.advantages
     if ppo.adv_estimator.normalize_advantages:
         advantages = whiten(advantages, torch.from_numpy(np.repeat(in_loss, response_tokens)).to(device))
-    entry = spread(clipped(advantages.cpu(), ppo), sampled)
-    return {"advantages": entry, "returns": spread(estimate.returns, sampled)}, find_finite_sequences(entry, lengths)
+    entry = scatter_sampled(clipped(advantages.cpu(), ppo), sampled)
+    returns = scatter_sampled(estimate.returns, sampled)
+    return {"advantages": entry, "returns": returns}, find_finite_sequences(entry, lengths)

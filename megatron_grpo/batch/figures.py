@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from megatron_grpo.batch.trajectory import LEFT_OUT, SUSPECT
+from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE, UNUSUALLY_SHORT
 
 MOST_FIGURES = 200
@@ -50,18 +50,18 @@ def figure_name(name: str) -> str:
     parts = _UNPRINTABLE.sub("_", name)[:_MOST_CHARACTERS].split("/")
     clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
     # suspect/unusually_short is the run's own, in every environment.
-    return clean if clean.startswith(SUSPECT) and is_of_environment(clean) else ENVIRONMENT_FIGURE + clean
+    return clean if clean.startswith(SUSPECT_PREFIX) and is_of_environment(clean) else ENVIRONMENT_FIGURE + clean
 
 
 def step_figure_name(name: str) -> str:
     """Name of a figure of a response among the metrics of a step; recordings of earlier versions have bare names."""
-    is_named = name == LEFT_OUT or name.startswith((SUSPECT, ENVIRONMENT_FIGURE))
+    is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_FIGURE))
     return name if is_named else figure_name(name)
 
 
 def is_of_environment(name: str) -> bool:
     """True for names of a step's metrics that come from environments or reward functions."""
-    return name.startswith((ENVIRONMENT_FIGURE, SUSPECT)) and name != SUSPECT + UNUSUALLY_SHORT
+    return name.startswith((ENVIRONMENT_FIGURE, SUSPECT_PREFIX)) and name != SUSPECT_PREFIX + UNUSUALLY_SHORT
 
 
 @cache

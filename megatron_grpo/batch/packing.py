@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import PolicyConfig
 Lengths = Sequence[int] | NDArray[np.integer]
 """Tokens of each sequence, [sequences]."""
 
-MORE = 1.01
+BIN_GROWTH = 1.01
 """Factor by which the number of bins grows when the sequences did not fit."""
 
 
@@ -31,7 +31,7 @@ class Cost:
     per_windowed_pair: float = 0.0
     """Cost of a pair in the layers with a sliding window."""
 
-    def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    def compute(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Costs of sequences, [sequences], float64, from their lengths, [sequences], int64."""
         cost = self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) / 2)
         if self.window is None:
@@ -45,7 +45,7 @@ OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Bins:
+class SequencePacker:
     """Plans microbatches of sequences laid end to end, each with at most `microbatch_tokens`.
 
     A plan has two aims that pull apart. Every microbatch has a fixed overhead (kernel launches, and with pipelines and
@@ -64,7 +64,7 @@ class Bins:
     """Number of tokens of which the length of every padded sequence is a multiple."""
     cost: Cost
 
-    def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
+    def assign_to_replicas(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
         """Sequences for each replica, so that all have equally much to compute.
 
         Args:
@@ -81,12 +81,12 @@ class Bins:
         if len(lengths) < replicas:
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
         bins = self._fewest(lengths, replicas)
-        costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
+        costs = [float(self.cost.compute(lengths[one]).sum()) for one in bins]
         order = sorted(range(len(bins)), key=lambda number: -costs[number])
-        shares = deal([costs[number] for number in order], replicas)
+        shares = deal_to_replicas([costs[number] for number in order], replicas)
         return [[index for place in share for index in bins[order[place]]] for share in shares]
 
-    def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
+    def make_microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
         """Microbatches of replicas whose sequences are fixed; equally many on each that has enough sequences.
 
         Args:
@@ -104,7 +104,7 @@ class Bins:
                 return [
                     self._costliest_first(lengths, plan or []) for lengths, plan in zip(of_replicas, tried, strict=True)
                 ]
-            most = max(most + 1, int(most * MORE))
+            most = max(most + 1, int(most * BIN_GROWTH))
 
     def _fewest(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
         """Sequences of these lengths in the fewest bins found to hold them, a multiple of `replicas`."""
@@ -120,12 +120,12 @@ class Bins:
                     f"{len(lengths)} sequences need more microbatches of {self.microbatch_tokens} tokens than can be "
                     f"shared out evenly over {replicas} data-parallel ranks; use a multiple of {replicas} sequences"
                 )
-            count = max(count + 1, int(count * MORE))
+            count = max(count + 1, int(count * BIN_GROWTH))
 
     def _filled(self, lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
         """Sequences of these lengths in `count` bins, none empty; None: no such distribution was found."""
         widths = self._widths(lengths).tolist()
-        costs = self.cost.of(lengths).tolist()
+        costs = self.cost.compute(lengths).tolist()
         bins: list[list[int]] = [[] for _ in range(count)]
         room = [self.microbatch_tokens] * count
         open_bins = [(0.0, number) for number in range(count)]  # a heap by cost
@@ -152,12 +152,12 @@ class Bins:
 
     def _costliest_first(self, lengths: NDArray[np.int64], bins: list[list[int]]) -> list[list[int]]:
         """The bins, costliest first; the sequences of each are in ascending order."""
-        costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
+        costs = [float(self.cost.compute(lengths[one]).sum()) for one in bins]
         return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangles:
+class SequencePadder:
     """Plans microbatches of sequences of similar length, each a rectangle as wide as its longest sequence.
 
     A plan takes the fewest rectangles that fit, cuts the sequences in order of length so that the largest rectangle is
@@ -170,11 +170,14 @@ class Rectangles:
     multiple: int
     """Number of columns of which the width of every rectangle is a multiple."""
 
-    def share(self, lengths: Lengths, replicas: int) -> list[list[int]]:
-        """For each replica indices into `lengths`, as `Bins.share` gives them."""
-        return [[index for microbatch in mine for index in microbatch] for mine in self.plan(lengths, replicas)]
+    def assign_to_replicas(self, lengths: Lengths, replicas: int) -> list[list[int]]:
+        """For each replica indices into `lengths`, as `SequencePacker.assign_to_replicas` gives them."""
+        return [
+            [index for microbatch in mine for index in microbatch]
+            for mine in self.assign_microbatches(lengths, replicas)
+        ]
 
-    def plan(self, lengths: Lengths, replicas: int) -> list[list[list[int]]]:
+    def assign_microbatches(self, lengths: Lengths, replicas: int) -> list[list[list[int]]]:
         """For each replica its microbatches, equally many for all and none empty; equal arguments give equal plans.
 
         Args:
@@ -187,7 +190,7 @@ class Rectangles:
         """
         if len(lengths) < max(replicas, 1):
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
-        fewest = self.fewest(lengths)
+        fewest = self.count_microbatches(lengths)
         # Rounded up to a multiple: ranks that meet in a collective for every microbatch must have equally many.
         wanted = -(-fewest // replicas) * replicas
         if wanted > len(lengths):
@@ -197,22 +200,22 @@ class Rectangles:
             )
         order, widths = self._by_length(lengths)
         rectangles = self._rectangles(widths, wanted)
-        shares = deal([count * widths[start] for start, count in rectangles], replicas)
+        shares = deal_to_replicas([count * widths[start] for start, count in rectangles], replicas)
         cut = [order[start : start + count] for start, count in rectangles]
         return [[cut[number] for number in share] for share in shares]
 
-    def microbatches(self, of_replicas: Sequence[Lengths]) -> list[list[list[int]]]:
-        """For each replica its microbatches, largest first, as `Bins.microbatches` gives them."""
-        most = max(map(self.fewest, of_replicas))
-        return [self.of_replica(lengths, most) for lengths in of_replicas]
+    def make_microbatches(self, of_replicas: Sequence[Lengths]) -> list[list[list[int]]]:
+        """For each replica its microbatches, largest first, as `SequencePacker.make_microbatches` gives them."""
+        most = max(map(self.count_microbatches, of_replicas))
+        return [self.make_replica_microbatches(lengths, most) for lengths in of_replicas]
 
-    def of_replica(self, lengths: Lengths, microbatches: int) -> list[list[int]]:
+    def make_replica_microbatches(self, lengths: Lengths, microbatches: int) -> list[list[int]]:
         """This many microbatches of one replica, largest first; at most as many as it has sequences."""
         order, widths = self._by_length(lengths)
         rectangles = self._rectangles(widths, min(microbatches, len(widths)))
         return [order[start : start + count] for start, count in rectangles]
 
-    def fewest(self, lengths: Lengths) -> int:
+    def count_microbatches(self, lengths: Lengths) -> int:
         """Number of microbatches that sequences of these lengths, [sequences], integers, need."""
         return len(_cut(self._by_length(lengths)[1], self.microbatch_tokens))
 
@@ -260,7 +263,7 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
     return cut
 
 
-def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
+def deal_to_replicas(costs: Sequence[float], replicas: int) -> list[list[int]]:
     """Deal microbatches in their order, equally many to each replica; returns the numbers of the microbatches of each.
 
     Each goes to the replica with the least cost so far among those that still lack microbatches; of equals, the first.
@@ -279,7 +282,9 @@ def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
     return shares
 
 
-def planner(config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = None) -> Bins | Rectangles:
+def make_packer(
+    config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = None
+) -> SequencePacker | SequencePadder:
     """The planner of a model: assigns sequences to replicas and microbatches.
 
     Args:
@@ -289,5 +294,5 @@ def planner(config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = No
     """
     tokens = microbatch_tokens or config.microbatch_tokens
     if config.packing:
-        return Bins(tokens, config.parallel.chunk_multiple, cost)
-    return Rectangles(tokens, config.parallel.sequence_multiple)
+        return SequencePacker(tokens, config.parallel.chunk_multiple, cost)
+    return SequencePadder(tokens, config.parallel.sequence_multiple)

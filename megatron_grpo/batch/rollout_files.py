@@ -28,7 +28,7 @@ ROW_GROUP_TOKENS = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class TrainedValues:
     """Values of a rollout's sampled tokens from the step that trains on it, in the order of the spans."""
 
     advantages: NDArray[np.float32] | None
@@ -54,7 +54,7 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rollouts that a run wrote: for each a dict with the step and the fields of `Trajectory` and `Learnt`.
+    """The rollouts that a run wrote: for each a dict with the step and the fields of `Trajectory` and `TrainedValues`.
 
     Token ids and values of tokens are arrays (int32, float32), spans lists of [start, end, weight version].
 
@@ -72,7 +72,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
     return chain.from_iterable(rows_of_file(number, file) for number, file in files.items())
 
 
-Written = tuple[Trajectory, Learnt | None]
+Written = tuple[Trajectory, TrainedValues | None]
 """A rollout with its values in the step that trains on it; None: no step trains on it."""
 
 
@@ -92,7 +92,7 @@ def write_rollouts(
     unfinished = file.with_name(f".{file.name}")
     schema = _schema().with_metadata(metadata)
     with pq.ParquetWriter(unfinished, schema, compression="zstd", compression_level=1) as writer:
-        waiting: list[tuple[int, Trajectory, Learnt | None]] = []
+        waiting: list[tuple[int, Trajectory, TrainedValues | None]] = []
         tokens = 0
         for number, rollouts in groups:
             waiting += [(number, one, learnt) for one, learnt in rollouts]
@@ -135,7 +135,7 @@ def _schema() -> pa.Schema:
     )
 
 
-def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
+def _table(rows: Sequence[tuple[int, Trajectory, TrainedValues | None]]) -> pa.Table:
     import pyarrow as pa
 
     def lists(arrays: list[NDArray[Any]]) -> pa.ListArray:
@@ -149,7 +149,7 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
         return lists(present) if len(present) == len(arrays) else [None] * len(arrays)
 
     schema = _schema()
-    trajectories, learnt = [one for _, one, _ in rows], [one or Learnt(advantages=None) for _, _, one in rows]
+    trajectories, learnt = [one for _, one, _ in rows], [one or TrainedValues(advantages=None) for _, _, one in rows]
     columns: dict[str, Any] = {
         "group": [number for number, _, _ in rows],
         "token_ids": lists([one.token_ids for one in trajectories]),

@@ -1,4 +1,4 @@
-"""The batch of a step: lengths and flags of sequences, references to their tokens, and their assignment to shards."""
+"""The batch of a step: numbers of each sequence, references to tokens, and the partitions of replicas."""
 
 from __future__ import annotations
 
@@ -6,48 +6,62 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.packing import OF_TOKENS, Cost, planner
+from megatron_grpo.batch.packing import OF_TOKENS, Cost, make_packer
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+TokenArrays = dict[str, NDArray[Any]]
+"""Arrays of a step's tokens by field, [tokens of the step]: sequences end to end in the step's order."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """The sequences that a step trains on: numbers by sequence, and references to their tokens.
+    """The sequences that a step trains on, without their tokens.
 
-    Lives on the driver, without tokens. The stages of a step extend it; the handle of a model sends each replica its
-    part, and a rollout worker reads it for computations over all tokens and for the file of rollouts. The samples of a
-    prompt are neighbours.
+    Lives on the driver, where the stages of a step extend it; a replica gets its part by `select_partitions`. The
+    samples of a prompt are neighbours. A partition is the sequences whose tokens lie together in the object store.
+
+    Example: three sequences on two replicas
+        StepBatch(
+            lengths=np.array([5, 9, 4]),
+            response_tokens=np.array([2, 6, 1]),
+            in_loss=np.array([True, True, False]),
+            advantages=np.array([1.0, -1.0, 0.0]),
+            partitions=[np.array([0, 2]), np.array([1])],
+            fields={"token_ids": [ref_of_9_tokens, ref_of_9_tokens]},
+        )
     """
 
     lengths: NDArray[np.int64]
-    """[sequences], int64: tokens of each sequence, prompt included."""
+    """Tokens of each sequence, prompt included: [sequences], int64."""
     response_tokens: NDArray[np.int64]
-    """[sequences], int64: number of sampled tokens of each sequence."""
+    """Sampled tokens of each sequence: [sequences], int64."""
     in_loss: NDArray[np.bool_]
-    """[sequences], bool: whether the loss is taken over the sampled tokens."""
+    """True if the loss is taken over the sampled tokens: [sequences], bool."""
     positive: NDArray[np.bool_] | None = None
-    """[sequences], bool: whether the response is correct; None: the loss does not use it."""
+    """True if the response is correct: [sequences], bool. None: the loss does not use it."""
     weights: NDArray[np.float32] | None = None
-    """[sequences], float32: weight of each sequence in the loss (loss_multiplier of its prompt); None: all weigh 1."""
+    """Weight of each sequence in the loss (loss_multiplier of its prompt): [sequences], float32. None: all weigh 1."""
     advantages: NDArray[np.float32] | None = None
-    """[sequences], float32: advantage of all sampled tokens of a response; None: it differs by token, in the shards."""
+    """Advantage that all tokens of a response share: [sequences], float32. None: `fields` has one for each token."""
     prob_error_limit: float | None = None
     """Largest token_mult_prob_error that the policy learns from; None: there is no limit."""
-    shards: list[NDArray[np.int64]] = field(default_factory=list)
-    """Numbers of the sequences of each shard, [sequences of the shard], int64, ascending; their tokens lie together in
-    the object store. Every replica has whole shards."""
-    fields: dict[str, list[Any]] = field(default_factory=dict)
-    """By name of a stored field (`STORED_DTYPES`): for each shard, Ray's reference to an array, [tokens of it]."""
+    partitions: list[NDArray[np.int64]] = field(default_factory=list)
+    """Indices of the sequences of each partition, int64, ascending. Every replica has whole partitions."""
+    fields: dict[str, list[ObjectRef]] = field(default_factory=dict)
+    """By stored field (`STORED_DTYPES`), for each partition Ray's reference to an array [tokens of the partition]."""
 
     @staticmethod
-    def of_outcomes(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
-        """The batch of a step's rollouts, not yet assigned to shards.
+    def from_outcomes(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
+        """Make the batch of a step's rollouts, not yet partitioned.
 
         The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
         multiplier is 0 and, with overlong_filtering, those that were cut off.
@@ -75,49 +89,54 @@ class StepBatch:
         """Number of tokens that the loss is taken over."""
         return int(self.response_tokens[self.in_loss].sum())
 
-    def minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """Numbers of the sequences of each optimizer step in turn, [sequences], int64; neighbours stay together."""
+    def split_minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the indices of each optimizer step's sequences, [sequences], int64; neighbours stay together."""
         for start in range(0, len(self), samples):
             yield np.arange(start, min(start + samples, len(self)))
 
-    def of_shards(self, mine: slice) -> StepBatch:
-        """The part of the batch in some of its shards, its sequences numbered from 0 in the order of these shards."""
-        numbers = np.concatenate(self.shards[mine])
-        ends = np.cumsum([len(shard) for shard in self.shards[mine]])
+    def select_partitions(self, chosen: slice) -> StepBatch:
+        """Select some partitions; their sequences are numbered anew from 0, partition after partition."""
+        indices = np.concatenate(self.partitions[chosen])
+        ends = np.cumsum([len(partition) for partition in self.partitions[chosen]])
         return StepBatch(
-            lengths=self.lengths[numbers],
-            response_tokens=self.response_tokens[numbers],
-            in_loss=self.in_loss[numbers],
-            positive=None if self.positive is None else self.positive[numbers],
-            weights=None if self.weights is None else self.weights[numbers],
-            advantages=None if self.advantages is None else self.advantages[numbers],
-            shards=np.split(np.arange(len(numbers)), ends[:-1]),
-            fields={name: references[mine] for name, references in self.fields.items()},
+            lengths=self.lengths[indices],
+            response_tokens=self.response_tokens[indices],
+            in_loss=self.in_loss[indices],
+            positive=None if self.positive is None else self.positive[indices],
+            weights=None if self.weights is None else self.weights[indices],
+            advantages=None if self.advantages is None else self.advantages[indices],
+            partitions=np.split(np.arange(len(indices)), ends[:-1]),
+            fields={name: references[chosen] for name, references in self.fields.items()},
         )
 
 
-def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
-    """Assign sequences to shards: for each shard the numbers of its sequences, [sequences], int64, ascending.
-
-    Every minibatch is divided equally over the shards, as its microbatches would be over as many replicas. With a
-    value model, the number of shards is the least common multiple of both models' replicas, so that each replica has
-    whole shards. If the minibatches of the models differ, the sequences between consecutive minibatch ends of either
-    model are divided equally, so that every replica has a sequence in every minibatch.
+def partition_sequences(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
+    """Divide a step's sequences into partitions of equal work.
 
     Args:
         config: layouts and minibatches of the trained models.
         batch: the sequences.
-        cost: the policy's cost of a sequence, by which work is divided equally.
+        cost: the policy's cost of a sequence.
+
+    Returns:
+        For each partition the indices of its sequences, [sequences], int64, ascending.
     """
     policy, value = config.policy, config.value_model
     trained = [policy] if value is None else [policy, value]
-    shards = math.lcm(*(model.parallel.data for model in trained))
-    if shards == 1:
+    # Each replica of either model needs whole partitions, so there is one for each of their least common multiple.
+    count = math.lcm(*(model.parallel.data for model in trained))
+    if count == 1:
         return [np.arange(len(batch))]
+    # An optimizer step waits for its slowest replica, so every minibatch is divided equally by itself. The models may
+    # have different minibatches: the sequences between two ends of either are divided, so that each replica has a
+    # sequence in every minibatch.
     sizes = [model.train_global_batch_samples or len(batch) for model in trained]
-    ends = sorted({int(numbers[-1]) + 1 for size in sizes for numbers in batch.minibatches(size)})
-    members: list[list[int]] = [[] for _ in range(shards)]
+    ends = sorted({int(indices[-1]) + 1 for size in sizes for indices in batch.split_minibatches(size)})
+    partitions: list[list[int]] = [[] for _ in range(count)]
+    packer = make_packer(policy, cost)
     for start, end in pairwise([0, *ends]):
-        for shard, share in enumerate(planner(policy, cost).share(batch.lengths[start:end], shards)):
-            members[shard] += [start + index for index in share]
-    return [np.array(sorted(one), dtype=np.int64) for one in members]
+        for partition, share in zip(
+            partitions, packer.assign_to_replicas(batch.lengths[start:end], count), strict=True
+        ):
+            partition += [start + index for index in share]
+    return [np.array(sorted(partition), dtype=np.int64) for partition in partitions]

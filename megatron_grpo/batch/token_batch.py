@@ -1,4 +1,4 @@
-"""The batch of a rank: fields with an entry for each token, of sequences laid end to end, from arrays of its shards."""
+"""The batch of a rank: tensors with an entry for each token, of sequences laid end to end."""
 
 from __future__ import annotations
 
@@ -16,57 +16,66 @@ from megatron_grpo.batch.step_batch import StepBatch
 
 @dataclass(slots=True, kw_only=True)
 class TokenFields:
-    """Tensors with an entry for each token, on the ranks of a model; a field that a stage does not need, or that is not
-    computed yet, is None.
+    """The fields of a batch: tensors with an entry for each token.
 
-    All tensors share one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length], padded
-    with zeros on the right; only `routed_experts` has one more dimension. An entry describes the token at its own
-    index: `prev_logprobs[t]` is the log-probability of `token_ids[t]` given the tokens before it in its sequence, and 0
-    at the first token, which nothing predicts.
+    A field that a stage does not need, or that is not computed yet, is None. All tensors share one shape, here called
+    [...]: [tokens], sequences laid end to end, or [sequences, length], padded with zeros on the right; only
+    `routed_experts` has one more dimension. An entry describes the token at its own index: `prev_logprobs[t]` is the
+    log-probability of `token_ids[t]` given the tokens before it in its sequence, and 0 at the first token, which
+    nothing predicts.
+
+    Example: two sequences, of 4 and of 3 tokens, whose last two tokens were sampled
+        TokenFields(
+            token_ids=tensor([11, 12, 40, 41, 13, 50, 51]),
+            sampled=tensor([False, False, True, True, False, True, True]),
+            generation_logprobs=tensor([0, 0, -0.7, -0.1, 0, -1.2, -0.4]),
+            advantages=tensor([0, 0, 1.0, 1.0, 0, -1.0, -1.0]),
+        )
     """
 
     token_ids: Tensor | None = None
-    """[...], int32 in storage, int64 in rectangles: vocabulary entries."""
+    """Vocabulary entries: [...], int32 in storage, int64 in a padded batch."""
     sampled: Tensor | None = None
-    """[...], bool: whether the token was drawn by the policy, rather than given."""
+    """True where the policy drew the token: [...], bool."""
     loss_mask: Tensor | None = None
-    """[...], float32: 1 where the loss is taken, else 0."""
+    """1 where the loss is taken, else 0: [...], float32."""
     generation_logprobs: Tensor | None = None
-    """[...], float32: log-probability under which the engine drew the token; 0 where it was given."""
+    """Log-probability under which the engine drew the token, 0 where it drew none: [...], float32."""
     prev_logprobs: Tensor | None = None
-    """[...], float32: log-probability under the policy at the start of the step, in the training framework."""
+    """Log-probability in training, under the policy at the start of the step: [...], float32."""
     reference_logprobs: Tensor | None = None
-    """[...], float32: log-probability under the reference policy, in the training framework."""
+    """Log-probability in training, under the reference policy: [...], float32."""
     whole_logprobs: Tensor | None = None
-    """[...], float32: log-probability under the policy, in training with gradient, over the whole vocabulary. None: no
-    filter removes tokens. With a filter the other log-probabilities of the policy are over the tokens that it keeps,
-    and -inf for a token that it removes."""
+    """Log-probability under the policy over the whole vocabulary: [...], float32, in training with gradient.
+
+    None: no filter removes tokens. With a filter the other log-probabilities of the policy are over the tokens that it
+    keeps, and -inf for a token that it removes."""
     advantages: Tensor | None = None
-    """[...], float32: advantage of the token; 0 where nothing was sampled."""
+    """Advantage of the token, 0 where none was sampled: [...], float32."""
     positive: Tensor | None = None
-    """[...], float32: 1 in the sampled tokens of correct responses, else 0."""
+    """1 in the sampled tokens of correct responses, else 0: [...], float32."""
     weight: Tensor | None = None
-    """[...], float32: weight of the sequence in the loss, 0 where nothing was sampled; None: all weigh 1."""
+    """Weight of the sequence in the loss, 0 where no token was sampled: [...], float32. None: all weigh 1."""
     values: Tensor | None = None
-    """[...], float32: return that the value model predicts before the token, at the start of the step."""
+    """Return that the value model predicts before the token, at the start of the step: [...], float32."""
     returns: Tensor | None = None
-    """[...], float32: target of the value model before the token."""
+    """Target of the value model before the token: [...], float32."""
     entropy: Tensor | None = None
-    """[...], float32, with gradient: entropy in nats of the distribution that the token was drawn from."""
+    """Entropy in nats of the distribution that the token was drawn from: [...], float32, with gradient."""
     routed_experts: Tensor | None = None
-    """[..., layers with experts * experts of a token], int8 or int16: the experts that the engine chose for the token,
-    layer by layer; -1 where they are not known, as for a sequence's last token, which the engine never runs."""
+    """Experts that the engine chose for the token, layer by layer: [..., layers with experts * experts of a token],
+    int8 or int16; -1 where they are unknown, as for a sequence's last token, which the engine never runs."""
 
-    def present(self) -> dict[str, Tensor]:
-        """The fields that are not None, by name, each [tokens] or [sequences, length]."""
-        named = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: value for name, value in named.items() if value is not None}
+    def as_dict(self) -> dict[str, Tensor]:
+        """The fields that are not None, by name."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def given(entry: Tensor | None) -> Tensor:
-    """Unwrap an optional field of TokenFields, [tokens] or [sequences, length]."""
-    assert entry is not None, "the field was not computed or not fetched"
-    return entry
+def require_field(field: Tensor | None) -> Tensor:
+    """Unwrap an optional field of TokenFields."""
+    assert field is not None, "the field was not computed or not fetched"
+    return field
 
 
 STORED_DTYPES: dict[str, type[np.generic]] = {
@@ -80,72 +89,84 @@ STORED_DTYPES: dict[str, type[np.generic]] = {
     "values": np.float32,
     "returns": np.float32,
 }
-"""Types of fields in the object store, which has one array for each shard. `routed_experts` is stored too, in the type
-of its model (`RoutedForm`); the other fields are computed on the rank."""
+"""Types of the fields in the object store. `routed_experts` is stored too, in the type of its model (`RoutedForm`); the
+other fields are computed on the rank."""
 
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Sequences of different lengths laid end to end, on one device: a replica's sequences, as its ranks hold them."""
+    """A replica's sequences on one of its ranks, laid end to end.
+
+    Example: the two sequences of `TokenFields`' example
+        batch = TokenBatch([4, 3], fields)
+        batch.select([1]).fields.token_ids  # tensor([13, 50, 51])
+    """
 
     lengths: list[int]
     """Tokens of each sequence."""
     fields: TokenFields
-    """Fields of [sum(lengths)] tokens, the sequences laid end to end."""
+    """Fields of [sum(lengths)] tokens."""
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
-        for name, values in self.fields.present().items():
-            numbers = values.shape[1:] if name == "routed_experts" else ()
-            expected = (total, *numbers)
-            assert values.shape == expected, f"{name} has shape {tuple(values.shape)}, expected {expected}"
+        for name, tensor in self.fields.as_dict().items():
+            columns = tensor.shape[1:] if name == "routed_experts" else ()
+            expected = (total, *columns)
+            assert tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}, expected {expected}"
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def select(self, indices: Sequence[int]) -> TokenBatch:
-        """The sequences with these indices, in this order."""
-        places = torch.from_numpy(token_places(np.asarray(self.lengths), np.asarray(indices, dtype=np.int64)))
-        chosen = {name: values[places] for name, values in self.fields.present().items()}
-        return TokenBatch([self.lengths[i] for i in indices], TokenFields(**chosen))
+        """Select the sequences with these indices, in this order."""
+        tokens = torch.from_numpy(find_token_indices(np.asarray(self.lengths), np.asarray(indices, dtype=np.int64)))
+        selected = {name: tensor[tokens] for name, tensor in self.fields.as_dict().items()}
+        return TokenBatch([self.lengths[index] for index in indices], TokenFields(**selected))
 
     @staticmethod
-    def of_replica(batch: StepBatch, stored: Mapping[str, Sequence[NDArray[Any]]]) -> TokenBatch:
-        """The sequences of a replica, with the fetched fields and the fields computed from numbers of each sequence.
+    def from_replica(batch: StepBatch, arrays: Mapping[str, Sequence[NDArray[Any]]]) -> TokenBatch:
+        """Join a replica's partitions, and repeat the numbers of a response for its tokens.
 
         Args:
-            batch: the replica's part of the step (`StepBatch.of_shards`).
-            stored: arrays of each fetched field, one for each shard: [tokens of the shard], in the types of
-                `STORED_DTYPES`, and for routed_experts [tokens of the shard, `RoutedForm.columns`].
+            batch: the replica's part of the step (`StepBatch.select_partitions`).
+            arrays: by fetched field, an array for each partition: [tokens of the partition], in the types of
+                `STORED_DTYPES`, and for routed_experts [tokens of the partition, `RoutedForm.columns`].
         """
-        made = TokenFields(**{name: torch.from_numpy(np.concatenate(parts)) for name, parts in stored.items()})
-        # A number that all tokens of a response share is sent once, and repeated for its tokens only here.
-        if made.sampled is not None:
-            made.loss_mask = _spread(batch.in_loss, batch.lengths, made.sampled)
+        fields = TokenFields(**{name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()})
+        # A number that all tokens of a response share travels once per sequence, and is repeated only here.
+        if fields.sampled is not None:
+            fields.loss_mask = repeat_per_token(batch.in_loss, batch.lengths, fields.sampled)
             if batch.positive is not None:
-                made.positive = _spread(batch.positive, batch.lengths, made.sampled)
+                fields.positive = repeat_per_token(batch.positive, batch.lengths, fields.sampled)
             if batch.weights is not None:
-                made.weight = _spread(batch.weights, batch.lengths, made.sampled)
+                fields.weight = repeat_per_token(batch.weights, batch.lengths, fields.sampled)
             if batch.advantages is not None:
-                made.advantages = _spread(batch.advantages, batch.lengths, made.sampled)
-        return TokenBatch(batch.lengths.tolist(), made)
+                fields.advantages = repeat_per_token(batch.advantages, batch.lengths, fields.sampled)
+        return TokenBatch(batch.lengths.tolist(), fields)
 
 
-def _spread(by_sequence: NDArray[Any], lengths: NDArray[np.int64], sampled: Tensor) -> Tensor:
-    """One number for each sequence to [tokens], float32: that number at its sampled tokens, 0 at the others."""
+def repeat_per_token(by_sequence: NDArray[Any], lengths: NDArray[np.integer], sampled: Tensor) -> Tensor:
+    """Repeat a sequence's number for its sampled tokens, 0 elsewhere: [tokens], float32."""
     by_token = torch.from_numpy(np.repeat(by_sequence.astype(np.float32), lengths))
     return torch.where(sampled, by_token, by_token.new_zeros(()))
 
 
-def token_places(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Places of the tokens of some sequences, one sequence after the other.
+def scatter_sampled(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Place values of the sampled tokens among all tokens, 0 elsewhere: [tokens], float32."""
+    scattered = np.zeros(len(sampled), dtype=np.float32)
+    scattered[sampled] = by_token.float().cpu().numpy()
+    return scattered
+
+
+def find_token_indices(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Find the tokens of some sequences among the tokens of all, laid end to end.
 
     Args:
-        lengths: [sequences], integers: tokens of every sequence; the sequences lie end to end.
-        sequences: [chosen], integers: numbers of the wanted sequences.
+        lengths: tokens of every sequence, [sequences].
+        sequences: indices of the sequences to find, [chosen].
 
     Returns:
-        [tokens of the chosen], int64: indices into the flat entries of all sequences.
+        Indices of their tokens, one sequence after the other: [tokens of the chosen], int64.
     """
     # Arithmetic on whole arrays: a Python loop over 16,384 sequences would cost more than fetching their tokens.
     all_lengths = lengths.astype(np.int64)

@@ -11,15 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 StopReason = Literal["stop", "length"]
-SUSPECT = "suspect/"
+SUSPECT_PREFIX = "suspect/"
 """Beginning of the names of an environment's figures that are signs of an undeserved reward."""
-LEFT_OUT = "suspects_left_out"
+REWARD_REMOVED = "suspects_left_out"
 """Figure of a response: 1 if it lost its reward because it is suspect, else 0."""
 
 
-def suspicions(figures: Mapping[str, float]) -> list[str]:
+def list_suspicions(figures: Mapping[str, float]) -> list[str]:
     """Names of the figures suspect/NAME of a response that are above 0: signs that its reward is undeserved."""
-    return [name.removeprefix(SUSPECT) for name, figure in figures.items() if name.startswith(SUSPECT) and figure > 0]
+    return [
+        name.removeprefix(SUSPECT_PREFIX)
+        for name, figure in figures.items()
+        if name.startswith(SUSPECT_PREFIX) and figure > 0
+    ]
 
 
 class Span(NamedTuple):
@@ -60,7 +64,7 @@ class Sample:
     @property
     def is_unscored(self) -> bool:
         """Whether the rollout has no reward although it neither failed nor lost its reward as suspect."""
-        return self.reward is None and self.failure is None and not self.reward_metrics.get(LEFT_OUT)
+        return self.reward is None and self.failure is None and not self.reward_metrics.get(REWARD_REMOVED)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,13 +172,13 @@ class SampledGroup:
     """The samples of one prompt as the driver holds them: their outcomes, and a reference to everything else."""
 
     outcomes: list[Outcome]
-    bundle: Any
+    objects_ref: Any
     """Ray's reference to a list of groups, each a list[Trajectory]."""
-    place: int
-    """Index of this group in the list of `bundle`."""
+    index_in_ref: int
+    """Index of this group in the list of `objects_ref`."""
 
 
-def renumbered(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
+def renumber_groups(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
     """The groups numbered by their place in the list, for groups of several generation batches."""
     return [
         replace(group, outcomes=[replace(outcome, group=number) for outcome in group.outcomes])

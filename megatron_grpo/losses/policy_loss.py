@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.batch.token_batch import TokenFields, given
+from megatron_grpo.batch.token_batch import TokenFields, require_field
 from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate, sampling_correction
 from megatron_grpo.losses.loss import (
     bounded_exp,
@@ -82,11 +82,11 @@ class ClippedPGLossFn:
         config = self.config
         self._check(tokens)
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
-        mask = given(tokens.loss_mask) > 0
+        mask = require_field(tokens.loss_mask) > 0
         kept = mask if tokens.whole_logprobs is None else _kept(mask, curr_logprobs, tokens.prev_logprobs)
         curr = masked(curr_logprobs, kept)
-        generation = masked(given(tokens.generation_logprobs), kept)
-        advantages = masked(given(tokens.advantages), kept)
+        generation = masked(require_field(tokens.generation_logprobs), kept)
+        advantages = masked(require_field(tokens.advantages), kept)
         # Detached, the policy stands for its own past: a ratio of value 1 with the gradient of the log-probability.
         prev = curr.detach() if tokens.prev_logprobs is None else masked(tokens.prev_logprobs, kept)
         old = curr.detach() if config.force_on_policy_ratio else prev
@@ -122,11 +122,11 @@ class ClippedPGLossFn:
         """Entropy bonus and imitation of correct responses: the share of both loss terms (0 when off), and metrics."""
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if config.entropy_coef:
-            entropy = masked(given(tokens.entropy), mask)
+            entropy = masked(require_field(tokens.entropy), mask)
             metrics["entropy"] = token_mean(entropy, mask, counts)
             total = total - config.entropy_coef * weighted_mean(entropy, mask, counts, weight)
         if config.positive_example_nll_weight:
-            positive = masked(given(tokens.positive), mask)
+            positive = masked(require_field(tokens.positive), mask)
             # Over all correct tokens of the step, not of the microbatch; a step may have none.
             nll = -(curr * positive * weight).sum() / (counts.positive_tokens or 1.0)
             total = total + config.positive_example_nll_weight * nll

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.batch.token_batch import TokenFields, given
+from megatron_grpo.batch.token_batch import TokenFields, require_field
 from megatron_grpo.losses.loss import masked, token_mean, weight_of, weighted_mean
 
 if TYPE_CHECKING:
@@ -192,9 +192,9 @@ class MseValueLossFn:
             values are trained on these returns.
         """
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
-        mask = given(tokens.loss_mask) > 0
-        values, returns = masked(curr_values, mask), masked(given(tokens.returns), mask)
-        old = masked(given(tokens.values), mask)
+        mask = require_field(tokens.loss_mask) > 0
+        values, returns = masked(curr_values, mask), masked(require_field(tokens.returns), mask)
+        old = masked(require_field(tokens.values), mask)
         error, old_error = values - returns, old - returns
         loss = clipped = error.square()
         if self.config.value_clip:

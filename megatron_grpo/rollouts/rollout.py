@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest
-from megatron_grpo.batch.trajectory import LEFT_OUT, SUSPECT, Span, StopReason, Trajectory, suspicions
+from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX, Span, StopReason, Trajectory, list_suspicions
 from megatron_grpo.config.data_schema import LEAST_COMPARED, UNUSUALLY_SHORT
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
@@ -261,10 +261,10 @@ def judge(group: Sequence[Trajectory], leave_out: Collection[str]) -> None:
         for one, reward in scored:
             is_rewarded = reward > mean if one.correct is None else one.correct
             is_short = is_rewarded and one.response_tokens < _USUAL_SHARE * usual
-            one.reward_metrics = one.reward_metrics | {SUSPECT + UNUSUALLY_SHORT: float(is_short)}
+            one.reward_metrics = one.reward_metrics | {SUSPECT_PREFIX + UNUSUALLY_SHORT: float(is_short)}
     for one, reward in scored if leave_out else ():
-        found = [name for name in suspicions(one.reward_metrics) if name in leave_out]
-        one.reward_metrics = one.reward_metrics | {LEFT_OUT: float(bool(found))}
+        found = [name for name in list_suspicions(one.reward_metrics) if name in leave_out]
+        one.reward_metrics = one.reward_metrics | {REWARD_REMOVED: float(bool(found))}
         if found:
             one.notes = one.notes | {"left out": f"suspect by {', '.join(found)}; its reward was {reward:g}"}
             one.reward, one.reward_parts, one.correct = None, {}, None if one.correct is None else False

@@ -13,7 +13,14 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.batch.rollout_files import Learnt, StepFacts, StepRecord, Written, read_recorded, write_rollouts
+from megatron_grpo.batch.rollout_files import (
+    StepFacts,
+    StepRecord,
+    TrainedValues,
+    Written,
+    read_recorded,
+    write_rollouts,
+)
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import pickled, stored
@@ -21,7 +28,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.routed_experts import RoutedForm
 
 
-def shard_fields(routed: RoutedForm | None) -> tuple[str, ...]:
+def partition_fields(routed: RoutedForm | None) -> tuple[str, ...]:
     """Names of the entries of each token that rollouts have; `routed`: form of recorded experts, or None."""
     fields = ("token_ids", "sampled", "generation_logprobs")
     return fields if routed is None else (*fields, "routed_experts")
@@ -59,7 +66,9 @@ def evenly_chosen(sizes: Sequence[int], number: int | None) -> list[list[int]]:
     return chosen
 
 
-def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None = None) -> dict[str, NDArray[Any]]:
+def concatenate_trajectories(
+    trajectories: Sequence[Trajectory], routed: RoutedForm | None = None
+) -> dict[str, NDArray[Any]]:
     """Concatenate the tokens of trajectories.
 
     Args:
@@ -92,10 +101,10 @@ def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None =
     return arrays
 
 
-def build_shards(
+def build_partitions(
     bundles: Bundles, shards: Sequence[NDArray[np.int32]], routed: RoutedForm | None
 ) -> tuple[NDArray[Any], ...]:
-    """Build the arrays of each shard, shard by shard, in the order of `shard_fields`.
+    """Build the arrays of each shard, shard by shard, in the order of `partition_fields`.
 
     Args:
         bundles: location of the groups of the sequences.
@@ -104,18 +113,21 @@ def build_shards(
         routed: form of the recorded experts; None: none are recorded.
     """
     groups = fetched(bundles)
-    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()], routed) for shard in shards)
-    return tuple(arrays[name] for arrays in built for name in shard_fields(routed))
+    built = (
+        concatenate_trajectories([groups[group][sample] for group, sample in shard.tolist()], routed)
+        for shard in shards
+    )
+    return tuple(arrays[name] for arrays in built for name in partition_fields(routed))
 
 
-def gather_shards(
+def gather_partitions(
     parts: Sequence[NDArray[Any]], shards: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
     """Concatenate one entry of all tokens in the order of the step, from its arrays in shards.
 
     Args:
         parts: per shard [tokens of the shard], of one dtype.
-        shards: per shard [sequences of the shard], int64: numbers of its sequences in the step (`StepBatch.shards`).
+        shards: per shard [sequences], int64: indices of its sequences in the step (`StepBatch.partitions`).
         lengths: [sequences of the step], int64: tokens of each sequence.
 
     Returns:
@@ -131,10 +143,10 @@ def gather_shards(
     return whole
 
 
-def split_by_shard(
+def split_by_partition(
     whole: NDArray[Any], shards: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> list[NDArray[Any]]:
-    """Split one entry of all tokens, [tokens of the step], into shards: the inverse of `gather_shards`."""
+    """Split one entry of all tokens, [tokens of the step], into shards: the inverse of `gather_partitions`."""
     pieces = np.split(whole, np.cumsum(lengths)[:-1])
     return [np.concatenate([whole[:0], *(pieces[number] for number in numbers.tolist())]) for numbers in shards]
 
@@ -161,9 +173,9 @@ def compute(
         The new entries by name, for each shard a reference to its array (`StepBatch.fields`), and the summary.
     """
     shards = {name: stored(batch.fields[name], f"the step's {name}") for name in fields}
-    arrays = {name: gather_shards(shards[name], batch.shards, batch.lengths) for name in fields}
+    arrays = {name: gather_partitions(shards[name], batch.partitions, batch.lengths) for name in fields}
     results, summary = fn(batch.lengths, arrays, *arguments)
-    split = {name: split_by_shard(array, batch.shards, batch.lengths) for name, array in results.items()}
+    split = {name: split_by_partition(array, batch.partitions, batch.lengths) for name, array in results.items()}
     return {name: [ray.put(part) for part in parts] for name, parts in split.items()}, summary
 
 
@@ -182,7 +194,7 @@ Bundles = tuple[list[Any], NDArray[np.int32]]
 def bundled(groups: Sequence[SampledGroup]) -> Bundles:
     """Location of groups, in their order."""
     numbers: dict[Any, int] = {}
-    places = [(numbers.setdefault(group.bundle, len(numbers)), group.place) for group in groups]
+    places = [(numbers.setdefault(group.objects_ref, len(numbers)), group.index_in_ref) for group in groups]
     return list(numbers), np.array(places, dtype=np.int32).reshape(-1, 2)
 
 
@@ -254,7 +266,7 @@ def learnt_so_far(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
     for name in ("advantages", "prev_logprobs"):
         if name in batch.fields:
             with suppress(RayError):
-                whole = gather_shards(ray.get(batch.fields[name]), batch.shards, batch.lengths)
+                whole = gather_partitions(ray.get(batch.fields[name]), batch.partitions, batch.lengths)
                 known[name] = np.split(whole, np.cumsum(batch.lengths)[:-1])
     if batch.advantages is not None:
         pairs = zip(batch.advantages, batch.lengths, strict=True)
@@ -262,12 +274,14 @@ def learnt_so_far(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
     return known
 
 
-def learnt_from(known: Mapping[str, Sequence[NDArray[np.float32]]], number: int, trajectory: Trajectory) -> Learnt:
+def learnt_from(
+    known: Mapping[str, Sequence[NDArray[np.float32]]], number: int, trajectory: Trajectory
+) -> TrainedValues:
     """Select the values of one sequence's sampled tokens from `learnt_so_far`; `number`: its number in the step."""
     spans = [np.arange(span.start, span.end) for span in trajectory.spans]
     places = np.concatenate([np.empty(0, dtype=np.int64), *spans])
     found = {name: values[number][places] for name, values in known.items()}
-    return Learnt(found.get("advantages"), found.get("prev_logprobs"))
+    return TrainedValues(found.get("advantages"), found.get("prev_logprobs"))
 
 
 def dump(bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:

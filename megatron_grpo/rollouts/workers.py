@@ -26,7 +26,7 @@ from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
 from megatron_grpo.rollouts.shards import (
     Compute,
-    build_shards,
+    build_partitions,
     bundled,
     collected,
     compute,
@@ -35,8 +35,8 @@ from megatron_grpo.rollouts.shards import (
     fetched,
     groups_of,
     load,
+    partition_fields,
     places_of,
-    shard_fields,
 )
 
 ENGINES_PER_WORKER = 8
@@ -136,7 +136,7 @@ class RolloutWorkers:
                 raise type(cause.cause)(str(cause.cause)) from None
             raise SamplingError(str(error)) from error
 
-    def build_shards(
+    def build_partitions(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
         """Make the workers put the tokens of a step into the object store, one array per shard and field.
@@ -153,7 +153,7 @@ class RolloutWorkers:
             (bool: the token was sampled, not given), generation_logprobs (float32, 0 where not sampled); with recorded
             routing also routed_experts, [tokens of the shard, experts recorded per token].
         """
-        fields = shard_fields(self._routed)
+        fields = partition_fields(self._routed)
         shards = places_of(sequences, [len(group.outcomes) for group in groups])
         workers = len(self.actors)
         dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
@@ -168,7 +168,7 @@ class RolloutWorkers:
             ]
             call = worker.on_thread.options(num_returns=len(fields) * len(mine))
             bundles = bundled([groups[group] for group in needed])
-            references = iter(call.remote("build shards", build_shards, bundles, local, self._routed))
+            references = iter(call.remote("build shards", build_partitions, bundles, local, self._routed))
             for shard in mine:
                 for name in fields:
                     built[name][shard] = next(references)

@@ -196,18 +196,18 @@ class RankActor(ABC):
         import numpy as np
         import ray
 
-        from megatron_grpo.batch.token_batch import given
+        from megatron_grpo.batch.token_batch import require_field
 
         batch, microbatches = work
         tokens = self._fetch(batch, None)
         values = compute(tokens, microbatches)
         if values is None:
             return None
-        usable = values.isfinite().logical_or(given(tokens.fields.sampled).logical_not())
+        usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
         if filtered:
             usable |= values.isneginf()
         by_sequence = usable.split(tokens.lengths)
-        ends = np.cumsum([int(batch.lengths[shard].sum()) for shard in batch.shards])
+        ends = np.cumsum([int(batch.lengths[shard].sum()) for shard in batch.partitions])
         references = [ray.put(part) for part in np.split(values.numpy(), ends[:-1])]
         return references, np.array([bool(flags.all()) for flags in by_sequence])
 
@@ -220,7 +220,7 @@ class RankActor(ABC):
         wanted = [name for name in self.model.list_needed_fields(loss_fn) if name in batch.fields]
         with phase("fetch tokens"):  # waits for shards that are still in transfer
             arrays = iter(ray.get([reference for name in wanted for reference in batch.fields[name]]))
-        return TokenBatch.of_replica(batch, {name: [next(arrays) for _ in batch.shards] for name in wanted})
+        return TokenBatch.from_replica(batch, {name: [next(arrays) for _ in batch.partitions] for name in wanted})
 
     @phase("begin_profile")
     def begin_profile(self) -> None:

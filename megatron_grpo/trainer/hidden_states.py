@@ -27,7 +27,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.batch.token_batch import TokenBatch, token_places
+from megatron_grpo.batch.token_batch import TokenBatch, find_token_indices
 from megatron_grpo.trainer.model.packed_sequences import held_source
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class _Source:
 
 def _sources(rank: ModelRank, batch: TokenBatch, indices: Sequence[int], places: NDArray[np.int64]) -> _Source:
     layout = rank.maker.place([batch.lengths[index] for index in indices])
-    flat = places[token_places(np.asarray(batch.lengths), np.asarray(indices))]
+    flat = places[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
     parallel = rank.config.parallel
     part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
     of_part = held_source(layout, part=part, parts=parts, real=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_grpo.batch.step_batch import StepBatch
 
 ReplicaWork = tuple["StepBatch", list[list[int]]]
-"""A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch its sequences' numbers in that part."""
+"""A replica's part of a batch (`StepBatch.select_partitions`), and for each microbatch the indices of its sequences."""
 
 ForwardResult = tuple[list[Any], "NDArray[np.bool_]"]
 """A forward pass's numbers: for each partition a reference to [tokens of the partition], float32; and [sequences]:

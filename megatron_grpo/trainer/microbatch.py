@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, token_places
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import Segments
 from megatron_grpo.models.shape import ModelShape
@@ -96,12 +96,12 @@ class MicrobatchMaker:
             fields = replace(fields, token_ids=torch.zeros(len(wanted), dtype=torch.int32))
         assert fields.token_ids is not None
         no_rows = len(tokens) == 0
-        flat = tokens if no_rows else token_places(np.asarray(batch.lengths), np.asarray(indices))[tokens]
+        flat = tokens if no_rows else find_token_indices(np.asarray(batch.lengths), np.asarray(indices))[tokens]
         if no_rows:  # the head computes one row that the loss leaves out, because an empty maximum is an error
             rows, tokens, flat = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
         at = torch.from_numpy(tokens)
         # The layers replay the recorded experts; the head has no use for them.
-        entries = {name: value[at] for name, value in replace(fields, routed_experts=None).present().items()}
+        entries = {name: value[at] for name, value in replace(fields, routed_experts=None).as_dict().items()}
         entries["token_ids"] = entries["token_ids"].long()
         if no_rows and "loss_mask" in entries:
             entries["loss_mask"] = torch.zeros(1)
@@ -142,7 +142,7 @@ class MicrobatchMaker:
 
 def _nothing(batch: TokenBatch) -> TokenBatch:
     """A sequence of one token with the fields of a batch, all 0: nothing predicts it, so it has no row of its own."""
-    zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.present().items()}
+    zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.as_dict().items()}
     return TokenBatch([1], TokenFields(**zeros))
 
 

@@ -14,10 +14,10 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.batch.packing import Cost, planner
+from megatron_grpo.batch.packing import Cost, make_packer
 from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.batch.token_batch import token_places
+from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.cluster.actor_calls import Method, call_actor
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
@@ -91,9 +91,9 @@ StepMicrobatches = list[NDArray[np.int64]]
 
 def split_among_replicas(batch: StepBatch, replicas: int) -> list[slice]:
     """For each replica the slice of shards that it works on; all slices are equally long."""
-    each, left = divmod(len(batch.shards), replicas)
+    each, left = divmod(len(batch.partitions), replicas)
     assert not left, "every replica has whole shards"
-    return [slice(start, start + each) for start in range(0, len(batch.shards), each)]
+    return [slice(start, start + each) for start in range(0, len(batch.partitions), each)]
 
 
 def assign_microbatches(
@@ -111,9 +111,9 @@ def assign_microbatches(
     shares = split_among_replicas(batch, config.parallel.data)
     is_wanted = np.zeros(len(batch), dtype=np.bool_)
     is_wanted[sequences] = True
-    held = [np.sort(np.concatenate(batch.shards[mine])) for mine in shares]
+    held = [np.sort(np.concatenate(batch.partitions[mine])) for mine in shares]
     numbers = [own[is_wanted[own]] for own in held]
-    plans = planner(config, cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbers])
+    plans = make_packer(config, cost, microbatch_tokens).make_microbatches([batch.lengths[n] for n in numbers])
     return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
 
 
@@ -275,7 +275,7 @@ class ModelRanks(ABC):
         watched = watched_tokens(int(batch.lengths.sum()))
         watches = []
         for mine in split_among_replicas(batch, self._config.parallel.data):
-            numbers = token_places(batch.lengths, np.concatenate(batch.shards[mine]))
+            numbers = find_token_indices(batch.lengths, np.concatenate(batch.partitions[mine]))
             places = np.flatnonzero(np.isin(numbers, watched))
             watches.append((places, numbers[places]))
         pairs = zip(self.actors, self._places, strict=True)
@@ -347,7 +347,7 @@ class ModelRanks(ABC):
         }
         results = [by_replica[replica] for replica in range(self._config.parallel.data)]
         finite = np.zeros(len(batch), dtype=np.bool_)
-        finite[np.concatenate(batch.shards)] = np.concatenate([flags for _, flags in results])
+        finite[np.concatenate(batch.partitions)] = np.concatenate([flags for _, flags in results])
         return [reference for references, _ in results for reference in references], finite
 
     def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
@@ -359,9 +359,9 @@ class ModelRanks(ABC):
         works = []
         places = np.zeros(len(batch), dtype=np.int64)
         for mine, plan in zip(split_among_replicas(batch, len(plans)), plans, strict=True):
-            numbers = np.concatenate(batch.shards[mine])
+            numbers = np.concatenate(batch.partitions[mine])
             places[numbers] = np.arange(len(numbers))
-            works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
+            works.append(ray.put((batch.select_partitions(mine), [places[microbatch].tolist() for microbatch in plan])))
         return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
 
 

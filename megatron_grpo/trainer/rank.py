@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import load_hf_weights
@@ -357,7 +357,7 @@ class PolicyRank(ModelRank):
         group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
         columns = len(model.head_weight)
         start = group.rank() * columns
-        operands = copy_to_tensor_model_parallel_region(hidden), model.head_weight, given(tokens.token_ids)
+        operands = copy_to_tensor_model_parallel_region(hidden), model.head_weight, require_field(tokens.token_ids)
         part: _HeadPart = {
             "start": start,
             "columns": max(0, min(columns, self.shape.vocab - start)),

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.losses.loss import GlobalCounts
@@ -52,9 +52,9 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         raise ValueError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
     if not shrink:
         return path
-    given = json.loads((path / "config.json").read_text())
+    config_values = json.loads((path / "config.json").read_text())
     # Without these settings, transformers makes the weights in float32 and by its own code.
-    raw = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
+    raw = {name: value for name, value in config_values.items() if name not in ("quantization_config", "auto_map")}
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
     small |= LATENT if "kv_lora_rank" in raw else {}
@@ -144,7 +144,7 @@ def make_loss() -> ClippedPGLossFn:
 
 def counts_of(batch: TokenBatch) -> GlobalCounts:
     """The denominators of a step on the whole batch."""
-    masks = given(batch.fields.loss_mask).split(batch.lengths)
+    masks = require_field(batch.fields.loss_mask).split(batch.lengths)
     return GlobalCounts(
         tokens=float(sum(mask.sum() for mask in masks)),
         sequences=float(sum(bool(mask.any()) for mask in masks)),
@@ -174,11 +174,15 @@ def _solved(folder: Path, batch: TokenBatch) -> Truth:
     weights = revert_weight_conversion(model, in_memory)
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
-    columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))
+    columns = (
+        require_field(fields.token_ids).long(),
+        require_field(fields.loss_mask),
+        require_field(fields.advantages),
+    )
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
         output = model(ids[None], **asked)
         own = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        total = total - (own * advantages[1:] * mask[1:]).sum() / given(fields.loss_mask).sum()
+        total = total - (own * advantages[1:] * mask[1:]).sum() / require_field(fields.loss_mask).sum()
         if experts is not None:
             total = total + sum(router_losses(one, experts) for one in output.router_logits) / len(batch)
         logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))

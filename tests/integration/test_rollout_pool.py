@@ -151,7 +151,7 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
         groups = collect(rollouts, prompts)
         flat = [one for group in rollouts.fetch(groups) for one in group]
         batch = step_batch(flat, sequences)
-        batch.fields = rollouts.build_shards(groups, sequences)
+        batch.fields = rollouts.build_partitions(groups, sequences)
         fetched = [{name: ray.get(parts[shard]) for name, parts in batch.fields.items()} for shard in range(3)]
         summary = rollouts.compute(shift, batch, ["token_ids", "sampled"], 1000)
         shifted = ray.get(batch.fields["shifted"])
@@ -176,7 +176,7 @@ def test_groups_that_were_put_are_as_good_as_collected_ones(quiet: RolloutPool) 
     again = quiet.put(quiet.fetch(groups))
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
     numbers = [np.arange(2 * SAMPLES)]
-    one, other = (ray.get(quiet.build_shards(of, numbers)["token_ids"]) for of in (groups, again))
+    one, other = (ray.get(quiet.build_partitions(of, numbers)["token_ids"]) for of in (groups, again))
     np.testing.assert_array_equal(one, other)
 
 
@@ -189,7 +189,7 @@ def step_batch(flat: list[Trajectory], sequences: list[NDArray[np.int64]]) -> St
         lengths=np.array([len(one.token_ids) for one in flat]),
         response_tokens=np.array([len(one.logprobs) for one in flat]),
         in_loss=np.ones(len(flat), dtype=np.bool_),
-        shards=sequences,
+        partitions=sequences,
     )
 
 
@@ -201,7 +201,7 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
     record = make_record(samples_per_prompt=SAMPLES)
     by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
     by_token.fields = {"advantages": [], "prev_logprobs": []}
-    for numbers in by_token.shards:
+    for numbers in by_token.partitions:
         lengths = by_token.lengths[numbers]
         of_token = [1000 * number + np.arange(n) for number, n in zip(numbers, lengths, strict=True)]
         by_token.fields["advantages"].append(ray.put(np.concatenate(of_token).astype(np.float32)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.batch.packing import Rectangles
+from megatron_grpo.batch.packing import SequencePadder
 from megatron_grpo.batch.token_batch import TokenBatch
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
@@ -47,7 +47,7 @@ def gradients_on_rank(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) ->
     engine, found = make_engine(layout, model, distributed=False), {}
     for name, (order, microbatch_tokens) in cuts.items():
         batch = learning_batch().select(order)
-        plan = Rectangles(microbatch_tokens, 1).plan(batch.lengths, layout.data)
+        plan = SequencePadder(microbatch_tokens, 1).assign_microbatches(batch.lengths, layout.data)
         share = plan[parallel_state.get_data_parallel_rank()]
         loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), step_counts(batch)
         metrics = engine.compute_gradients(fetched(engine, batch, loss_fn), share, loss_fn, counts)

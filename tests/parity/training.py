@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.batch.packing import Rectangles
+from megatron_grpo.batch.packing import SequencePadder
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import iter_hf_tensors
@@ -50,12 +50,12 @@ def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunct
     names = {*model.list_needed_fields(loss_fn)}
     if "sampled" in names:
         names |= {"loss_mask", "positive", "weight"}
-    return TokenBatch(batch.lengths, TokenFields(**{n: v for n, v in batch.fields.present().items() if n in names}))
+    return TokenBatch(batch.lengths, TokenFields(**{n: v for n, v in batch.fields.as_dict().items() if n in names}))
 
 
 def rank_share(batch: TokenBatch, layout: Layout) -> tuple[TokenBatch, list[list[int]], list[int]]:
     """This replica's sequences, its microbatches, and which sequences of the batch they are, as the driver plans it."""
-    plan = Rectangles(30, 2).plan(batch.lengths, layout.data)
+    plan = SequencePadder(30, 2).assign_microbatches(batch.lengths, layout.data)
     mine = plan[parallel_state.get_data_parallel_rank()]
     order = [index for microbatch in mine for index in microbatch]
     return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in mine], order

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_grpo.batch.packing import Cost
 from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, watched_tokens
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.model_ranks import TrainResult, derive_cost
@@ -33,7 +33,7 @@ class Lesson:
 
     def entry(self, name: str) -> list[list[float]]:
         """An entry by sequence."""
-        values: Tensor = given(getattr(self.tokens.fields, name))
+        values: Tensor = require_field(getattr(self.tokens.fields, name))
         return [piece.tolist() for piece in values.split(self.tokens.lengths)]
 
 
@@ -100,7 +100,7 @@ class FakePolicy(FakeModel):
         """Of each move of the reference policy, the policy's share."""
 
     def output(self, tokens: TokenFields) -> Tensor:
-        return given(tokens.generation_logprobs)
+        return require_field(tokens.generation_logprobs)
 
     def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         self.log.append("policy says")
@@ -147,7 +147,7 @@ class FakeValue(FakeModel):
         self.number = number
 
     def output(self, tokens: TokenFields) -> Tensor:
-        return torch.full_like(given(tokens.loss_mask), self.number)
+        return torch.full_like(require_field(tokens.loss_mask), self.number)
 
     def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
         self.log.append("value says")
@@ -157,6 +157,6 @@ class FakeValue(FakeModel):
 def fetched(batch: StepBatch, sequences: NDArray[np.int64], names: tuple[str, ...]) -> TokenBatch:
     """Some sequences as a single replica that owns all shards gets them, with those of the entries that are there."""
     stored = {name: [one.get() for one in batch.fields[name]] for name in names if name in batch.fields}
-    of_replica = TokenBatch.of_replica(batch.of_shards(slice(None)), stored)
-    order = np.concatenate(batch.shards).tolist()
+    of_replica = TokenBatch.from_replica(batch.select_partitions(slice(None)), stored)
+    order = np.concatenate(batch.partitions).tolist()
     return of_replica.select([order.index(number) for number in sequences])

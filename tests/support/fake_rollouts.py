@@ -138,12 +138,12 @@ class FakeRollouts:
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
         self.fetched += groups
-        return [group.bundle.get() for group in groups]
+        return [group.objects_ref.get() for group in groups]
 
-    def build_shards(
+    def build_partitions(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Reference]]:
-        trajectories = [one for group in groups for one in group.bundle.get()]
+        trajectories = [one for group in groups for one in group.objects_ref.get()]
         built: dict[str, list[Reference]] = {name: [] for name in _entries(trajectories[0])}
         for numbers in sequences:
             rows = [_entries(trajectories[number]) for number in numbers]
@@ -201,7 +201,7 @@ def split(array: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64]) -> li
 def by_sequence(batch: StepBatch, name: str) -> list[NDArray[Any]]:
     """A stored entry of a batch, one array a sequence, in the order of the step."""
     found: dict[int, NDArray[Any]] = {}
-    for reference, numbers in zip(batch.fields[name], batch.shards, strict=True):
+    for reference, numbers in zip(batch.fields[name], batch.partitions, strict=True):
         found |= zip(numbers.tolist(), split(reference.get(), batch.lengths[numbers]), strict=True)
     return [found[number] for number in range(len(batch))]
 
@@ -209,12 +209,12 @@ def by_sequence(batch: StepBatch, name: str) -> list[NDArray[Any]]:
 def add_entry(batch: StepBatch, name: str, values: NDArray[Any]) -> None:
     """Store an entry, flat and in the order of the step, as a model would that computes it."""
     pieces = split(values.astype(STORED_DTYPES[name]), batch.lengths)
-    batch.fields[name] = [Reference(np.concatenate([pieces[number] for number in shard])) for shard in batch.shards]
+    batch.fields[name] = [Reference(np.concatenate([pieces[number] for number in shard])) for shard in batch.partitions]
 
 
 def stored_names(batch: StepBatch) -> set[str]:
     """Entries that every shard of a batch has."""
-    assert all(len(references) == len(batch.shards) for references in batch.fields.values())
+    assert all(len(references) == len(batch.partitions) for references in batch.fields.values())
     return set(batch.fields)
 
 

@@ -127,7 +127,7 @@ def _rows(curr: Tensor, tokens: TokenFields) -> list[Row]:
     for row in range(curr.shape[0]):
         inside = [t for t in range(curr.shape[1]) if tokens.loss_mask[row, t] > 0]
         if inside:
-            entries = {"now": curr, **tokens.present()}
+            entries = {"now": curr, **tokens.as_dict()}
             rows.append({name: [float(values[row, t]) for t in inside] for name, values in entries.items()})
     return rows
 

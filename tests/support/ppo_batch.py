@@ -47,7 +47,7 @@ def advantages_of(config: Config) -> dict[str, Tensor]:
     scores = score(config, [outcome for group in groups for outcome in group.outcomes])
     add_advantages(config, scores, batch, rollouts)
     tokens = fetched(batch, np.arange(len(batch)), ("sampled", "advantages", "returns"))
-    return tokens.fields.present()
+    return tokens.fields.as_dict()
 
 
 def make_config(estimator: dict[str, Any], loss: dict[str, Any] | None = None, **ppo: Any) -> Config:

@@ -12,8 +12,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_grpo.batch.replay_files import StepFigures, figures_file, sum_states, watched_tokens, write_figures
-from megatron_grpo.batch.rollout_files import Learnt, RunFacts, StepRecord, rollouts_file, write_rollouts
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, token_places
+from megatron_grpo.batch.rollout_files import RunFacts, StepRecord, TrainedValues, rollouts_file, write_rollouts
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.typed import typed
 from megatron_grpo.models.families import read_model_shape
@@ -90,7 +90,7 @@ def _watch_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     rank = PolicyRank(task.settings)
     replica = parallel_state.get_data_parallel_rank()
     mine = task.members[replica]
-    numbers = token_places(np.asarray(task.batch.lengths), mine)
+    numbers = find_token_indices(np.asarray(task.batch.lengths), mine)
     places = np.flatnonzero(np.isin(numbers, watched_tokens(sum(task.batch.lengths))))
     rank.recorder.watch(places, numbers[places])
     own = {int(number): index for index, number in enumerate(mine)}
@@ -125,5 +125,5 @@ def _groups(vocab: int, prev: bool) -> Any:
                 reward=None if (group, sample) == (1, 3) else float(sample),
             )
             advantages = np.full(count, float(draw.normal()), dtype=np.float32)
-            rollouts.append((one, Learnt(advantages, one.logprobs if prev else None)))
+            rollouts.append((one, TrainedValues(advantages, one.logprobs if prev else None)))
         yield group, rollouts

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron_grpo.batch.rollout_files import Learnt, rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import TrainedValues, rollouts_file, write_rollouts
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.schema import Config, OptimizerConfig, ParallelConfig, PolicyConfig
@@ -116,7 +116,7 @@ class RecordedRun:
         save_checkpoint(folder, self.run_dir / f"checkpoints/step_{number}/megatron", self.config)
         return folder
 
-    def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[Learnt | None] = ()) -> None:
+    def write(self, step: int, rollouts: Sequence[Trajectory], learnt: Sequence[TrainedValues | None] = ()) -> None:
         """Write the record of a step."""
         self.run_dir.mkdir(exist_ok=True)
         record_start(self.run_dir, self.config)

@@ -15,7 +15,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 
 def mapped(tokens: TokenFields, function: Callable[[Tensor], Tensor]) -> TokenFields:
     """Entries of the same names, each made by `function` from the one in `tokens`."""
-    return TokenFields(**{name: function(values) for name, values in tokens.present().items()})
+    return TokenFields(**{name: function(values) for name, values in tokens.as_dict().items()})
 
 
 def in_rectangles(batch: TokenBatch) -> TokenFields:
@@ -26,7 +26,7 @@ def in_rectangles(batch: TokenBatch) -> TokenFields:
 
 def as_lists(tokens: TokenFields) -> dict[str, list[Any]]:
     """Every entry that is there, by name."""
-    return {name: values.tolist() for name, values in tokens.present().items()}
+    return {name: values.tolist() for name, values in tokens.as_dict().items()}
 
 
 def pieces(values: Tensor | NDArray[Any], lengths: Sequence[int]) -> list[list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.batch.rollout_files import Learnt
+from megatron_grpo.batch.rollout_files import TrainedValues
 from megatron_grpo.batch.trajectory import Outcome, Span, Trajectory
 
 
@@ -42,12 +42,12 @@ def make_outcome(tokens: int = 2, **changes: Any) -> Outcome:
     return make_trajectory(tokens, **changes).outcome
 
 
-def with_learnt(*trajectories: Trajectory, prev: bool = False) -> list[tuple[Trajectory, Learnt]]:
+def with_learnt(*trajectories: Trajectory, prev: bool = False) -> list[tuple[Trajectory, TrainedValues]]:
     """Trajectories as they are written: token t of one with n has advantage n + t / 8, and `prev` says it is known."""
     rows = []
     for one in trajectories:
         advantages = (len(one.logprobs) + np.arange(len(one.logprobs)) / 8).astype(np.float32)
-        rows.append((one, Learnt(advantages, one.logprobs - np.float32(0.25) if prev else None)))
+        rows.append((one, TrainedValues(advantages, one.logprobs - np.float32(0.25) if prev else None)))
     return rows
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_grpo.batch.rollout_files import count_rollouts, recorded_steps, rows_of_file
-from megatron_grpo.batch.trajectory import suspicions
+from megatron_grpo.batch.trajectory import list_suspicions
 from megatron_grpo.models.source import find_local_folder
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -149,7 +149,7 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
     lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
     return {
         **{name: [row[name] for row in rows] for name in _AS_WRITTEN},
-        "suspect": [suspicions(row["reward_metrics"]) for row in rows],
+        "suspect": [list_suspicions(row["reward_metrics"]) for row in rows],
         "tokens": [len(row["logprobs"]) for row in rows],
         "advantage": [None if mean is None else round(mean, 5) for mean in advantages],
         "response": [row["response"][:length] for row, length in zip(rows, lengths, strict=True)],

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import HashStore
 
-from megatron_grpo.batch.packing import OF_TOKENS, planner
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given
+from megatron_grpo.batch.packing import OF_TOKENS, make_packer
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.trainer.hidden_states import Piece, assembled, capture_states
@@ -73,7 +73,7 @@ def trainer_again(
             temperature=config.generation.temperature,
             token_filter=training_filter(config.generation),
         )
-        (microbatches,) = planner(policy, OF_TOKENS).microbatches([np.array(lengths)])
+        (microbatches,) = make_packer(policy, OF_TOKENS).make_microbatches([np.array(lengths)])
         rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))
         if hidden:
             found, pieces = logprobs_and_states(rank, batch, microbatches, everywhere)
@@ -81,5 +81,5 @@ def trainer_again(
             found, pieces = rank.compute_logprobs(batch, microbatches), []
     finally:
         destroy_parallel()
-    logprobs = [part[one.places] for part, one in zip(given(found).split(lengths), sequences, strict=True)]
+    logprobs = [part[one.places] for part, one in zip(require_field(found).split(lengths), sequences, strict=True)]
     return torch.cat(logprobs), assembled(pieces, len(everywhere))

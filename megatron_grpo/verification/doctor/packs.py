@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.batch.rollout_files import read_recorded, rollouts_file
-from megatron_grpo.batch.step_batch import StepBatch, assign
+from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.trainer.model_ranks import assign_microbatches, derive_cost
@@ -34,8 +34,11 @@ def read_packs(run_dir: Path, step: int, config: Config, shape: ModelShape) -> P
         return {}
     _, groups = read_recorded(rollouts_file(run_dir, step))
     trajectories = [trajectory for group in groups for trajectory in group]
-    batch, cost = StepBatch.of_outcomes(config, [trajectory.outcome for trajectory in trajectories]), derive_cost(shape)
-    batch.shards = assign(config, batch, cost)
+    batch, cost = (
+        StepBatch.from_outcomes(config, [trajectory.outcome for trajectory in trajectories]),
+        derive_cost(shape),
+    )
+    batch.partitions = partition_sequences(config, batch, cost)
     tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
     packs: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
     for plan in assign_microbatches(config.policy, cost, batch, np.arange(len(batch)), tokens):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_grpo.algorithms.stages import combine_results
 from megatron_grpo.batch.replay_files import TensorFigure
-from megatron_grpo.batch.step_batch import StepBatch, assign
-from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, given, token_places
+from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
+from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices, repeat_per_token, require_field
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.divergence import inconsistent_sequences
@@ -120,23 +120,23 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     settings = make_policy_settings(config, record.model)
     _require_replayable(record, settings)
     outcomes = [one.outcome for one in record.trajectories]
-    step, batch = StepBatch.of_outcomes(config, outcomes), record.tokens()
+    step, batch = StepBatch.from_outcomes(config, outcomes), record.tokens()
     threshold = config.loop.seq_logprob_error_threshold
     if threshold is not None:
-        mask = given(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
+        mask = require_field(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
         prev = torch.from_numpy(record.at_sampled(record.prev_logprobs))
-        generation = given(batch.fields.generation_logprobs)
+        generation = require_field(batch.fields.generation_logprobs)
         beyond, _ = inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
         step.in_loss &= ~beyond.numpy()
     cost = derive_cost(settings.shape)
-    step.shards = assign(config, step, cost)
+    step.partitions = partition_sequences(config, step, cost)
     _add_fields(record, step, batch)
     policy = config.policy
     forward_tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
     steps = [
         (assign_microbatches(policy, cost, step, sequences, policy.microbatch_tokens), GlobalCounts.of(step, sequences))
         for _ in range(config.passes_per_step)
-        for sequences in step.minibatches(policy.train_global_batch_samples or len(step))
+        for sequences in step.split_minibatches(policy.train_global_batch_samples or len(step))
         if step.response_tokens[sequences][step.in_loss[sequences]].sum()
     ]
     if not steps:
@@ -145,7 +145,7 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
         settings=settings,
         checkpoint=None if record.checkpoint is None else str((record.checkpoint / POLICY_FOLDER).absolute()),
         batch=batch,
-        members=[np.concatenate(step.shards[mine]) for mine in split_among_replicas(step, policy.parallel.data)],
+        members=[np.concatenate(step.partitions[mine]) for mine in split_among_replicas(step, policy.parallel.data)],
         captured=_captured(record, hidden_tokens),
         logprobs=assign_microbatches(policy, cost, step, np.arange(len(step)), forward_tokens),
         steps=steps,
@@ -187,16 +187,11 @@ def _require_replayable(record: RecordedStep, settings: RankSettings) -> None:
 
 def _add_fields(record: RecordedStep, step: StepBatch, batch: TokenBatch) -> None:
     """Add what the loss reads to the tokens: its mask, the recorded advantages, and which responses are correct."""
-    sampled, fields = given(batch.fields.sampled), batch.fields
-
-    def spread(by_sequence: NDArray[np.bool_]) -> Tensor:
-        """[sequences] to [tokens], float32: 1 at the sampled tokens of the marked sequences."""
-        return (torch.from_numpy(np.repeat(by_sequence, step.lengths)) & sampled).float()
-
-    fields.loss_mask = spread(step.in_loss)
+    sampled, fields = require_field(batch.fields.sampled), batch.fields
+    fields.loss_mask = repeat_per_token(step.in_loss, step.lengths, sampled)
     fields.advantages = torch.from_numpy(record.at_sampled(record.advantages))
     if step.positive is not None:
-        fields.positive = spread(step.positive)
+        fields.positive = repeat_per_token(step.positive, step.lengths, sampled)
 
 
 def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str, Any]:
@@ -207,7 +202,7 @@ def replay_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
         enter("loading the checkpoint")
         rank.checkpoint.load(task.checkpoint)
     mine = task.members[parallel_state.get_data_parallel_rank()]
-    batch, places = task.batch.select(mine.tolist()), token_places(np.asarray(task.batch.lengths), mine)
+    batch, places = task.batch.select(mine.tolist()), find_token_indices(np.asarray(task.batch.lengths), mine)
     enter("log-probabilities")
     forward = TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids, sampled=batch.fields.sampled))
     plan = _own(task.logprobs, mine)

@@ -51,7 +51,7 @@ def test_a_step_that_is_recorded_learns_as_any_other(tmp_path: Path) -> None:
     assert run.log[3:] == steps
     first, second = run.policy.lessons
     assert second.tokens.fields.prev_logprobs is None, "log-probabilities are for the record, not for the loss"
-    assert second.tokens.fields.present().keys() == first.tokens.fields.present().keys()
+    assert second.tokens.fields.as_dict().keys() == first.tokens.fields.as_dict().keys()
     figures = read_figures(figures_file(tmp_path, 2))
     assert figures is not None
     assert (figures.loss, figures.grad_norm) == (report.metrics["loss"], report.metrics["grad_norm"])

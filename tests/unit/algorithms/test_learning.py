@@ -62,8 +62,8 @@ def make_batch(shards: int = 2) -> StepBatch:
     trajectories = [make_trajectory(i, prompt_tokens=6 - i, token_ids=[i] * 6) for i in range(6)]
     numbers = [np.arange(shard, 6, shards) for shard in range(shards)]
     batch = StepBatch(lengths=np.full(6, 6), response_tokens=np.arange(6), in_loss=np.ones(6, dtype=np.bool_))
-    batch.shards = numbers
-    batch.fields = rollouts.build_shards(rollouts.put([trajectories]), numbers)
+    batch.partitions = numbers
+    batch.fields = rollouts.build_partitions(rollouts.put([trajectories]), numbers)
     add_entry(batch, "prev_logprobs", -np.repeat(np.arange(6), 6))
     return batch
 

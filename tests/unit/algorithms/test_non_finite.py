@@ -102,8 +102,8 @@ def test_only_what_is_looked_at_has_to_be_finite(shards: list[list[int]], tmp_pa
     groups = rollouts.put([[trajectory(0)], [trajectory(1)], [trajectory(2)]])
     numbers = [np.array(one) for one in shards]
     batch = StepBatch(lengths=np.full(3, 3), response_tokens=np.full(3, 2), in_loss=np.ones(3, dtype=np.bool_))
-    batch.shards = numbers
-    batch.fields = rollouts.build_shards(groups, numbers)
+    batch.partitions = numbers
+    batch.fields = rollouts.build_partitions(groups, numbers)
     add_entry(batch, "prev_logprobs", np.array([math.nan, -1, -1, -math.inf, -math.inf, math.nan, 0, -2, -3]))
     check = StepCheck(tmp_path, rollouts.fetch, groups, step=1)
     check.require_finite("prev_logprobs", np.array([True, True, True]), batch)

@@ -89,7 +89,7 @@ def test_spread_over_shards_they_are_those_of_the_whole_step(
     for name, values in entries.items():
         add_entry(batch, name, values)
     finite = add_advantages(config, score(config, [one.outcome for one in responses]), batch, rollouts)
-    assert len(batch.shards) == replicas
+    assert len(batch.partitions) == replicas
     assert finite.all()
     expected = by_formula(config, responses, {name: split(entries[name], batch.lengths) for name in COMPUTED})
     for name, rows in expected.items():

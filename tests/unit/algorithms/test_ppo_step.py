@@ -60,7 +60,7 @@ def test_the_value_model_speaks_before_anything_is_learned(tmp_path: Path, witho
     learns = [*["policy learns"] * 2, *["value learns"] * 2]
     assert log == ["policy says", "value says", "dump 1 begins", *learns, "version 1"]
     given = run.value.lessons[0]
-    assert given.tokens.fields.present().keys() == {"sampled", "loss_mask", "values", "returns"}
+    assert given.tokens.fields.as_dict().keys() == {"sampled", "loss_mask", "values", "returns"}
     assert (given.tokens.fields.values == 0.25).all()
     # Values are 1/4 throughout; the rewards, at their last tokens, are 1, 0 and 1/2 and there is no discount.
     assert given.entry("returns") == [[0, 0, 1, 1, 1], [0, 0, 0], [0, 0, 0.5, 0.5]]
@@ -178,7 +178,7 @@ def test_the_layouts_change_no_figure(replicas: tuple[int, int], tmp_path: Path)
         run, _ = make_run(tmp_path, *options, *layouts, respond=lambda: 2 * (make_trajectories() + make_trajectories()))
         metrics = step(run).metrics
         lessons = [
-            (lesson.sequences, {name: lesson.entry(name) for name in lesson.tokens.fields.present()})
+            (lesson.sequences, {name: lesson.entry(name) for name in lesson.tokens.fields.as_dict()})
             for lesson in run.value.lessons + run.policy.lessons
         ]
         seen.append((metrics, lessons))
@@ -203,7 +203,7 @@ def test_a_rollout_that_failed_touches_nothing_else(kl: bool, tmp_path: Path) ->
     report = step(beside)
     for model, other in ((run.value, beside.value), (run.policy, beside.policy)):
         (expected,), (lesson,) = model.lessons, other.lessons
-        for name in expected.tokens.fields.present():
+        for name in expected.tokens.fields.as_dict():
             rows = lesson.entry(name)
             assert [rows[number] for number in (1, 2, 4)] == expected.entry(name), name
             assert [rows[number] for number in (0, 3)] == [[known.get(name, 0)] * 4] * 2, name

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fake_ray")
 
 def record(run: Run, folder: Path, step: int = 1) -> None:
     """Write what the run's step has begun to."""
-    groups = [group.bundle.get() for group in run.run.dumps.groups[step]]
+    groups = [group.objects_ref.get() for group in run.run.dumps.groups[step]]
     rows = [(number, [(one, None) for one in group]) for number, group in enumerate(groups)]
     write_rollouts(rollouts_file(folder, step), rows, make_record(run.run.dumps.facts[step]).metadata())
 
@@ -43,7 +43,7 @@ def reading(folder: Path, recording: Path, *overrides: str) -> Run:
 def lessons(run: Run) -> list[Any]:
     """Everything that the policy learnt from, in plain types."""
     return [
-        (one.sequences, {name: one.entry(name) for name in one.tokens.fields.present()}) for one in run.policy.lessons
+        (one.sequences, {name: one.entry(name) for name in one.tokens.fields.as_dict()}) for one in run.policy.lessons
     ]
 
 
@@ -101,7 +101,7 @@ def test_it_ends_where_the_recording_does(tmp_path: Path) -> None:
 def test_a_reward_that_was_changed_to_nothing_is_refused(tmp_path: Path) -> None:
     first = Run(tmp_path / "first")
     first.step()
-    first.run.dumps.groups[1][0].bundle.get()[0].reward = float("nan")
+    first.run.dumps.groups[1][0].objects_ref.get()[0].reward = float("nan")
     record(first, tmp_path / "recording")
     with pytest.raises(SamplingError, match="the reward is not finite"):
         reading(tmp_path / "second", tmp_path / "recording").step()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.stages import build_batch
-from megatron_grpo.batch.packing import OF_TOKENS, Bins
-from megatron_grpo.batch.step_batch import StepBatch, assign
+from megatron_grpo.batch.packing import OF_TOKENS, SequencePacker
+from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PPOConfig
 from tests.support.fake_rollouts import FakeRollouts, by_sequence, stored_names
@@ -42,7 +42,7 @@ def test_the_batch_of_a_step(replicas: int) -> None:
     assert batch.positive.tolist() == [False, False, False, True]
     assert batch.loss_tokens == 6
     assert batch.advantages is None
-    assert len(batch.shards) == replicas
+    assert len(batch.partitions) == replicas
     rows = {name: [row.tolist() for row in by_sequence(batch, name)] for name in stored_names(batch)}
     assert rows == {
         "token_ids": [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]],
@@ -127,9 +127,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layouts, int]:
     """Layouts that the checks of a configuration let pass, and the sequences of a step."""
     policy = draw(st.integers(1, 6))
     value = draw(st.none() | st.integers(1, 6))
-    shards = math.lcm(policy, value or 1)
+    partitions = math.lcm(policy, value or 1)
     # Minibatches of both models divide the step, and not always each other.
-    minibatch, value_minibatch = (shards * draw(st.sampled_from([1, 2, 3, 4])) for _ in range(2))
+    minibatch, value_minibatch = (partitions * draw(st.sampled_from([1, 2, 3, 4])) for _ in range(2))
     sequences = math.lcm(minibatch, value_minibatch) * draw(st.integers(1, 2))
     if draw(st.booleans()):
         minibatch = None
@@ -143,11 +143,11 @@ def a_step(lengths: list[int]) -> StepBatch:
     return StepBatch(lengths=tokens, response_tokens=tokens, in_loss=np.ones(len(tokens), dtype=np.bool_))
 
 
-def owners(shards: list[NDArray[np.int64]], replicas: int, sequences: int) -> list[int]:
-    """The replica of each sequence, when each owns as many neighbouring shards as the others."""
-    assert len(shards) % replicas == 0, "every replica owns whole shards"
-    each = len(shards) // replicas
-    found = {int(number): shard // each for shard, numbers in enumerate(shards) for number in numbers}
+def owners(partitions: list[NDArray[np.int64]], replicas: int, sequences: int) -> list[int]:
+    """The replica of each sequence, when each owns as many neighbouring partitions as the others."""
+    assert len(partitions) % replicas == 0, "every replica owns whole partitions"
+    each = len(partitions) // replicas
+    found = {int(number): partition // each for partition, numbers in enumerate(partitions) for number in numbers}
     return [found[number] for number in range(sequences)]
 
 
@@ -159,23 +159,23 @@ def test_every_replica_has_its_share_of_every_minibatch(
     layout, sequences = drawn
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=sequences, max_size=sequences))
     batch, config = a_step(lengths), layout.config(microbatch_tokens)
-    shards = assign(config, batch)
-    assert sorted(int(number) for numbers in shards for number in numbers) == list(range(sequences)), "each once"
-    for numbers in shards:
+    partitions = partition_sequences(config, batch)
+    assert sorted(int(number) for numbers in partitions for number in numbers) == list(range(sequences)), "each once"
+    for numbers in partitions:
         assert numbers.dtype == np.int64
         assert numbers.tolist() == sorted(numbers.tolist())
-    assert len(shards) == math.lcm(layout.policy, layout.value or 1)
+    assert len(partitions) == math.lcm(layout.policy, layout.value or 1)
     for replicas, minibatch in layout.models:
-        owner = owners(shards, replicas, sequences)
+        owner = owners(partitions, replicas, sequences)
         size = minibatch or sequences
         for start in range(0, sequences, size):
             assert set(owner[start : start + size]) == set(range(replicas)), "nobody waits for a replica without work"
-    again = assign(config, batch)
-    assert [numbers.tolist() for numbers in again] == [numbers.tolist() for numbers in shards]
+    again = partition_sequences(config, batch)
+    assert [numbers.tolist() for numbers in again] == [numbers.tolist() for numbers in partitions]
 
 
 def test_one_replica_keeps_the_order_of_the_step() -> None:
-    (numbers,) = assign(Layouts(1, None, 1, 2).config(), a_step([9, 1, 5, 3]))
+    (numbers,) = partition_sequences(Layouts(1, None, 1, 2).config(), a_step([9, 1, 5, 3]))
     assert numbers.tolist() == [0, 1, 2, 3]
 
 
@@ -183,11 +183,11 @@ def test_one_replica_keeps_the_order_of_the_step() -> None:
 def test_shards_are_the_shares_of_the_plan_of_each_minibatch(layout: Layouts) -> None:
     """With one layout throughout, a replica trains on what it would get if minibatches were dealt out one by one."""
     lengths = np.random.default_rng(3).integers(1, 60, 32).tolist()
-    shards = assign(layout.config(), a_step(lengths))
+    partitions = partition_sequences(layout.config(), a_step(lengths))
     size = layout.minibatch or len(lengths)
     for start in range(0, len(lengths), size):
-        shares = Bins(400, 1, OF_TOKENS).share(np.array(lengths[start : start + size]), 2)
-        for numbers, share in zip(shards, shares, strict=True):
+        shares = SequencePacker(400, 1, OF_TOKENS).assign_to_replicas(np.array(lengths[start : start + size]), 2)
+        for numbers, share in zip(partitions, shares, strict=True):
             mine = [number for number in numbers.tolist() if start <= number < start + size]
             assert mine == sorted(start + index for index in share)
 
@@ -204,6 +204,6 @@ def test_shards_are_level_in_tokens(layout: Layouts, spread: str) -> None:
     else:
         lengths = np.minimum(np.exp(draw.normal(5.5, 0.8, 1024)), 1000).astype(np.int64) + 20
     batch = a_step(lengths.tolist())
-    tokens = [int(batch.lengths[numbers].sum()) for numbers in assign(layout.config(2048), batch)]
+    tokens = [int(batch.lengths[numbers].sum()) for numbers in partition_sequences(layout.config(2048), batch)]
     assert max(tokens) / (sum(tokens) / len(tokens)) < 1.03
     assert min(tokens) / (sum(tokens) / len(tokens)) > 0.97

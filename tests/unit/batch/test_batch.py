@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.batch.token_batch import STORED_DTYPES, TokenBatch, TokenFields, token_places
-from megatron_grpo.batch.token_batch import given as known
+from megatron_grpo.batch.token_batch import STORED_DTYPES, TokenBatch, TokenFields, find_token_indices, require_field
 from tests.support.token_fields import as_lists, pieces
 
 ENTRIES = [one.name for one in fields(TokenFields)]
@@ -50,8 +49,8 @@ def test_entries_are_named_once() -> None:
     """What is stored is an entry; what is not there is None; no other name can be set."""
     assert set(ENTRIES) >= STORED_DTYPES.keys()
     tokens = TokenFields(advantages=torch.ones(2), token_ids=torch.ones(2, dtype=torch.int32))
-    assert list(tokens.present()) == ["token_ids", "advantages"]
-    assert all(getattr(tokens, name) is None for name in set(ENTRIES) - tokens.present().keys())
+    assert list(tokens.as_dict()) == ["token_ids", "advantages"]
+    assert all(getattr(tokens, name) is None for name in set(ENTRIES) - tokens.as_dict().keys())
     with pytest.raises(TypeError, match="advantage'"):
         TokenFields(advantage=torch.ones(2))
     with pytest.raises(AttributeError, match="advantage"):
@@ -60,9 +59,9 @@ def test_entries_are_named_once() -> None:
 
 def test_an_entry_that_is_not_there_is_noticed() -> None:
     values = torch.ones(2)
-    assert known(values) is values
+    assert require_field(values) is values
     with pytest.raises(AssertionError, match="not computed or not fetched"):
-        known(None)
+        require_field(None)
 
 
 @pytest.mark.parametrize("shape", [(3,), (5,), (4, 1), ()])
@@ -88,8 +87,8 @@ def test_selecting_takes_the_sequences_in_the_order_asked_for(case: tuple[list[i
         selected = batch.select(asked)
         assert selected.lengths == [lengths[i] for i in indices]
         assert len(selected) == len(indices)
-        assert list(selected.fields.present()) == ENTRIES
-        for name, values in batch.fields.present().items():
+        assert list(selected.fields.as_dict()) == ENTRIES
+        for name, values in batch.fields.as_dict().items():
             chosen = getattr(selected.fields, name)
             by_sequence = pieces(values, lengths)
             assert chosen.dtype == values.dtype
@@ -101,20 +100,20 @@ def test_selecting_copies() -> None:
     batch = make_batch(ODD)
     selected = batch.select(range(len(ODD)))
     before = as_lists(batch.fields)
-    for values in selected.fields.present().values():
+    for values in selected.fields.as_dict().values():
         values.zero_()
     assert as_lists(batch.fields) == before
 
 
 @settings(deadline=None)
 @given(lengths_and_indices(), st.sampled_from([np.int32, np.int64, np.uint16]))
-def test_token_places_are_those_of_the_sequences_laid_end_to_end(
+def test_token_indices_are_those_of_the_sequences_laid_end_to_end(
     case: tuple[list[int], list[int]], dtype: type[np.integer]
 ) -> None:
     lengths, indices = case
     starts = [0, *itertools.accumulate(lengths)]
     expected = [starts[i] + t for i in indices for t in range(lengths[i])]
-    places = token_places(np.array(lengths, dtype=dtype), np.array(indices, dtype=np.int64))
+    places = find_token_indices(np.array(lengths, dtype=dtype), np.array(indices, dtype=np.int64))
     assert places.dtype == np.int64
     assert places.tolist() == expected
 
@@ -122,24 +121,24 @@ def test_token_places_are_those_of_the_sequences_laid_end_to_end(
 def test_places_of_many_tokens_do_not_overflow() -> None:
     """More tokens than a 16-bit length, or its sum over a step, can hold."""
     lengths = np.full(70_000, 60_000, dtype=np.uint16)
-    assert token_places(lengths, np.array([69_999]))[[0, -1]].tolist() == [69_999 * 60_000, 70_000 * 60_000 - 1]
+    assert find_token_indices(lengths, np.array([69_999]))[[0, -1]].tolist() == [69_999 * 60_000, 70_000 * 60_000 - 1]
 
 
 def make_step(sequences: int) -> StepBatch:
-    """Responses of 0 to 4 tokens, every third outside the loss, in two shards."""
+    """Responses of 0 to 4 tokens, every third outside the loss, in two partitions."""
     numbers = np.arange(sequences, dtype=np.int64)
     return StepBatch(
         lengths=numbers + 10,
         response_tokens=numbers % 5,
         in_loss=numbers % 3 != 0,
-        shards=[numbers[0::2], numbers[1::2]],
+        partitions=[numbers[0::2], numbers[1::2]],
     )
 
 
 @settings(deadline=None)
 @given(sequences=st.integers(0, 20), samples=st.integers(1, 25))
 def test_minibatches_are_neighbours_and_together_the_step(sequences: int, samples: int) -> None:
-    minibatches = list(make_step(sequences).minibatches(samples))
+    minibatches = list(make_step(sequences).split_minibatches(samples))
     assert [number for numbers in minibatches for number in numbers.tolist()] == list(range(sequences))
     assert all(len(numbers) == samples for numbers in minibatches[:-1])
     assert all(0 < len(numbers) <= samples for numbers in minibatches[-1:])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batch.packing import OF_TOKENS, Bins, Cost
+from megatron_grpo.batch.packing import OF_TOKENS, Cost, SequencePacker
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 COSTS = st.sampled_from([OF_TOKENS, Cost(per_token=1.0, per_pair=0.25)])
@@ -22,15 +22,15 @@ def widths(lengths: list[int], multiple: int) -> list[int]:
 def test_every_sequence_has_its_bin_and_every_bin_its_limit(
     lengths: list[int], replicas: int, budget: int, multiple: int, cost: Cost
 ) -> None:
-    array, bins = np.array(lengths), Bins(budget, multiple, cost)
+    array, bins = np.array(lengths), SequencePacker(budget, multiple, cost)
     try:
-        shares = bins.share(array, replicas)
+        shares = bins.assign_to_replicas(array, replicas)
     except ValueError:
         assert len(lengths) % replicas, "any multiple of the replicas can be shared out"
         return
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
     assert all(shares), "no replica is without work"
-    plans = bins.microbatches([array[share] for share in shares])
+    plans = bins.make_microbatches([array[share] for share in shares])
     most = max(map(len, plans))
     for share, plan in zip(shares, plans, strict=True):
         assert sorted(index for microbatch in plan for index in microbatch) == list(range(len(share)))
@@ -40,7 +40,7 @@ def test_every_sequence_has_its_bin_and_every_bin_its_limit(
             taken = widths([lengths[share[index]] for index in microbatch], multiple)
             assert taken
             assert sum(taken) <= budget or len(taken) == 1
-    assert bins.share(array, replicas) == shares, "equal arguments give equal plans"
+    assert bins.assign_to_replicas(array, replicas) == shares, "equal arguments give equal plans"
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8, 64])
@@ -52,11 +52,11 @@ def test_replicas_and_microbatches_are_level_in_what_they_compute(spread: str, r
     else:
         lengths = np.concatenate([draw.integers(50, 200, 3072), draw.integers(2000, 4000, 1024)])
     cost = Cost(per_token=1.0, per_pair=1 / 2000)
-    bins = Bins(8192, 1, cost)
-    shares = bins.share(lengths, replicas)
-    work = [float(cost.of(lengths[share]).sum()) for share in shares]
+    bins = SequencePacker(8192, 1, cost)
+    shares = bins.assign_to_replicas(lengths, replicas)
+    work = [float(cost.compute(lengths[share]).sum()) for share in shares]
     assert max(work) / (sum(work) / replicas) < 1.02
-    plans = bins.microbatches([lengths[share] for share in shares])
+    plans = bins.make_microbatches([lengths[share] for share in shares])
     fewest = int(lengths.sum()) / 8192 / replicas
     # Level bins are filled less well than the fewest possible, where few sequences make a bin.
     assert len(plans[0]) <= max({"lognormal": 1.03, "bimodal": 1.15}[spread] * fewest, fewest + 1.5)
@@ -64,10 +64,10 @@ def test_replicas_and_microbatches_are_level_in_what_they_compute(spread: str, r
 
 def test_replicas_without_a_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="2 sequences do not give each of 3 data-parallel ranks one"):
-        Bins(10, 1, OF_TOKENS).share(np.array([3, 4]), 3)
+        SequencePacker(10, 1, OF_TOKENS).assign_to_replicas(np.array([3, 4]), 3)
     with pytest.raises(ValueError, match="use a multiple of 2 sequences"):
-        Bins(10, 1, OF_TOKENS).share(np.array([9, 9, 9]), 2)
+        SequencePacker(10, 1, OF_TOKENS).assign_to_replicas(np.array([9, 9, 9]), 2)
 
 
 def test_a_pair_costs_what_a_pair_costs() -> None:
-    assert Cost(2.0, 3.0).of(np.array([1, 4])).tolist() == [2 + 3, 8 + 30]
+    assert Cost(2.0, 3.0).compute(np.array([1, 4])).tolist() == [2 + 3, 8 + 30]

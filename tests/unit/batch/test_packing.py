@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batch.packing import Lengths, Rectangles
+from megatron_grpo.batch.packing import Lengths, SequencePadder
 
 
 def plan_microbatches(
     lengths: Lengths, *, data_parallel: int, microbatch_tokens: int, pad_to_multiple: int = 1
 ) -> list[list[list[int]]]:
-    return Rectangles(microbatch_tokens, pad_to_multiple).plan(lengths, data_parallel)
+    return SequencePadder(microbatch_tokens, pad_to_multiple).assign_microbatches(lengths, data_parallel)
 
 
 def padded(lengths: list[int], microbatch: list[int], multiple: int) -> int:
@@ -227,14 +227,14 @@ def test_what_cannot_be_shared_out_is_an_error(lengths: list[int], ranks: int, m
     multiple=st.sampled_from([1, 2, 3, 8]),
 )
 def test_the_only_replica_has_the_plan_of_one_rank(lengths: list[int], budget: int, multiple: int) -> None:
-    planner = Rectangles(budget, multiple)
-    fewest = planner.fewest(lengths)
-    (expected,) = planner.plan(lengths, 1)
+    planner = SequencePadder(budget, multiple)
+    fewest = planner.count_microbatches(lengths)
+    (expected,) = planner.assign_microbatches(lengths, 1)
     assert fewest == len(expected)
-    assert planner.of_replica(lengths, fewest) == expected
+    assert planner.make_replica_microbatches(lengths, fewest) == expected
     arrays = np.array(lengths, np.int64)
-    assert planner.fewest(arrays) == fewest
-    from_array = planner.of_replica(arrays, fewest)
+    assert planner.count_microbatches(arrays) == fewest
+    from_array = planner.make_replica_microbatches(arrays, fewest)
     assert from_array == expected
     assert {type(i) for microbatch in from_array for i in microbatch} == {int}
 
@@ -250,9 +250,9 @@ def test_a_replica_makes_as_many_microbatches_as_the_others(
     lengths: list[int], budget: int, multiple: int, further: int
 ) -> None:
     """`further` more than its own sequences need, as long as each has one."""
-    planner = Rectangles(budget, multiple)
-    wanted = planner.fewest(lengths) + further
-    plan = planner.of_replica(lengths, wanted)
+    planner = SequencePadder(budget, multiple)
+    wanted = planner.count_microbatches(lengths) + further
+    plan = planner.make_replica_microbatches(lengths, wanted)
     assert len(plan) == min(wanted, len(lengths))
     assert sorted(i for microbatch in plan for i in microbatch) == list(range(len(lengths))), "each sequence once"
     areas = [padded([max(length, 1) for length in lengths], microbatch, multiple) for microbatch in plan]
@@ -278,12 +278,12 @@ def test_replicas_with_equally_many_sequences_make_equally_many_microbatches(
     shares: list[list[int]], budget: int, multiple: int
 ) -> None:
     """As the driver plans: sequences are dealt out before they are packed, and the largest share sets the number."""
-    planner = Rectangles(budget, multiple)
-    most = max(planner.fewest(share) for share in shares)
-    assert {len(planner.of_replica(share, most)) for share in shares} == {most}
+    planner = SequencePadder(budget, multiple)
+    most = max(planner.count_microbatches(share) for share in shares)
+    assert {len(planner.make_replica_microbatches(share, most)) for share in shares} == {most}
 
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), max_size=40), budget=st.integers(1, 400))
 def test_fewest_microbatches_by_dynamic_programming(lengths: list[int], budget: int) -> None:
-    assert Rectangles(budget, 1).fewest(lengths) == fewest_by_programming(lengths, budget)
+    assert SequencePadder(budget, 1).count_microbatches(lengths) == fewest_by_programming(lengths, budget)

@@ -1,4 +1,4 @@
-"""What a replica computes on, from the arrays of its shards, against loops; and how it travels to the ranks."""
+"""What a replica computes on, from the arrays of its partitions, against loops; and how it travels to the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from tests.support.token_fields import as_lists
 
 Arrays = dict[str, NDArray[Any]]
-"""The arrays of one shard, by name of the entry."""
+"""The arrays of one partition, by name of the entry."""
 FOLLOWING = {"loss_mask": "in_loss", "positive": "positive", "weight": "weight", "advantages": "advantages"}
 """Entries that follow from a number for each response: the name of the entry, and that of the number."""
 
@@ -51,7 +51,7 @@ class Response(NamedTuple):
 
 
 def stored_arrays(responses: list[Response], names: list[str], first: int) -> Arrays:
-    """A shard as the object store gives it: arrays of the stored types, read-only; numbers ascend from `first`."""
+    """A partition as the object store gives it: arrays of the stored types, read-only; numbers ascend from `first`."""
     tokens = sum(one.tokens for one in responses)
     arrays = {name: np.arange(first, first + tokens).astype(STORED_DTYPES[name]) + i for i, name in enumerate(names)}
     if "sampled" in arrays:
@@ -61,9 +61,9 @@ def stored_arrays(responses: list[Response], names: list[str], first: int) -> Ar
     return arrays
 
 
-def make_part(shards: list[list[Response]], following: set[str]) -> StepBatch:
-    """The part of a replica with these shards, with the numbers of these names (in_loss in any case)."""
-    every = [one for responses in shards for one in responses]
+def make_part(partitions: list[list[Response]], following: set[str]) -> StepBatch:
+    """The part of a replica with these partitions, with the numbers of these names (in_loss in any case)."""
+    every = [one for responses in partitions for one in responses]
 
     def numbers(name: str, dtype: type[np.generic]) -> NDArray[Any]:
         return np.array([getattr(one, name) for one in every], dtype=dtype)
@@ -75,12 +75,12 @@ def make_part(shards: list[list[Response]], following: set[str]) -> StepBatch:
         positive=numbers("positive", np.bool_) if "positive" in following else None,
         advantages=numbers("advantages", np.float32) if "advantages" in following else None,
         weights=numbers("weight", np.float32) if "weight" in following else None,
-        shards=np.split(np.arange(len(every)), np.cumsum([len(responses) for responses in shards])[:-1]),
+        partitions=np.split(np.arange(len(every)), np.cumsum([len(responses) for responses in partitions])[:-1]),
     )
 
 
 def by_name(stored: list[Arrays]) -> dict[str, list[NDArray[Any]]]:
-    """What was fetched of shards, as `TokenBatch.of_replica` takes it."""
+    """What was fetched of partitions, as `TokenBatch.from_replica` takes it."""
     return {name: [arrays[name] for arrays in stored] for name in stored[0]}
 
 
@@ -97,19 +97,19 @@ RESPONSES = st.builds(
 
 @settings(deadline=None)
 @given(
-    shards=st.lists(st.lists(RESPONSES, min_size=1, max_size=4), min_size=1, max_size=3),
+    partitions=st.lists(st.lists(RESPONSES, min_size=1, max_size=4), min_size=1, max_size=3),
     names=st.lists(st.sampled_from(sorted(STORED_DTYPES)), unique=True),
     following=st.sets(st.sampled_from(["positive", "advantages", "weight"])),
 )
-def test_a_replica_computes_on_the_sequences_of_its_shards(
-    shards: list[list[Response]], names: list[str], following: set[str]
+def test_a_replica_computes_on_the_sequences_of_its_partitions(
+    partitions: list[list[Response]], names: list[str], following: set[str]
 ) -> None:
     following -= {*names}  # advantages are one number a response, or stored for every token
-    every = [one for responses in shards for one in responses]
-    stored = [stored_arrays(responses, names, first=100 * i) for i, responses in enumerate(shards)]
+    every = [one for responses in partitions for one in responses]
+    stored = [stored_arrays(responses, names, first=100 * i) for i, responses in enumerate(partitions)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of arrays that it must not write to
-        batch = TokenBatch.of_replica(make_part(shards, following), by_name(stored))
+        batch = TokenBatch.from_replica(make_part(partitions, following), by_name(stored))
 
     assert batch.lengths == [one.tokens for one in every]
     assert all(type(length) is int for length in batch.lengths)
@@ -119,28 +119,28 @@ def test_a_replica_computes_on_the_sequences_of_its_shards(
             numbers = [(one, getattr(one, FOLLOWING[name])) for one in every]
             expected[name] = [value for one, number in numbers for value in one.spread(number)]
     assert as_lists(batch.fields) == expected
-    for name, values in batch.fields.present().items():
+    for name, values in batch.fields.as_dict().items():
         assert values.numpy().dtype == STORED_DTYPES.get(name, np.float32), name
 
 
-SHARDS = [
+PARTITIONS = [
     [Response(2, 3, True, True, 0.5), Response(1, 0, True, False, -1.0), Response(1, 4, False, True, 2.0)],
     [Response(3, 1, True, False, -0.25), Response(2, 2, True, True, 1.5)],
 ]
 
 
 def example() -> tuple[StepBatch, list[Arrays]]:
-    """The sequences of two shards, with everything that is known of them."""
+    """The sequences of two partitions, with everything that is known of them."""
     names = sorted(STORED_DTYPES.keys() - {"advantages"})
-    stored = [stored_arrays(responses, names, first=100 * i) for i, responses in enumerate(SHARDS)]
-    return make_part(SHARDS, {"positive", "advantages", "weight"}), stored
+    stored = [stored_arrays(responses, names, first=100 * i) for i, responses in enumerate(PARTITIONS)]
+    return make_part(PARTITIONS, {"positive", "advantages", "weight"}), stored
 
 
 def test_what_was_fetched_may_be_changed() -> None:
     """The store's arrays are everybody's."""
     part, stored = example()
     before = [{name: array.tolist() for name, array in arrays.items()} for arrays in stored]
-    for values in TokenBatch.of_replica(part, by_name(stored)).fields.present().values():
+    for values in TokenBatch.from_replica(part, by_name(stored)).fields.as_dict().values():
         values.fill_(1)
     assert [{name: array.tolist() for name, array in arrays.items()} for arrays in stored] == before
 
@@ -148,17 +148,17 @@ def test_what_was_fetched_may_be_changed() -> None:
 def test_without_the_sampled_tokens_nothing_follows_from_them() -> None:
     """The first pipeline stage fetches token ids, one in the middle nothing; both know how long sequences are."""
     part, stored = example()
-    first = TokenBatch.of_replica(part, {"token_ids": by_name(stored)["token_ids"]})
-    assert list(first.fields.present()) == ["token_ids"]
-    middle = TokenBatch.of_replica(part, {})
+    first = TokenBatch.from_replica(part, {"token_ids": by_name(stored)["token_ids"]})
+    assert list(first.fields.as_dict()) == ["token_ids"]
+    middle = TokenBatch.from_replica(part, {})
     assert middle.fields == TokenFields()
     assert middle.lengths == first.lengths == [5, 1, 5, 4, 4]
 
 
 def test_a_part_of_a_batch_has_its_shards_and_their_sequences_counted_anew() -> None:
     batch = make_step()
-    part = batch.of_shards(slice(1, 3))
-    assert [shard.tolist() for shard in part.shards] == [[0, 1], [2, 3, 4]]
+    part = batch.select_partitions(slice(1, 3))
+    assert [partition.tolist() for partition in part.partitions] == [[0, 1], [2, 3, 4]]
     assert part.lengths.tolist() == [11, 14, 12, 15, 16]
     assert part.response_tokens.tolist() == [1, 4, 2, 5, 6]
     assert part.in_loss.tolist() == [True, True, False, False, True]
@@ -170,14 +170,14 @@ def test_a_part_of_a_batch_has_its_shards_and_their_sequences_counted_anew() -> 
 
 
 def make_step() -> StepBatch:
-    """Eight sequences in four shards, whose tokens are names."""
+    """Eight sequences in four partitions, whose tokens are names."""
     numbers = np.arange(8)
     return StepBatch(
         lengths=10 + numbers,
         response_tokens=numbers,
         in_loss=np.isin(numbers, [1, 4, 6]),
         advantages=-numbers.astype(np.float32),
-        shards=[np.array([0, 3]), np.array([1, 4]), np.array([2, 5, 6]), np.array([7])],
+        partitions=[np.array([0, 3]), np.array([1, 4]), np.array([2, 5, 6]), np.array([7])],
         fields={"token_ids": ["first", "second", "third", "fourth"]},
     )
 
@@ -215,14 +215,14 @@ def test_a_part_travels_as_arrays() -> None:
     copy, buffers, size = through_pickle(part)
     names = ["lengths", "response_tokens", "in_loss", "positive", "weights", "advantages"]
     pairs = [(getattr(part, name), getattr(copy, name)) for name in names]
-    pairs += zip(part.shards, copy.shards, strict=True)
+    pairs += zip(part.partitions, copy.partitions, strict=True)
     assert len(buffers) == len(pairs)
     for array, other in pairs:
         assert array.dtype == other.dtype
         assert np.array_equal(array, other)
         assert np.shares_memory(array, other)
-    fields = TokenBatch.of_replica(copy, by_name(stored)).fields
-    assert as_lists(fields) == as_lists(TokenBatch.of_replica(part, by_name(stored)).fields)
+    fields = TokenBatch.from_replica(copy, by_name(stored)).fields
+    assert as_lists(fields) == as_lists(TokenBatch.from_replica(part, by_name(stored)).fields)
     assert through_pickle(replace(part, lengths=1000 * part.lengths))[2] == size, "does not grow with the tokens"
 
 

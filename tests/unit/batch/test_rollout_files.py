@@ -13,7 +13,13 @@ import pytest
 
 from megatron_grpo import observability
 from megatron_grpo.batch import rollout_files
-from megatron_grpo.batch.rollout_files import Learnt, drop_rollouts_after, read_rollouts, rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import (
+    TrainedValues,
+    drop_rollouts_after,
+    read_rollouts,
+    rollouts_file,
+    write_rollouts,
+)
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from tests.support.trajectories import failed_trajectory, make_trajectory, with_learnt
 
@@ -53,7 +59,7 @@ def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypat
 
 
 def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
-    write_rollouts(rollouts_file(tmp_path, 3), [(0, [(one, Learnt(None)) for one in ROWS])])
+    write_rollouts(rollouts_file(tmp_path, 3), [(0, [(one, TrainedValues(None)) for one in ROWS])])
     rows = list(read_rollouts(tmp_path, 3))
     assert [row["advantages"] for row in rows] == [None] * len(ROWS)
     assert [row["token_ids"].tolist() for row in rows] == [one.token_ids.tolist() for one in ROWS]

@@ -70,7 +70,7 @@ def test_responses_with_removed_tokens_are_the_same_in_both_forms(name: str) -> 
     loss, metrics = loss_fn(curr, tokens, counts)
     rows = torch.arange(len(curr))[:, None].expand_as(curr).flatten()
     segments = Segments(rows, tokens.loss_mask.sum(dim=1).float())
-    flat = TokenFields(**{entry: values.flatten() for entry, values in tokens.present().items()})
+    flat = TokenFields(**{entry: values.flatten() for entry, values in tokens.as_dict().items()})
     again, flat_metrics = loss_fn(curr.flatten(), flat, counts, segments)
     assert again.item() == pytest.approx(loss.item(), rel=1e-6)
     assert {one: float(value) for one, value in flat_metrics.items()} == pytest.approx(

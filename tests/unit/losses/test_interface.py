@@ -138,7 +138,7 @@ def test_a_loss_looks_at_what_it_says_that_it_reads(kind: str) -> None:
     curr, tokens = everything(20)
     looked_at: set[str] = set()
     for loss_fn in LOSSES[kind]:
-        watched = Watched(**tokens.present())
+        watched = Watched(**tokens.as_dict())
         loss_fn(curr, watched, counts_of(tokens))
         looked_at |= watched.seen
         assert watched.seen <= {*loss_fn.reads, *OF_THE_RANK}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_grpo.batch.packing import Rectangles
+from megatron_grpo.batch.packing import SequencePadder
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.divergence import sampling_correction
@@ -101,7 +101,9 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut_up(
     whole, whole_metrics = loss_fn(curr, tokens, counts)
     (whole_gradient,) = torch.autograd.grad(whole, curr)
     lengths = [int(row.nonzero().max()) + 1 for row in tokens.loss_mask]
-    plan = Rectangles(microbatch_tokens, multiple).plan([lengths[row] for row in order], data_parallel)
+    plan = SequencePadder(microbatch_tokens, multiple).assign_microbatches(
+        [lengths[row] for row in order], data_parallel
+    )
 
     def part(rows: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
         width = math.ceil(max(lengths[row] for row in rows) / multiple) * multiple

@@ -19,7 +19,7 @@ def test_metrics_match_a_loop_over_tokens() -> None:
     _, metrics = ClippedPGLossFn(config)(curr, tokens, counts_of(tokens))
     actual = {key: value.item() for key, value in metrics.items() if key != "loss"}
     inside = tokens.loss_mask > 0
-    columns = {"curr": curr, **tokens.present()}
+    columns = {"curr": curr, **tokens.as_dict()}
     values = zip(*(column[inside].tolist() for column in columns.values()), strict=True)
     rows = [SimpleNamespace(**dict(zip(columns, row, strict=True))) for row in values]
     for row in rows:

@@ -105,6 +105,6 @@ def test_forward_flops_are_those_that_torch_counts_but_for_the_pairs_that_nobody
 def test_a_sequence_costs_what_it_computes(window: int) -> None:
     shape = replace(parse_model_shape(OLD), window=window)
     lengths = [1, 2, 3, 511, 512, 513, 514, 5000]
-    assert derive_cost(shape).of(np.array(lengths)).tolist() == [
+    assert derive_cost(shape).compute(np.array(lengths)).tolist() == [
         count_forward_flops(shape, [length]) for length in lengths
     ]

@@ -25,7 +25,7 @@ def known(stored: Sequence[str], by_response: list[float] | None = None) -> Step
         lengths=LENGTHS,
         response_tokens=LENGTHS - 1,
         in_loss=np.ones(2, dtype=np.bool_),
-        shards=SEQUENCES,
+        partitions=SEQUENCES,
         fields={name: list(BY_TOKEN) for name in ["token_ids", *stored]},
         advantages=None if by_response is None else np.array(by_response, dtype=np.float32),
     )

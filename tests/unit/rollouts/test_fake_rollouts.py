@@ -11,7 +11,7 @@ from tests.support.fake_rollouts import FakeRollouts
 
 
 @pytest.mark.parametrize(
-    "name", ["make_settings", "collect", "begin", "build_shards", "compute", "fetch", "put", "dump", "wait_dump"]
+    "name", ["make_settings", "collect", "begin", "build_partitions", "compute", "fetch", "put", "dump", "wait_dump"]
 )
 def test_a_call_that_the_fake_takes_the_real_one_takes(name: str) -> None:
     def taken(pool: type) -> list[tuple[str, object, object]]:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.shards import (
+    concatenate_trajectories,
     evenly_chosen,
-    gather_shards,
+    gather_partitions,
+    partition_fields,
     places_of,
-    shard_arrays,
-    shard_fields,
-    split_by_shard,
+    split_by_partition,
 )
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
@@ -23,7 +23,7 @@ from tests.support.trajectories import failed_trajectory, make_trajectory
 def test_tokens_masks_and_logprobs_of_several_turns() -> None:
     one = make_trajectory(token_ids=[9, 8, 7, 6, 5], spans=[Span(1, 3, 0), Span(4, 5, 1)], logprobs=[-1, -2, -3])
     two = failed_trajectory(prompt_tokens=2)
-    arrays = shard_arrays([two, one])
+    arrays = concatenate_trajectories([two, one])
     assert {name: array.dtype for name, array in arrays.items()} == {
         "token_ids": np.int32,
         "sampled": np.bool_,
@@ -32,20 +32,20 @@ def test_tokens_masks_and_logprobs_of_several_turns() -> None:
     assert arrays["token_ids"].tolist() == [0, 1, 9, 8, 7, 6, 5]
     assert arrays["sampled"].tolist() == [False, False, False, True, True, False, True]
     assert arrays["generation_logprobs"].tolist() == [0, 0, 0, -1, -2, 0, -3]
-    assert all(len(array) == 0 for array in shard_arrays([]).values())
+    assert all(len(array) == 0 for array in concatenate_trajectories([]).values())
 
 
 def test_routed_experts_stand_at_their_tokens_and_are_unknown_elsewhere() -> None:
     form = RoutedForm(layers=(1, 2), top_k=2, experts=200)
     known = np.arange(8, dtype=np.int16).reshape(2, 4)
     trajectories = [make_trajectory(routed=known), failed_trajectory(prompt_tokens=2), make_trajectory(routed=known)]
-    routed = shard_arrays(trajectories, form)["routed_experts"]
+    routed = concatenate_trajectories(trajectories, form)["routed_experts"]
     nothing = [-1] * 4
     assert routed.dtype == np.int16
     assert routed.tolist() == [*known.tolist(), nothing, nothing, nothing, *known.tolist(), nothing]
-    assert tuple(shard_arrays(trajectories, form)) == shard_fields(form)
-    assert tuple(shard_arrays(trajectories)) == shard_fields(None)
-    assert shard_arrays([], form)["routed_experts"].shape == (0, 4)
+    assert tuple(concatenate_trajectories(trajectories, form)) == partition_fields(form)
+    assert tuple(concatenate_trajectories(trajectories)) == partition_fields(None)
+    assert concatenate_trajectories([], form)["routed_experts"].shape == (0, 4)
 
 
 @settings(deadline=None)
@@ -56,11 +56,11 @@ def test_gathering_undoes_splitting(lengths: list[int], shards: int, seed: int) 
     tokens = np.arange(sum(lengths), dtype=np.int32)
     begins = np.cumsum([0, *lengths])
     for array in (tokens, tokens.astype(np.float32)):
-        split = split_by_shard(array, sequences, np.array(lengths))
+        split = split_by_partition(array, sequences, np.array(lengths))
         for numbers, part in zip(sequences, split, strict=True):
             expected = [token for number in numbers for token in range(begins[number], begins[number + 1])]
             assert part.tolist() == expected
-        gathered = gather_shards(split, sequences, np.array(lengths))
+        gathered = gather_partitions(split, sequences, np.array(lengths))
         assert gathered.dtype == array.dtype
         np.testing.assert_array_equal(gathered, array)
 

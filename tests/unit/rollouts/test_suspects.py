@@ -69,7 +69,7 @@ def test_a_suspect_response_teaches_nothing_and_is_no_baseline() -> None:
     assert [one.reward for one in others] == [0.0, 1.0, 0.0]
     outcomes = [one.outcome for one in group]
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4))
-    scores, batch = score(config, outcomes), StepBatch.of_outcomes(config, outcomes)
+    scores, batch = score(config, outcomes), StepBatch.from_outcomes(config, outcomes)
     assert batch.in_loss.tolist() == [False, True, True, True]
     assert scores.kept.tolist() == [True]
     relative = group_advantages(scores.rewards, leave_one_out=True, normalize=False)
