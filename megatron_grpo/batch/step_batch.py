@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,7 @@ from megatron_grpo.batch.packing import OF_TOKENS, Cost, make_packer
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
 
-if TYPE_CHECKING:
-    from ray import ObjectRef
-
+StoredArray = Any  # Ray's ObjectRef to an array. Losses read this module, and know nothing of Ray.
 TokenArrays = dict[str, NDArray[Any]]
 """Arrays of a step's tokens by field, [tokens of the step]: sequences end to end in the step's order."""
 
@@ -56,8 +54,8 @@ class StepBatch:
     """Largest token_mult_prob_error that the policy learns from; None: there is no limit."""
     partitions: list[NDArray[np.int64]] = field(default_factory=list)
     """Indices of the sequences of each partition, int64, ascending. Every replica has whole partitions."""
-    fields: dict[str, list[ObjectRef]] = field(default_factory=dict)
-    """By stored field (`STORED_DTYPES`), for each partition Ray's reference to an array [tokens of the partition]."""
+    fields: dict[str, list[StoredArray]] = field(default_factory=dict)
+    """By stored field (`STORED_DTYPES`), an array for each partition: [tokens of the partition]."""
 
     @staticmethod
     def from_outcomes(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
