@@ -5,7 +5,7 @@
 Real steps of GRPO on a real Ray: rollout workers, environments, shards, log-probabilities, two passes of the optimizer,
 rollouts on disk. Prints JSON: for each size the driver's CPU seconds a step (all threads), the bytes of objects that it
 serialised and deserialised as a fraction of the token data (8 bytes a sampled token), and the growth of its resident
-memory; medians of `--steps` steps after one. The code of another revision is measured beside it, at a size it can bear.
+memory; medians of `--steps` steps after one. `growth` is the power of the number of samples with which a figure grows.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ import math
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from header import header
-from sides import Checkout, environment_of, opened
+from sides import environment_of
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 3600.0
-BEFORE = "19e7a4f"
-"""The last commit whose driver carries every token."""
 SMALLEST, FACTOR = 1024, 4
 """Sizes grow by this factor from the smallest to --samples."""
 
@@ -37,16 +34,10 @@ def main() -> None:
     options = _options()
     prepare_ray_environment()  # the sides' processes inherit it
     result: dict[str, Any] = {**header("data_plane"), "replicas": options.replicas, "group": options.group}
-    with ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="data_plane_", ignore_cleanup_errors=True)))
-        sizes: list[dict[str, Any]] = []
-        while not sizes or sizes[-1]["samples"] < options.samples:
-            samples = min(SMALLEST * FACTOR ** len(sizes), options.samples)
-            sizes.append(_measure(options, str(HERE.parent), "data_plane_now.py", samples, work))
-        result |= {**sizes[-1], "sizes": sizes, "growth": _growth(sizes)}
-        if not options.no_before:
-            samples = min(options.before_samples, options.samples)
-            result["before"] = _measure(options, options.before, "data_plane_before.py", samples, work)
+    sizes: list[dict[str, Any]] = []
+    while not sizes or sizes[-1]["samples"] < options.samples:
+        sizes.append(_measure(options, min(SMALLEST * FACTOR ** len(sizes), options.samples)))
+    result |= {**sizes[-1], "sizes": sizes, "growth": _growth(sizes)}
     print(json.dumps(result, indent=2))
 
 
@@ -59,26 +50,23 @@ def _options() -> argparse.Namespace:
         "group": (16, "samples of a prompt"),
         "minibatches": (1, "optimizer steps of each of the two passes over a step's samples"),
         "steps": (3, "measured steps, after one to warm up"),
-        "before-samples": (1024, "samples of a step of the other revision"),
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--before", default=BEFORE, help=f"revision or checkout to measure beside (default: {BEFORE})")
-    parser.add_argument("--no-before", action="store_true", help="measure this checkout only")
     return parser.parse_args()
 
 
-def _measure(options: argparse.Namespace, source: str, script: str, samples: int, work: Path) -> dict[str, Any]:
-    """Figures of one side at one size, in processes of its own; and its commit."""
+def _measure(options: argparse.Namespace, samples: int) -> dict[str, Any]:
+    """Figures of steps of so many samples, in a process of their own."""
     names = ("tokens", "replicas", "group", "minibatches", "steps")
     sizes = {"samples": samples, **{name: getattr(options, name) for name in names}}
-    print(f"{script}: {samples} samples", file=sys.stderr)
-    with opened(source, work, DEADLINE_S) as (side, commit), tempfile.TemporaryDirectory(dir=work) as folder:
-        assert isinstance(side, Checkout), "records of earlier runs say nothing about the driver"
+    print(f"{samples} samples", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="data_plane_", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "figures.json"
-        command = [sys.executable, str(HERE / script), json.dumps(sizes), str(file), folder]
-        environment = environment_of(side.packages)
-        subprocess.run(command, cwd=side.packages, env=environment, stdout=sys.stderr, timeout=DEADLINE_S, check=True)
-        return {**json.loads(file.read_text()), "commit": commit}
+        command = [sys.executable, str(HERE / "data_plane_steps.py"), json.dumps(sizes), str(file), folder]
+        environment = environment_of(HERE.parent)
+        subprocess.run(command, cwd=HERE.parent, env=environment, stdout=sys.stderr, timeout=DEADLINE_S, check=True)
+        figures: dict[str, Any] = json.loads(file.read_text())
+        return figures
 
 
 def _growth(sizes: list[dict[str, Any]]) -> dict[str, float]:

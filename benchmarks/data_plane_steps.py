@@ -1,4 +1,4 @@
-"""The side of data_plane.py that is the code of this checkout: real steps of GRPO between made-up ends."""
+"""Steps that data_plane.py measures: real steps of GRPO between made-up ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -76,6 +77,7 @@ class IdleModel:
     """Stands in for a `ModelRank` on the last pipeline stage; computes nothing."""
 
     is_output_rank = True
+    settings = SimpleNamespace(token_filter=None)
 
     def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the stored entries that a last pipeline stage uses, as `ModelRank.list_needed_fields` gives them."""
@@ -128,6 +130,9 @@ class IdleTransport(WeightTransport):
     def start_serving(self, report: TransferReport) -> TransferReport:
         """The report as it is, in the place of `WeightTransport.start_serving`: no engine has to be checked."""
         return report
+
+    def require_checks(self) -> None:
+        """Nothing, in the place of `WeightTransport.require_checks`: no engine computes anything."""
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         raise NotImplementedError
