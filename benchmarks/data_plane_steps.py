@@ -81,7 +81,7 @@ class IdleModel:
 
     def list_needed_fields(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the stored entries that a last pipeline stage uses, as `ModelRank.list_needed_fields` gives them."""
-        return ("token_ids", "sampled") if loss_fn is None else ("token_ids", *loss_fn.reads)
+        return ("token_ids", "sampled") if loss_fn is None else ("token_ids", *loss_fn.field_names)
 
     def compute_logprobs(self, batch: TokenBatch, microbatches: list[list[int]]) -> torch.Tensor:
         """[tokens of the batch], float32: zeros."""
@@ -205,7 +205,7 @@ def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
         folder=config.policy.model.path,
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
-        seed=config.loop.seed,
+        seed=config.training_loop.seed,
     )
     with patch.object(MegatronPolicy, "actor_class", IdleRank):
         policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)

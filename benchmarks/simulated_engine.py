@@ -15,7 +15,7 @@ from simulated_parts import RIGHT, WRONG, Member, Times
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
-from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings
@@ -168,7 +168,7 @@ class SimulatedEngine:
         waiting = {asyncio.create_task(self._response(one, settings)): index for index, one in enumerate(requests)}
         try:
             async for done in in_bunches(waiting):
-                yield pickled([(index, task.result()) for index, task in done.items()])
+                yield wrap_for_pickling([(index, task.result()) for index, task in done.items()])
         finally:
             for task in waiting:
                 task.cancel()

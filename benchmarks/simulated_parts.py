@@ -188,7 +188,7 @@ class SimulatedRank:
 def metrics_of_a_token(loss_fn: LossFunction, names: Iterable[str]) -> dict[str, float]:
     """The metrics of a loss over one token, which has these stored fields."""
     ones = torch.ones(1, 1)
-    entries = dict.fromkeys({"loss_mask"} | {"advantages", *names} & set(loss_fn.reads), ones)
+    entries = dict.fromkeys({"loss_mask"} | {"advantages", *names} & set(loss_fn.field_names), ones)
     one = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
     _, metrics = loss_fn(ones.clone().requires_grad_(), TokenFields(**entries), one)
     return {name: float(value.detach()) for name, value in metrics.items()}

@@ -211,15 +211,15 @@ def _bring_up(config: Config, case: Case, stack: ExitStack) -> GRPORun:
     for part in (generation, policy, rollouts):
         part.wait_ready()
     placement = Placement()
-    if config.generation.colocated:
+    if config.generation.is_colocated:
         generation.sleep()
         placement = Placement(generation, policy)
     loader = _loader(case)
     settings = SamplingSettings(max_new_tokens=config.generation.max_new_tokens)
     buffer = None
-    if config.loop.async_grpo.enabled:
-        kind = OrderedBuffer if config.loop.async_grpo.oversampling_factor is None else Oversampling
-        buffer = kind(rollouts, loader, config.loop, settings, 0)
+    if config.training_loop.async_grpo.enabled:
+        kind = OrderedBuffer if config.training_loop.async_grpo.oversampling_factor is None else Oversampling
+        buffer = kind(rollouts, loader, config.training_loop, settings, 0)
     _publish_first(transport, placement)
     logger = RunLogger(run_dir, config)
     stack.callback(logger.close)
@@ -258,7 +258,7 @@ def _generation(config: Config, folder: Path, stack: ExitStack) -> VllmGeneratio
         config=config.generation,
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
+        in_flight=config.training_loop.async_grpo if config.training_loop.async_grpo.enabled else None,
     )
     timeout_s = config.cluster.startup_timeout_s
     generation = VllmGeneration(settings, actor_options=lambda engine: {}, startup_timeout_s=timeout_s)
@@ -274,7 +274,7 @@ def _policy(config: Config, folder: Path, stack: ExitStack) -> MegatronPolicy:
         folder=str(folder),
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
-        seed=config.loop.seed,
+        seed=config.training_loop.seed,
     )
     policy = MegatronPolicy(settings, lambda rank: {}, config.cluster.startup_timeout_s)
     stack.callback(policy.shutdown)

@@ -23,12 +23,12 @@ from header import header
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.observability.run_files import read_lines
 
 DOCS = Path(__file__).parents[1] / "docs"
 BASELINES = {"defaults": ("+exp=quickstart",), "ppo": ("+exp=quickstart_ppo",)}
-RUNS = BASELINES | {name: ("+exp=quickstart", f"+variant={name}") for name in config_groups()["variant"]}
+RUNS = BASELINES | {name: ("+exp=quickstart", f"+variant={name}") for name in list_config_groups()["variant"]}
 SMALLER_STEPS = ("policy.optimizer.lr=3e-4", "policy.optimizer.min_lr=3e-5")
 ABOUT_THE_RATIO = {name: RUNS[name] for name in ("defaults", "ppo", "cispo", "gspo", "sapo")}
 ABOUT_THE_RATIO |= {"sapo, lr 3e-4": (*RUNS["sapo"], *SMALLER_STEPS)}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_grpo.config.errors import did_you_mean
-from megatron_grpo.config.help import COMMANDS, MISTAKE, answer_help, commands_text
+from megatron_grpo.config.errors import suggest_name
+from megatron_grpo.config.help import COMMANDS, MISTAKE, answer_help, format_commands
 from megatron_grpo.config.output import tolerant_output
 
 
 @tolerant_output()
 def main(arguments: Sequence[str]) -> int:
     """Print the commands, or the version; a command is run by its own module."""
-    if answer_help(arguments or ["--help"], commands_text()):
+    if answer_help(arguments or ["--help"], format_commands()):
         return 0
-    hint = did_you_mean(arguments[0], COMMANDS, "python -m megatron_grpo.{}", otherwise="")
-    print(f"{arguments[0]} is not run this way{hint}\n\n{commands_text()}", end="", file=sys.stderr)
+    hint = suggest_name(arguments[0], COMMANDS, "python -m megatron_grpo.{}", otherwise="")
+    print(f"{arguments[0]} is not run this way{hint}\n\n{format_commands()}", end="", file=sys.stderr)
     return MISTAKE
 
 

@@ -131,7 +131,7 @@ def _checked(
     overrides = format_overrides(config)
     composed = compose_typed(overrides)
     if composed.config is None:
-        raise ConfigError(composed.named(composed.problems))
+        raise ConfigError(composed.rename_problems(composed.problems))
     task, run_dir = composed.config.data.task_name, composed.config.run_dir
     overrides.append(f"run_dir={run_dir}")  # fixed here, because its name may contain the time
     overrides += _reward_overrides(task, rewards, functions)

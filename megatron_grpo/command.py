@@ -12,12 +12,12 @@ import yaml
 from megatron_grpo.algorithms.dispatch import run_algorithm
 from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import FAILED, MISTAKE, answer_help, help_text, report_interruption
-from megatron_grpo.config.keys import known_key, known_section
+from megatron_grpo.config.help import FAILED, MISTAKE, answer_help, format_help, report_interruption
+from megatron_grpo.config.keys import find_key, is_section
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
-from megatron_grpo.config.suggestions import counterpart
+from megatron_grpo.config.suggestions import describe_counterpart
 from megatron_grpo.models.source import find_local_folder, is_prepared
 from megatron_grpo.preflight.load import check_overrides, summarize_run
 from megatron_grpo.preflight.tokenizer_checks import has_tokenizer
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     try:
         if {"-h", "--help", "--version"} & set(arguments):
-            answer_help(arguments, help_text())
+            answer_help(arguments, format_help())
             return 0
         return _run_or_tell(*_read_options(arguments))
     except ConfigError as error:
@@ -82,7 +82,7 @@ def _check_start(config: Config) -> Path | None:
         ConfigError: an environment cannot be created, the checkpoint is damaged or of other adapters, or too few
             prompts are short enough.
     """
-    if config.generates:
+    if config.needs_generation:
         from megatron_grpo.preflight.environment_checks import (
             check_scoring,  # imported here, because NumPy takes long to import
         )
@@ -93,7 +93,7 @@ def _check_start(config: Config) -> Path | None:
     checkpointer = Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
     start_from = find_start_checkpoint(checkpointer, config)
     folder = find_local_folder(config.policy.model.path)
-    if config.generates and not is_prepared(config) and folder is not None and has_tokenizer(folder):
+    if config.needs_generation and not is_prepared(config) and folder is not None and has_tokenizer(folder):
         from megatron_grpo.preflight.conversation_checks import (
             load_examined_prompts,  # imported here, because torch takes long to import
         )
@@ -135,7 +135,7 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
 def _advice(option: str) -> str:
     """What to write instead of an option that there is not, which may be another framework's or a key with dashes."""
     name = option.lstrip("-").replace("-", "_")
-    advice = counterpart(option, "grpo") or counterpart(name, "grpo")
-    if advice is None and (known_key(name) or known_section(name)):
+    advice = describe_counterpart(option, "grpo") or describe_counterpart(name, "grpo")
+    if advice is None and (find_key(name) or is_section(name)):
         advice = f"keys have no dashes before them: {name}=..."
     return advice or "--help shows what there is"

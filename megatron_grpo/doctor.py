@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.config.conversion import convert_argument
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.section import Positive, Seconds
-from megatron_grpo.config.typed import converted
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.summary import read_end_reason
 from megatron_grpo.run.directory import CONFIG_FILE
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     run_dir, own, overrides = _split(arguments)
-    given = {name: converted(name, own[name], kind) for name, kind in _OWN.items() if name in own}
+    given = {name: convert_argument(name, own[name], kind) for name, kind in _OWN.items() if name in own}
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not the folder of a run")
     if not (run_dir / CONFIG_FILE).exists() and (reason := read_end_reason(run_dir)) is not None:

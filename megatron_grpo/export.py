@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_grpo.config.errors import did_you_mean, shown
+from megatron_grpo.config.conversion import convert_argument
+from megatron_grpo.config.errors import suggest_name, to_text
 from megatron_grpo.config.help import run_command
-from megatron_grpo.config.paths import is_hub_name, unwritable
+from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
-from megatron_grpo.config.typed import converted
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, verify_checkpoint
@@ -118,7 +118,7 @@ def _trained_policy(config_file: Path) -> PolicyConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(("policy", *map(str, first["loc"])))
-        text = f"{key}={shown(first['input'])}: {first['msg']}"
+        text = f"{key}={to_text(first['input'])}: {first['msg']}"
         raise ValueError(f"{config_file} is not the configuration of a run: {text}") from None
 
 
@@ -126,7 +126,7 @@ def _require_writable(output: Path) -> None:
     """Raise ValueError if the folder cannot be made, or exists and is not empty."""
     absolute = output.absolute()
     incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")  # the name under which it is written
-    for problem in unwritable("output", str(incomplete)):
+    for problem in check_writable("output", str(incomplete)):
         raise ValueError(f"output={output} cannot be written: {problem.text}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"output={output} already exists; give the path of a new folder")
@@ -138,9 +138,9 @@ def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name not in _KINDS or not equals:
-            hint = did_you_mean(name.lstrip("-+"), _KINDS, "{}=...", otherwise="")
+            hint = suggest_name(name.lstrip("-+"), _KINDS, "{}=...", otherwise="")
             raise ValueError(f"{argument} is not understood{hint}\n{USAGE}".rstrip())
-        values[name] = converted(name, value, _KINDS[name])
+        values[name] = convert_argument(name, value, _KINDS[name])
     for name in _PATHS:
         if not values.get(name):
             raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())

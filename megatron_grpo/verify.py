@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from megatron_grpo.config.errors import RunError, did_you_mean
+from megatron_grpo.config.conversion import convert_argument
+from megatron_grpo.config.errors import RunError, suggest_name
 from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
-from megatron_grpo.config.typed import converted
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.layout_checks import check_split
@@ -195,14 +195,14 @@ def read_request(arguments: Sequence[str]) -> VerifyRequest:
             values["json"] = True
         elif not equals or key not in kinds or key == "json":
             known = (f"{name}=" if name != "json" else "--json" for name in kinds)
-            raise ValueError(f"{argument} is not an argument" + did_you_mean(f"{key}=", known))
+            raise ValueError(f"{argument} is not an argument" + suggest_name(f"{key}=", known))
         elif key == "layouts":
             values[key] = read_layouts(key, text)
         elif key == "packing":
             packings = {"true": (True,), "false": (False,), "both": (True, False)}
-            values[key] = packings[converted(key, text, Literal["true", "false", "both"])]
+            values[key] = packings[convert_argument(key, text, Literal["true", "false", "both"])]
         else:
-            values[key] = converted(key, text, kinds[key])
+            values[key] = convert_argument(key, text, kinds[key])
     return VerifyRequest(**values)
 
 

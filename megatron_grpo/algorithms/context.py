@@ -199,7 +199,7 @@ class SamplingRun:
         """Message for a run that ends because its prompts, or the steps of its recording, are used up."""
         if isinstance(self.loader, RecordedSteps):
             return self.loader.end_of_data
-        return f"the data is used up: {self.config.loop.max_num_epochs} epoch(s)"
+        return f"the data is used up: {self.config.training_loop.max_num_epochs} epoch(s)"
 
     def models(self) -> dict[str, ModelRanks]:
         """Trained models, by their folder in a checkpoint."""

@@ -41,7 +41,7 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
     trained = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
     with ThreadPoolExecutor(1, "import") as importer:
         imported = importer.submit(lambda: (pkgutil.resolve_name(trained), pkgutil.resolve_name(SETUP)))
-        if config.generates:
+        if config.needs_generation:
             check_scoring(config, rewards=user_objects.rewards if user_objects is not None else None)
         with open_run(config, user_objects, began) as startup:
             with startup.part("imports"):

@@ -78,7 +78,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = build_batch(config, samples.groups, rollouts, policy.cost)
-        batch.prob_error_limit = config.prob_error_limit(compute_oldest_age(run, samples.outcomes))
+        batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
         run.dumps.hold(number, samples.groups, batch, samples.facts(run.loader_state()))
     of_logprobs = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("advantages"):

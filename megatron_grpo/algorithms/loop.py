@@ -15,7 +15,7 @@ from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
-from megatron_grpo.config.metric_names import sometimes_absent
+from megatron_grpo.config.metric_names import list_optional_metrics
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
@@ -79,7 +79,7 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 
 
 def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
-    limits, state = run.config.loop, run.state
+    limits, state = run.config.training_loop, run.state
     _tell_progress(run)
     run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
     _catch_up_on_validation(run)
@@ -196,7 +196,7 @@ def _save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
 
 def _tell_progress(run: SamplingRun) -> None:
     """Give rollout workers the progress of the run, which reward functions can read."""
-    limits, state = run.config.loop, run.state
+    limits, state = run.config.training_loop, run.state
     run.rollouts.trainer_state = TrainerState(
         global_step=state["total_steps"],
         max_steps=limits.max_num_steps,
@@ -208,7 +208,7 @@ def _tell_progress(run: SamplingRun) -> None:
 def _catch_up_on_validation(run: SamplingRun) -> None:
     """Validate before the next step if that is due: at the start, or because the last validation failed."""
     step = run.state["total_steps"]
-    due = run.config.loop.val_at_start if step == 0 else _periodic_validation_due(run)
+    due = run.config.training_loop.val_at_start if step == 0 else _periodic_validation_due(run)
     if not due or run.state.get("val_step") == step:
         return
     validated = _validated(run)
@@ -217,7 +217,7 @@ def _catch_up_on_validation(run: SamplingRun) -> None:
 
 
 def _stopped_early(run: SamplingRun) -> bool:
-    reason = find_stop_reason(run.state["early_stop"], run.config.loop.early_stop)
+    reason = find_stop_reason(run.state["early_stop"], run.config.training_loop.early_stop)
     if reason is None and run.callbacks.wants_stop:
         reason = "a callback of the script says so"
     if reason is None and _asked_to_stop(run):
@@ -250,7 +250,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         RunError: the step's weights were not published, the validation failed, or checkpoints cannot be ranked; the
             step was logged and saved.
     """
-    step, loop, metrics = run.state["total_steps"], run.config.loop, dict(report.metrics)
+    step, loop, metrics = run.state["total_steps"], run.config.training_loop, dict(report.metrics)
     failure = report.failure
     if failure is not None:  # noted before saving, which waits for ranks that may be busy
         saved = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
@@ -275,9 +275,9 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         if not isinstance(failure, ModelLostError):
             _save_finished_steps(run, metrics, Snapshot.of(run))
         raise failure
-    begins_a_replay = run.config.logger.needed_by_a_replay(step) and step < loop.max_num_steps
+    begins_a_replay = run.config.logger.is_replay_start(step) and step < loop.max_num_steps
     due = step % run.config.checkpointing.save_period == 0 or begins_a_replay or report.saves
-    if run.config.saves and (due or run.callbacks.wants_checkpoint):
+    if run.config.has_checkpoints and (due or run.callbacks.wants_checkpoint):
         _save(run, metrics, Snapshot.of(run))
     return metrics
 
@@ -315,7 +315,10 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
 def _ranking_problem(run: SamplingRun, metrics: Mapping[str, float]) -> RunError | None:
     """The error for a checkpointing.metric_name that steps do not have; None: checkpoints can be ranked."""
     config, step = run.config, run.state["total_steps"]
-    name, ranked = config.keeping.metric_name, config.saves and config.keeping.keep_top_k is not None
+    name, ranked = (
+        config.ranked_checkpointing.metric_name,
+        config.has_checkpoints and config.ranked_checkpointing.keep_top_k is not None,
+    )
     if not ranked or name is None or name in metrics or name.startswith(VALIDATION_PREFIX):
         return None
     if name.startswith(ENVIRONMENT_FIGURE):
@@ -327,7 +330,7 @@ def _ranking_problem(run: SamplingRun, metrics: Mapping[str, float]) -> RunError
             return RunError(text)
         run.logger.note_once("ranking", f"{text}. Checkpoints of such steps rank last")
         return None
-    if not metrics["optimizer_steps"] or name in sometimes_absent(config):
+    if not metrics["optimizer_steps"] or name in list_optional_metrics(config):
         return None  # a step that does not train the policy, as in the critic's warm-up, lacks many metrics
     known = ", ".join(sorted(metrics))
     return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is not a metric of a step: {known}")
@@ -336,7 +339,7 @@ def _ranking_problem(run: SamplingRun, metrics: Mapping[str, float]) -> RunError
 def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
     """Save before a failure ends the run; a failure to save is only noted, because the run ends with the first one."""
     step = run.state["total_steps"]
-    if step == 0 or not run.config.saves:
+    if step == 0 or not run.config.has_checkpoints:
         return
     with _only_noted(run, f"step {step} could not be saved"):
         run.checkpointer.finish()
@@ -357,13 +360,13 @@ def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     run.checkpointer.finish()
     step, saved = run.state["total_steps"], run.checkpointer.list_steps()
     validated: dict[str, float] = {}
-    if run.config.loop.val_at_end and run.state.get("val_step") != step and not _asked_to_stop(run):
+    if run.config.training_loop.val_at_end and run.state.get("val_step") != step and not _asked_to_stop(run):
         try:
             validated = _validated(run)
         except SamplingError:
             _save_finished_steps(run, metrics, Snapshot.of(run))
             raise
-    if not run.config.saves:
+    if not run.config.has_checkpoints:
         return
     if step not in saved:
         _save(run, {**metrics, **validated}, Snapshot.of(run), wait=True)
@@ -372,7 +375,7 @@ def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
 
 
 def _periodic_validation_due(run: SamplingRun) -> bool:
-    loop, step = run.config.loop, run.state["total_steps"]
+    loop, step = run.config.training_loop, run.state["total_steps"]
     return loop.val_period > 0 and step % loop.val_period == 0 and step >= loop.val_delay
 
 
@@ -382,7 +385,7 @@ def _validated(run: SamplingRun) -> dict[str, float]:
     if metrics:
         run.state["val_step"] = run.state["total_steps"]
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
-        update_early_stop(run.state["early_stop"], metrics, run.config.loop.early_stop)
+        update_early_stop(run.state["early_stop"], metrics, run.config.training_loop.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics, timer.seconds)
         run.callbacks.notify("on_validation", run.state["total_steps"], metrics)
     return metrics

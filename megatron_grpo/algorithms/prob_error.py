@@ -89,7 +89,7 @@ class NoiseBounds:
     @staticmethod
     def of(config: Config, shape: ModelShape) -> NoiseBounds:
         """Bounds of a run; infinite at first where sampling differs from training on purpose."""
-        if config.generation.hides_distribution:
+        if config.generation.has_unmatched_sampling:
             return NoiseBounds(math.inf, 0.25)
         precision = config.coarsest_precision
         if precision == "8 bits":
@@ -105,7 +105,7 @@ class NoiseBounds:
 
 def noise_kind(config: Config) -> str:
     """Name of the kind of noise a run has; noise measured under another name does not count."""
-    hides = " with penalties or a form" if config.generation.hides_distribution else ""
+    hides = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
     return f"{config.coarsest_precision}{hides}"
 
 
@@ -205,9 +205,9 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         return Assessment({}, remarks)
     age = compute_oldest_age(run, outcomes)
     seen = compare_with_noise(
-        state, NoiseBounds.of(config, run.policy.shape), metrics, age, config.prob_error_limit(age)
+        state, NoiseBounds.of(config, run.policy.shape), metrics, age, config.find_prob_error_limit(age)
     )
-    if not config.generates:  # recorded tokens may be of other weights on purpose
+    if not config.needs_generation:  # recorded tokens may be of other weights on purpose
         return Assessment(seen.metrics)
     if not seen.begins_episode:
         return Assessment(seen.metrics, remarks)
@@ -215,7 +215,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         run.transport.require_checks()
     can_examine = step == 1 or step - 1 in run.checkpointer.list_steps()
     remarks.append(_warning(run, step, metrics, seen, can_examine))
-    return Assessment(seen.metrics, remarks, saves=config.saves and not can_examine)
+    return Assessment(seen.metrics, remarks, saves=config.has_checkpoints and not can_examine)
 
 
 def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
@@ -227,7 +227,7 @@ def _warning(run: GRPORun, step: int, metrics: Mapping[str, float], seen: NoiseC
     """The one message of an episode."""
     config, refit = run.config, run.config.refit
     doctor = f"{doctor_command(run.run_dir, step)} names the reason"
-    if config.saves and not can_examine:
+    if config.has_checkpoints and not can_examine:
         doctor = (
             f"a checkpoint is saved after this step, so that {doctor_command(run.run_dir, step + 1)} names the reason "
             "once the next step is done"

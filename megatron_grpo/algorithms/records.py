@@ -22,7 +22,7 @@ from megatron_grpo.batch.rollout_files import (
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
-from megatron_grpo.cluster.futures import stored
+from megatron_grpo.cluster.futures import fetch_stored
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
 from megatron_grpo.config.schema import Config, LoggerConfig
 from megatron_grpo.data.loader import Batches
@@ -108,7 +108,7 @@ class RolloutDumps:
         assert self._held is not None, "hold() comes first"
         step, groups, batch, facts = self._held
         self._held = None
-        replays = self._config.replays(step) and batch is not None
+        replays = self._config.has_replay(step) and batch is not None
         if self._config.rollouts != "off" or replays:
             limit = self._config.rollouts_sample if self._config.rollouts == "sample" and not replays else None
             record = StepRecord(self._facts, facts)
@@ -134,7 +134,7 @@ class RolloutDumps:
 
 def describe_run(config: Config, folder: Path) -> RunFacts:
     """Facts about a run for its files of rollouts; `folder`: the folder of the policy's model."""
-    loop = config.loop
+    loop = config.training_loop
     return RunFacts(
         prompts_per_step=loop.num_prompts_per_step,
         samples_per_prompt=loop.num_generations_per_prompt,
@@ -253,5 +253,5 @@ def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[li
     for shard, reference in zip(batch.partitions, batch.fields[entry], strict=True):
         for place in np.flatnonzero(np.isin(shard, sequences)):
             tokens = find_token_indices(batch.lengths[shard], np.array([place]))
-            rows[int(shard[place])] = stored([reference], entry)[0][tokens].tolist()
+            rows[int(shard[place])] = fetch_stored([reference], entry)[0][tokens].tolist()
     return [rows[int(number)] for number in sequences]

@@ -71,7 +71,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
     """
     if isinstance(run.loader, RecordedSteps):
         return _recorded(run, run.loader, timer)
-    samples, loop = StepSamples(carried=len(run.batch_cache)), run.config.loop
+    samples, loop = StepSamples(carried=len(run.batch_cache)), run.config.training_loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
     while groups := _next_groups(run, batches, timer):
@@ -120,7 +120,7 @@ def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> St
 
     Progress and the loader's position advance as they did in the recorded run.
     """
-    state, loop = run.state, run.config.loop
+    state, loop = run.state, run.config.training_loop
     step = state["total_steps"] + 1
     if step not in recorded.files:
         return None
@@ -143,7 +143,7 @@ def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: St
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
     else:
-        prompts, loop = next(batches, None), run.config.loop
+        prompts, loop = next(batches, None), run.config.training_loop
         rollout_settings = run.rollouts.make_settings(
             loop.num_generations_per_prompt, run.settings, loop.seed, step=state["generation_batches"] + 1
         )

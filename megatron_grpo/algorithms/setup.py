@@ -72,7 +72,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
     """
     with ExitStack() as stack:
         if startup is None:
-            if config.generates:
+            if config.needs_generation:
                 check_scoring(config)
             startup = stack.enter_context(open_run(config))
         run = _bring_up(config, startup, stack)
@@ -117,7 +117,7 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
             transport.connect()
     if models is not None:
         progress = _resume(_checkpoint(startup), config, models, data.loader)
-        if generation is not None and config.generation.colocated:
+        if generation is not None and config.generation.is_colocated:
             placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
     if transport is not None:
         with startup.part("refit"):
@@ -207,9 +207,9 @@ def _sampling_run(
     startup.checkpointer.on_publish = partial(callbacks.notify, "on_checkpoint")
     startup.checkpointer.note = logger.note
     buffer = None
-    if config.loop.async_grpo.enabled:
-        kind = OrderedBuffer if config.loop.async_grpo.oversampling_factor is None else Oversampling
-        buffer = kind(rollouts, data.loader, config.loop, settings, state["generation_batches"])
+    if config.training_loop.async_grpo.enabled:
+        kind = OrderedBuffer if config.training_loop.async_grpo.oversampling_factor is None else Oversampling
+        buffer = kind(rollouts, data.loader, config.training_loop, settings, state["generation_batches"])
     return SamplingRun(
         config=config,
         run_dir=startup.run_dir,
@@ -239,8 +239,8 @@ def _resume(path: Path | None, config: Config, models: Models, loader: Batches) 
             models.value.load_checkpoint(str(path / VALUE_FOLDER))
         groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
         # Groups of another size cannot share a batch with the groups of this run.
-        waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
-        progress = _Progress(state["save_state"], True, waiting if config.loop.use_dynamic_sampling else [])
+        waiting = [group for group in groups if len(group) == config.training_loop.num_generations_per_prompt]
+        progress = _Progress(state["save_state"], True, waiting if config.training_loop.use_dynamic_sampling else [])
     if isinstance(loader, RecordedSteps):
         loader.require_start(progress.state["total_steps"] + 1)
     return progress

@@ -23,7 +23,7 @@ from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.losses.divergence import inconsistent_sequences
+from megatron_grpo.losses.divergence import find_inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
@@ -76,14 +76,14 @@ def add_logprobs(
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it.
     everywhere = config.loss_fn.use_kl_in_reward
-    recorded = config.logger.replays(check.step)
+    recorded = config.logger.has_replay(check.step)
     if config.needs_prev_logprobs or recorded:
         with timer.phase("logprobs"):
             if recorded:
                 policy.watch_states(batch)
             finite = policy.add_logprobs(batch)
         check.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
-    if everywhere and config.generation.filters_in_training:  # prev_logprobs lack tokens that the filter removes
+    if everywhere and config.generation.has_training_filter:  # prev_logprobs lack tokens that the filter removes
         with timer.phase("logprobs"):
             finite = policy.add_whole_logprobs(batch)
         check.require_finite("whole_logprobs", finite, batch)
@@ -91,7 +91,7 @@ def add_logprobs(
         with timer.phase("logprobs"):
             finite = policy.add_reference_logprobs(batch)
         check.require_finite("reference_logprobs", finite | ~(batch.in_loss | everywhere), batch)
-    threshold, metrics = config.loop.seq_logprob_error_threshold, {}
+    threshold, metrics = config.training_loop.seq_logprob_error_threshold, {}
     if threshold is not None:
         with timer.phase("logprobs"):
             needed = ("sampled", "prev_logprobs", "generation_logprobs")
@@ -110,7 +110,7 @@ def _judge_sequences(
     """
     mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
     prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
-    beyond, metrics = inconsistent_sequences(mask, prev, generation, lengths.tolist(), threshold)
+    beyond, metrics = find_inconsistent_sequences(mask, prev, generation, lengths.tolist(), threshold)
     return {}, (beyond.numpy(), metrics)
 
 
@@ -126,7 +126,7 @@ def learn(
         RunError: a gradient is not finite; no update was made from it.
         DisagreementError: the policy's log-probabilities are too far from those of generation; no update was made.
     """
-    loop, recorded = config.loop, config.logger.replays(check.step)
+    loop, recorded = config.training_loop, config.logger.has_replay(check.step)
     if not config.needs_prev_logprobs:
         batch.fields.pop("prev_logprobs", None)  # computed for a replay: the step trains as if it had none
     if recorded:
@@ -302,7 +302,7 @@ def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Score
     it is left out with one sample to a prompt.
     """
     sampled: list[Outcome] = samples.sampled
-    generations = config.loop.num_generations_per_prompt
+    generations = config.training_loop.num_generations_per_prompt
     metrics = {
         **compute_rollout_metrics(sampled),
         **compute_length_metrics(sampled),
@@ -313,7 +313,7 @@ def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Score
         "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
         **samples.metrics,
     }
-    if config.loop.use_dynamic_sampling:
+    if config.training_loop.use_dynamic_sampling:
         metrics["filtered_reward"] = compute_rollout_metrics(samples.outcomes)["reward"]
     return metrics
 

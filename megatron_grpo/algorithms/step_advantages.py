@@ -72,14 +72,16 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
         config: scaling and shaping of rewards, and the advantage estimator.
         outcomes: outcomes of whole groups; the samples of a prompt are neighbours.
     """
-    samples = config.loop.num_generations_per_prompt
+    samples = config.training_loop.num_generations_per_prompt
     given = [math.nan if outcome.reward is None else outcome.reward for outcome in outcomes]
-    scaled = scale_rewards(torch.tensor(given, dtype=torch.float32).view(-1, samples), config.loop.reward_scaling)
+    scaled = scale_rewards(
+        torch.tensor(given, dtype=torch.float32).view(-1, samples), config.training_loop.reward_scaling
+    )
     rewards = shape_rewards(
         scaled,
         torch.tensor([outcome.response_tokens for outcome in outcomes]).view(-1, samples),
         torch.tensor([outcome.truncated for outcome in outcomes]).view(-1, samples),
-        config.loop.reward_shaping,
+        config.training_loop.reward_shaping,
         config.generation.max_new_tokens,
     )
     if config.grpo.adv_estimator.name == "gdpo":
@@ -92,9 +94,11 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 
 def _parts(config: Config, outcomes: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
     """Rewards by function, [functions, groups, samples], and the functions' weights, [functions], both float32."""
-    weights = {name: weight for one in config.env.values() for name, weight in one.weights_by_function().items()}
+    weights = {name: weight for one in config.env.values() for name, weight in one.function_weights.items()}
     rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in weights]
-    parts = torch.tensor(rows, dtype=torch.float32).view(len(weights), -1, config.loop.num_generations_per_prompt)
+    parts = torch.tensor(rows, dtype=torch.float32).view(
+        len(weights), -1, config.training_loop.num_generations_per_prompt
+    )
     return parts, torch.tensor(list(weights.values()))
 
 
@@ -129,7 +133,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
             relative = gdpo_advantages(scores.parts, scores.weights)
         else:
             relative = _relative_to_group(config, scores.rewards)
-        batch.advantages = clipped(relative.flatten(), config.loop).float().numpy()
+        batch.advantages = clipped(relative.flatten(), config.training_loop).float().numpy()
         finite = np.isfinite(batch.advantages)
     return finite
 
@@ -162,13 +166,13 @@ def compute_token_advantages(
         sums = torch.stack([piece.sum() for piece in penalty.split(of_responses)]).view_as(rewards)
         by_response = _relative_to_group(config, rewards - sums).flatten()
         by_token = by_response.repeat_interleave(torch.tensor(of_responses))
-    entry = scatter_sampled(clipped(by_token, config.loop), arrays["sampled"])
+    entry = scatter_sampled(clipped(by_token, config.training_loop), arrays["sampled"])
     return {"advantages": entry}, find_finite_sequences(entry, lengths)
 
 
 def _policy_entry(config: Config) -> str:
     """The policy's log-probabilities that are compared with the reference's: those over the whole vocabulary."""
-    return "whole_logprobs" if config.generation.filters_in_training else "prev_logprobs"
+    return "whole_logprobs" if config.generation.has_training_filter else "prev_logprobs"
 
 
 def kl_penalty_of_sampled(config: Config, arrays: Arrays) -> Tensor | None:

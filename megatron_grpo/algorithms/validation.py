@@ -35,7 +35,7 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
         return {}
     timer = StepTimer() if timer is None else timer
     run.placement.wake_engines(timer)
-    loop = run.config.loop
+    loop = run.config.training_loop
     settings = replace(run.settings, temperature=loop.val_temperature)
     batches = sample_responses(
         run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer

@@ -64,7 +64,7 @@ class StepBatch:
         The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
         multiplier is 0 and, with overlong_filtering, those that were cut off.
         """
-        overlong, nll_weight = config.loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
+        overlong, nll_weight = config.training_loop.overlong_filtering, config.loss_fn.positive_example_nll_weight
         weights = np.array([outcome.loss_multiplier or 1.0 for outcome in outcomes], dtype=np.float32)
         return StepBatch(
             lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),

@@ -18,7 +18,7 @@ from megatron_grpo.config.errors import CanaryError, EngineLostError, RunError
 FETCH_S = 300.0
 """Deadline for fetching values that are already in the object store, in seconds."""
 
-NAMED = 8
+MAX_NAMES = 8
 """Most workers that a message lists by name."""
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def gather(
     refs: Sequence[ray.ObjectRef],
     *,
     deadline_s: float,
-    what: str,
+    phase_name: str,
     name: Callable[[int], str] = "rank {}".format,
 ) -> list[Any]:
     """Results of `refs` in their order; raises as soon as the first call fails.
@@ -36,15 +36,15 @@ def gather(
     Args:
         refs: remote calls of one phase.
         deadline_s: seconds for all of them together.
-        what: the phase, for messages ("training step").
+        phase_name: the phase, for messages ("training step").
         name: function from i to the name of the worker behind refs[i], under which it also logs.
 
     Raises:
         RunError: a worker died, its call raised, or the deadline passed; the message names the worker and the reason.
     """
     names = [name(i) for i in range(len(refs))]
-    logger.debug("%s: waits up to %g s for %s", what, deadline_s, listed(names))
-    with phase(what):
+    logger.debug("%s: waits up to %g s for %s", phase_name, deadline_s, join_names(names))
+    with phase(phase_name):
         try:
             # One call for all: waiting for one reference at a time takes time quadratic in their number. It raises as
             # soon as one call has failed.
@@ -58,46 +58,48 @@ def gather(
                 ray.get(ref)
             except RayError as error:
                 failed = names[index[ref]]
-                raise RunError(f"{what}: {failed} {explain(error)}{report_hanging([failed, *others])}") from error
+                raise RunError(
+                    f"{phase_name}: {failed} {explain_error(error)}{report_hanging([failed, *others])}"
+                ) from error
         if pending:
-            raise overdue(what, others, deadline_s)
+            raise build_overdue_error(phase_name, others, deadline_s)
         return list(ray.get(list(refs)))  # all calls ended between the deadline and the check
 
 
-def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
+def fetch_stored(refs: Sequence[ray.ObjectRef], content: str) -> list[Any]:
     """Fetch values that are in the object store already (from `ray.put`), in the order of their references.
 
     Raises:
-        RunError: a value was lost with its process or did not arrive within `FETCH_S`; the message names `what`.
+        RunError: a value was lost with its process or did not arrive within `FETCH_S`; the message names `content`.
     """
     try:
         return list(ray.get(list(refs), timeout=FETCH_S))
     except RayError as error:
-        raise RunError(f"{what} cannot be fetched from the object store: {explain(error)}") from error
+        raise RunError(f"{content} cannot be fetched from the object store: {explain_error(error)}") from error
 
 
-def overdue(what: str, workers: Sequence[str], deadline_s: float) -> RunError:
+def build_overdue_error(phase_name: str, workers: Sequence[str], deadline_s: float) -> RunError:
     """Error for a missed deadline: names the overdue workers and their phases, and makes them log their stacks.
 
     Waits up to a few seconds for the workers to write their stacks.
 
     Args:
-        what: the phase ("training step").
+        phase_name: the phase ("training step").
         workers: names of the overdue workers, under which they also log.
         deadline_s: seconds of the deadline.
     """
-    where = report_overdue(what, list(dict.fromkeys(workers)))
-    return RunError(f"{what}: no answer from {listed(workers)} within {round(deadline_s, 1):g} s{where}")
+    where = report_overdue(phase_name, list(dict.fromkeys(workers)))
+    return RunError(f"{phase_name}: no answer from {join_names(workers)} within {round(deadline_s, 1):g} s{where}")
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first `NAMED` names for a message, without repetition."""
+def join_names(names: Sequence[str]) -> str:
+    """The first `MAX_NAMES` names for a message, without repetition."""
     unique = list(dict.fromkeys(names))
-    more = f" and {len(unique) - NAMED} more" if len(unique) > NAMED else ""
-    return ", ".join(unique[:NAMED]) + more
+    more = f" and {len(unique) - MAX_NAMES} more" if len(unique) > MAX_NAMES else ""
+    return ", ".join(unique[:MAX_NAMES]) + more
 
 
-def explain(error: Exception) -> str:
+def explain_error(error: Exception) -> str:
     """Reason why a remote call failed, in one line."""
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -122,12 +124,12 @@ def is_lost(error: BaseException | None) -> bool:
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
-def found_by_canary(error: BaseException | None) -> bool:
+def is_canary_failure(error: BaseException | None) -> bool:
     """Whether a remote call failed because an engine does not compute what the policy does."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, CanaryError)
 
 
-def lost_among(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
+def find_lost_calls(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
     """Indices of the calls that failed because their actor is gone.
 
     Args:
@@ -150,7 +152,7 @@ IN_BAND_BYTES = 4096
 """Arrays up to this size are copied into the pickle; larger ones travel beside it without a copy."""
 
 
-def pickled(value: Any) -> Any:
+def wrap_for_pickling(value: Any) -> Any:
     """Wrapper that makes Ray pickle `value` fast; the receiver gets `value` itself, with large arrays read-only.
 
     Ray's own pickler calls back into Python for every object, the standard one does not. The value must not hold

@@ -20,7 +20,7 @@ from typing import TextIO
 
 from megatron_grpo.cluster.phases import THIS_PROCESS, Phase
 
-FOLDER = "heartbeats"
+HEARTBEATS_FOLDER = "heartbeats"
 """Folder of the heartbeat files, inside the folder of the logs."""
 
 BEAT_S = 1.0
@@ -31,7 +31,7 @@ BEAT_VARIABLE = "MEGATRON_GRPO_BEAT_S"
 """Environment variable that tells the driver's processes the seconds between two beats."""
 
 
-def beat_s() -> float:
+def read_beat_s() -> float:
     """Seconds between two beats of this process, and of all others of its run."""
     return float(os.environ.get(BEAT_VARIABLE, BEAT_S))
 
@@ -81,12 +81,12 @@ class Heartbeat:
     """Name of the phase that ended at `idle_since`; None: there was none."""
 
 
-def file_stem(name: str) -> str:
+def build_file_stem(name: str) -> str:
     """The name of a process's files without their ending: "policy rank 0" -> "policy_rank_0"."""
     return re.sub(r"[^\w.-]+", "_", name.strip()).lower()
 
 
-def this_machine() -> str:
+def identify_machine() -> str:
     """Value of `Heartbeat.machine`: boot id of the kernel and pid namespace, or else the host name."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -105,12 +105,12 @@ class HeartbeatWriter:
 
     def __init__(self, folder: Path, name: str, log: TextIO) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{file_stem(name)}.json"
-        self._requests = requests_file(folder, name)
+        self._path = folder / f"{build_file_stem(name)}.json"
+        self._requests = build_requests_path(folder, name)
         self._requests.write_bytes(b"")
         self._answered = 0
-        self._name, self._log, self._beat_s = name, log, beat_s()
-        self._host, self._machine = socket.gethostname(), this_machine()
+        self._name, self._log, self._beat_s = name, log, read_beat_s()
+        self._host, self._machine = socket.gethostname(), identify_machine()
         self._lock = threading.Lock()
         self._tokens, self._tokens_at = float(BURST), time.monotonic()
         self._problem = ""
@@ -187,9 +187,9 @@ class HeartbeatWriter:
             faulthandler.dump_traceback(file=self._log, all_threads=True)
 
 
-def requests_file(folder: Path, name: str) -> Path:
+def build_requests_path(folder: Path, name: str) -> Path:
     """The file to which any node appends a byte to request the stacks of a process; beside the heartbeat files."""
-    return folder / f"{file_stem(name)}.requests"
+    return folder / f"{build_file_stem(name)}.requests"
 
 
 def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_grpo.config.run_schema import ClusterConfig
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     """CUDA devices of this machine as the NVIDIA driver's device files show them, within CUDA_VISIBLE_DEVICES."""
     devices = len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()])
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -29,35 +29,35 @@ LOCAL = "local"
 """Its value for a Ray of the driver's own."""
 
 
-def environment_address() -> str | None:
+def read_environment_address() -> str | None:
     """The address of a Ray cluster in the environment; None: there is none, or it asks for a Ray of the run's own."""
     address = os.environ.get(ADDRESS_VARIABLE, "").strip()
     return None if address in ("", LOCAL) else address
 
 
-def find_address(cluster: ClusterConfig) -> None:
+def fill_in_address(cluster: ClusterConfig) -> None:
     """Set cluster.ray_address, if it is None, to the address in the environment, which Ray itself would join."""
     if cluster.ray_address is None:
-        cluster.ray_address = environment_address()
+        cluster.ray_address = read_environment_address()
 
 
-def origin(address: str) -> str:
+def explain_origin(address: str) -> str:
     """End of a message about an address, if it is that in the environment: how to do without it."""
-    if address != environment_address():
+    if address != read_environment_address():
         return ""
     return f"; the address is {ADDRESS_VARIABLE} of the environment: unset it to start Ray on this machine"
 
 
-def find_gpus(cluster: ClusterConfig) -> None:
+def fill_in_gpus(cluster: ClusterConfig) -> None:
     """Set cluster.gpus_per_node, if it is None, to the number of this machine's GPUs.
 
     It stays None on a machine without GPUs that joins a Ray cluster, because the cluster's machines may have GPUs.
     """
-    if cluster.gpus_per_node is None and (cluster.ray_address is None or visible_gpus()):
-        cluster.gpus_per_node = visible_gpus()
+    if cluster.gpus_per_node is None and (cluster.ray_address is None or count_visible_gpus()):
+        cluster.gpus_per_node = count_visible_gpus()
 
 
-def too_few(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+def check_machines(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """Error message if too few of these machines (as ray.nodes() returns them) have enough GPUs; else None."""
     found = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)
     if sum(count >= cluster.gpus for count in found) >= cluster.num_nodes:
@@ -78,7 +78,7 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 
 _FRAME_HEADER_BYTES, _FRAME_TYPE_AT, _SETTINGS = 9, 3, 4
 
 
-def malformed(address: str) -> str | None:
+def check_address(address: str) -> str | None:
     """Error message for an address of a wrong form; None: the form is right."""
     match = _ADDRESS.fullmatch(address)
     if address == AUTO or (match and 0 < int(match["port"]) < 2**16):
@@ -86,7 +86,7 @@ def malformed(address: str) -> str | None:
     return "is not an address; give HOST:PORT, or auto for the cluster on this machine, or null to start one here"
 
 
-def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:
+def check_reachable(address: str, timeout_s: float = PROBE_S) -> str | None:
     """Reason why no Ray head answers at a well-formed address; None: one answers, or only Ray itself can tell."""
     match = _ADDRESS.fullmatch(address)
     if match is None or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
@@ -110,7 +110,7 @@ def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:
 LOCAL_MARKER = "MEGATRON_GRPO_LOCAL"
 """Environment variable of all processes of a run that starts Ray itself: all of them are on this machine."""
 
-SETTINGS = {
+RAY_SETTINGS = {
     LOCAL_MARKER: "1",
     # Network interface and address of the process groups of policy ranks and of vLLM.
     "GLOO_SOCKET_IFNAME": "lo",
@@ -128,14 +128,14 @@ SETTINGS = {
 
 
 def prepare_ray_environment() -> None:
-    """Set `SETTINGS` and a token in the environment, unless set; does nothing if Ray, which reads them, is imported.
+    """Set `RAY_SETTINGS` and a token in the environment, unless they are set or Ray, which reads them, is imported.
 
     Ray's servers run code for their clients, among them those of other users of this machine, so a Ray that is started
     here accepts only clients with a token drawn for this run.
     """
     if "ray" in sys.modules:
         return
-    for name, value in SETTINGS.items():
+    for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -23,16 +23,23 @@ from pathlib import Path
 
 import psutil
 
-from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, beat_s, read_heartbeats, requests_file, this_machine
-from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
-from megatron_grpo.config.errors import shown
+from megatron_grpo.cluster.heartbeat import (
+    HEARTBEATS_FOLDER,
+    Heartbeat,
+    build_requests_path,
+    identify_machine,
+    read_beat_s,
+    read_heartbeats,
+)
+from megatron_grpo.cluster.process_log import ProcessLog, build_log_path, find_current_log
+from megatron_grpo.config.errors import to_text
 
 SILENT_BEATS = 5.0
 """Age of the last heartbeat, in beats, from which a process of this machine counts as hanging."""
 FAR_SILENT_S = 30.0
 """Age from which a process of another machine counts as hanging: clocks may differ, and files may arrive late."""
 
-DESCRIBED = 4
+MAX_DESCRIBED = 4
 """Most processes in a message; the driver's log lists all."""
 
 SIGNAL_WAIT_S = 5.0
@@ -77,21 +84,21 @@ class ProcessStatus:
     """Seconds since its last beat."""
 
     @property
-    def hangs(self) -> bool:
+    def is_hanging(self) -> bool:
         """Whether the process itself is stuck, rather than waiting for another."""
         if self.state in (STOPPED, TRACED, GONE):
             return True
-        return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_BEATS * beat_s())
+        return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_BEATS * read_beat_s())
 
     def __str__(self) -> str:
         beat = self.heartbeat
-        text = f"{beat.name} (pid {beat.pid} on {beat.host}) {doing(beat)}"
-        if self.hangs or self.silence_s > 2 * beat_s():
+        text = f"{beat.name} (pid {beat.pid} on {beat.host}) {describe_activity(beat)}"
+        if self.is_hanging or self.silence_s > 2 * read_beat_s():
             text += f", last heartbeat {self.silence_s:.0f} s ago"
-        return f"{text}: {_VERDICTS[self.state]}" if self.hangs else text
+        return f"{text}: {_VERDICTS[self.state]}" if self.is_hanging else text
 
 
-def doing(beat: Heartbeat) -> str:
+def describe_activity(beat: Heartbeat) -> str:
     """Activity of a process at its last beat: "is in phase 'train', entered 21 s ago"."""
     now = time.time()
     if not beat.phases:
@@ -115,17 +122,17 @@ def report_overdue(what: str, processes: Sequence[str]) -> str:
     Returns:
         Text for the end of a message; empty when the run writes no logs.
     """
-    log = current_log()
+    log = find_current_log()
     if log is None:
         return ""
-    everybody = process_statuses(log)
+    everybody = read_statuses(log)
     overdue = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
     silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in overdue)]
     table = "\n".join(f"  {one}" for one in everybody)
     logger.error("%s is overdue; where the processes are:\n%s", what, table)
     request_stacks(log, what, overdue)
     parts = _described(overdue)
-    parts += [f"{name} has not begun: it has no log" for name in silent[:DESCRIBED]]
+    parts += [f"{name} has not begun: it has no log" for name in silent[:MAX_DESCRIBED]]
     return "".join(f"; {part}" for part in parts) + f"; stacks are in {log.folder}"
 
 
@@ -134,13 +141,13 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
 
     Given the name of an `overdue` phase, they also log their stacks. A name in `processes` includes its children.
     """
-    log = current_log()
+    log = find_current_log()
     if log is None:
         return ""
-    hanging = [one for one in process_statuses(log) if one.hangs and _belongs(one.heartbeat.name, processes)]
+    hanging = [one for one in read_statuses(log) if one.is_hanging and _belongs(one.heartbeat.name, processes)]
     if hanging and overdue is not None:
         request_stacks(log, overdue, hanging)
-    ends = (_last_error(log_file(log.folder, one.heartbeat.name)) for one in hanging if one.state == GONE)
+    ends = (_last_error(build_log_path(log.folder, one.heartbeat.name)) for one in hanging if one.state == GONE)
     return "".join(f"; {part}" for part in (*_described(hanging), *filter(None, ends)))
 
 
@@ -151,18 +158,18 @@ def _last_error(file: Path) -> str | None:
         lines = opened.read().decode(errors="replace").splitlines()
     errors = (found[0] for line in reversed(lines) if (found := _ERROR.search(line)))
     last = next(errors, None)
-    return None if last is None else f"{file} ends with {shown(last)}"
+    return None if last is None else f"{file} ends with {to_text(last)}"
 
 
-def process_statuses(log: ProcessLog) -> list[ProcessStatus]:
+def read_statuses(log: ProcessLog) -> list[ProcessStatus]:
     """State of every process that has a heartbeat, except this one; hanging processes first."""
-    machine, now = this_machine(), time.time()
+    machine, now = identify_machine(), time.time()
     found = [
         ProcessStatus(beat, state=_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
-        for beat in read_heartbeats(log.folder / FOLDER).values()
+        for beat in read_heartbeats(log.folder / HEARTBEATS_FOLDER).values()
         if beat.name != log.name
     ]
-    return sorted(found, key=lambda one: not one.hangs)
+    return sorted(found, key=lambda one: not one.is_hanging)
 
 
 def _belongs(name: str, processes: Iterable[str]) -> bool:
@@ -171,9 +178,9 @@ def _belongs(name: str, processes: Iterable[str]) -> bool:
 
 def _described(found: Sequence[ProcessStatus]) -> list[str]:
     """Descriptions of processes, at most as many as a message holds."""
-    parts = [str(one) for one in found[:DESCRIBED]]
-    if len(found) > DESCRIBED:
-        parts.append(f"the driver's log lists {len(found) - DESCRIBED} more")
+    parts = [str(one) for one in found[:MAX_DESCRIBED]]
+    if len(found) > MAX_DESCRIBED:
+        parts.append(f"the driver's log lists {len(found) - MAX_DESCRIBED} more")
     return parts
 
 
@@ -200,15 +207,15 @@ def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus])
         beat = one.heartbeat
         if one.state == ALIVE:
             _append(log, beat.name, f"{what} is overdue; the stacks of the process's threads:")
-            file = log_file(log.folder, beat.name)
+            file = build_log_path(log.folder, beat.name)
             size = file.stat().st_size
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(beat.pid, signal.SIGUSR1)
                 signalled[file] = size
         elif one.state == FAR:
-            with requests_file(log.folder / FOLDER, beat.name).open("ab") as requests:
+            with build_requests_path(log.folder / HEARTBEATS_FOLDER, beat.name).open("ab") as requests:
                 requests.write(b"!")
-            wait_s = max(wait_s, REQUEST_BEATS * beat_s())
+            wait_s = max(wait_s, REQUEST_BEATS * read_beat_s())
     with ThreadPoolExecutor(max_workers=2) as pool:
         texts = pool.map(_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
         for beat, text in zip(stopped, texts, strict=False):
@@ -252,5 +259,5 @@ def _stacks_from_outside(pid: int) -> str:
 def _append(log: ProcessLog, name: str, text: str) -> None:
     """Write a line into the log of another process."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    with log_file(log.folder, name).open("a", encoding="utf-8") as file:
+    with build_log_path(log.folder, name).open("a", encoding="utf-8") as file:
         file.write(f"{stamp} [{log.name}] {text}\n")

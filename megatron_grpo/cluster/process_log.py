@@ -21,7 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from megatron_grpo.cluster.heartbeat import BEAT_S, BEAT_VARIABLE, FOLDER, SHARED_BEAT_S, HeartbeatWriter, file_stem
+from megatron_grpo.cluster.heartbeat import (
+    BEAT_S,
+    BEAT_VARIABLE,
+    HEARTBEATS_FOLDER,
+    SHARED_BEAT_S,
+    HeartbeatWriter,
+    build_file_stem,
+)
 from megatron_grpo.cluster.phases import THIS_PROCESS
 
 LOGS_FOLDER = "logs"
@@ -58,17 +65,17 @@ class ProcessLog:
 _current: ProcessLog | None = None
 
 
-def current_log() -> ProcessLog | None:
+def find_current_log() -> ProcessLog | None:
     """The log of the calling process; None: the process has no log."""
     return _current if _current is not None and _current.pid == os.getpid() else None
 
 
-def log_file(folder: Path, name: str) -> Path:
+def build_log_path(folder: Path, name: str) -> Path:
     """The log of a process, by its name like "policy rank 0", in the folder of the run's logs."""
-    return folder / f"{file_stem(name)}.log"
+    return folder / f"{build_file_stem(name)}.log"
 
 
-def level_of_libraries() -> str:
+def choose_library_level() -> str:
     """Log level of vLLM and other libraries, by its name in logging: their debug level writes too much.
 
     "ERROR" when nothing is logged.
@@ -101,7 +108,7 @@ class OncePerMessage(logging.Filter):
         return len(self._seen) > before
 
 
-def log_environment() -> dict[str, str]:
+def read_log_environment() -> dict[str, str]:
     """Environment variables that a process on another node needs for its log; empty when nothing is logged."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE, BEAT_VARIABLE) if name in os.environ}
 
@@ -115,9 +122,11 @@ def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterat
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
-    for old in (folder / FOLDER).glob("*"):  # heartbeats of an earlier start, which may have had more processes
+    for old in (folder / HEARTBEATS_FOLDER).glob(
+        "*"
+    ):  # heartbeats of an earlier start, which may have had more processes
         old.unlink(missing_ok=True)
-    before = log_environment()
+    before = read_log_environment()
     os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
     os.environ[BEAT_VARIABLE] = str(BEAT_S if one_machine else SHARED_BEAT_S)
     _current = log = _open(folder, DRIVER, level)
@@ -128,7 +137,7 @@ def driver_log(run_dir: Path, level: str, *, one_machine: bool = True) -> Iterat
         logger.info("the driver ends")
         _close(log)
         _current = None
-        for name in log_environment():
+        for name in read_log_environment():
             del os.environ[name]
         os.environ |= before
 
@@ -143,7 +152,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
         lasting_phase: phase of a process that never waits for work; None: it waits for work between phases.
     """
     global _current
-    if FOLDER_VARIABLE not in os.environ or current_log() is not None:
+    if FOLDER_VARIABLE not in os.environ or find_current_log() is not None:
         return
     if _current is not None:  # inherited in a fork
         logging.getLogger().removeHandler(_current.handler)
@@ -162,7 +171,7 @@ def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
 
 
 def _open(folder: Path, name: str, level: str) -> ProcessLog:
-    path = log_file(folder, name)
+    path = build_log_path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     handler = LogHandler(stream)
@@ -173,7 +182,7 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
     logging.captureWarnings(True)
     # The handler is in C, so kill -USR1 PID works even while the interpreter is held.
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
-    heartbeat = HeartbeatWriter(folder / FOLDER, name, stream)
+    heartbeat = HeartbeatWriter(folder / HEARTBEATS_FOLDER, name, stream)
     heartbeat.start()
     return ProcessLog(folder=folder, name=name, pid=os.getpid(), stream=stream, handler=handler, heartbeat=heartbeat)
 

@@ -12,9 +12,17 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_grpo.cluster.guardian import Remove, keep_sigterm_handler
-from megatron_grpo.cluster.machines import LOCAL, LOCAL_MARKER, find_address, malformed, origin, too_few, unreachable
-from megatron_grpo.cluster.process_log import log_environment
+from megatron_grpo.cluster.cleanup import FolderRemover, keep_sigterm_handler
+from megatron_grpo.cluster.machines import (
+    LOCAL,
+    LOCAL_MARKER,
+    check_address,
+    check_machines,
+    check_reachable,
+    explain_origin,
+    fill_in_address,
+)
+from megatron_grpo.cluster.process_log import read_log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
@@ -43,7 +51,7 @@ class RayCluster:
         self._shared: list[str] = []
         """Ray's names of the policy's GPUs if engines and the value model share them; else empty."""
 
-    def start(self, remove_if_killed: Remove | None = None) -> None:
+    def start(self, remove_if_killed: FolderRemover | None = None) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
         Args:
@@ -55,7 +63,7 @@ class RayCluster:
         """
         if ray.is_initialized():
             raise RunError("this process has called ray.init already; call ray.shutdown() before the run is started")
-        find_address(self.config)
+        fill_in_address(self.config)
         address, quiet = self.config.ray_address, {"log_to_driver": False, "logging_level": logging.ERROR}
         with keep_sigterm_handler():
             if address is None:
@@ -73,14 +81,16 @@ class RayCluster:
                 except Exception as error:  # Ray's own class, if the machine is too busy to start it within 30 s
                     raise RunError(f"Ray does not start on this machine: {error}") from error
                 return
-            reason = malformed(address) or unreachable(address)
+            reason = check_address(address) or check_reachable(address)
             if reason is None:
                 try:
-                    ray.init(address=address, runtime_env={"env_vars": log_environment()}, **quiet)
+                    ray.init(address=address, runtime_env={"env_vars": read_log_environment()}, **quiet)
                 except (ConnectionError, ValueError, RuntimeError) as error:
                     reason = _join_failure(error)
             if reason is not None:
-                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}{origin(address)}")
+                raise RunError(
+                    f"no Ray cluster answers at cluster.ray_address={address}: {reason}{explain_origin(address)}"
+                )
             self._await_machines()
 
     def _await_machines(self) -> None:
@@ -94,7 +104,7 @@ class RayCluster:
         """
         end = time.monotonic() + self.config.startup_timeout_s
         told: list[str] = []
-        while (missing := too_few(self.config, ray.nodes())) is not None:
+        while (missing := check_machines(self.config, ray.nodes())) is not None:
             there = sorted(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
             if len(there) >= self.config.num_nodes or time.monotonic() > end:
                 raise RunError(missing)
@@ -164,11 +174,11 @@ class RayCluster:
                 f"of {len(groups)} groups"
             )
 
-    def policy_options(self, rank: int) -> dict[str, Any]:
+    def build_policy_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one policy rank."""
         return self._rank_options(self._policy_group, rank)
 
-    def value_options(self, rank: int) -> dict[str, Any]:
+    def build_value_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one rank of the value model."""
         if self._shared:
             return self._guest_options([self._shared[rank]])
@@ -180,7 +190,7 @@ class RayCluster:
         bundle = rank // self.config.gpus
         return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(group, bundle)}
 
-    def engine_options(self, engine: int) -> dict[str, Any]:
+    def build_engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of one generation engine.
 
         An engine that shares GPUs sees the GPUs of all policy ranks, its own first: its ranks use the first ones, and
@@ -240,13 +250,13 @@ def _in_group(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStr
     )
 
 
-def assigned_gpus() -> list[str]:
+def list_assigned_gpus() -> list[str]:
     """Ray's names of the GPUs that this process was given, alone or together with policy ranks; empty on a CPU."""
     shared = os.environ.get(SHARED_GPUS)
     return [str(gpu) for gpu in ray.get_gpu_ids()] if shared is None else shared.split(",")
 
 
-def node_address() -> str:
+def find_node_address() -> str:
     """Address at which other processes of the run reach this node: loopback if all processes are on this machine."""
     if LOCAL_MARKER in os.environ:
         return "127.0.0.1"

@@ -81,7 +81,7 @@ class DatasetConfig(Section):
     """Visits of each row in an epoch of training: 2 shows the set twice, 0.5 half of it, and the other half in the
     next epoch. Not used for validation sets."""
 
-    def visits(self, rows: int) -> int:
+    def count_visits(self, rows: int) -> int:
         """Visits to rows of this set in one epoch, given its number of rows."""
         return int(self.weight) * rows + round(self.weight % 1 * rows)
 
@@ -153,14 +153,14 @@ class DataConfig(PromptConfig):
     """Visit training rows in an order drawn anew each epoch."""
 
     @property
-    def training(self) -> dict[str, DatasetConfig]:
+    def training_sets(self) -> dict[str, DatasetConfig]:
         """The training sets, by the key of their path."""
         if self.train_sets:
             return {f"data.train_sets.{name}.path": one for name, one in self.train_sets.items()}
         return {"data.train_path": DatasetConfig(path=self.train_path, subset=self.subset, split=self.train_split)}
 
     @property
-    def validation(self) -> dict[str, DatasetConfig]:
+    def validation_sets(self) -> dict[str, DatasetConfig]:
         """The validation sets, by the key of their path."""
         sets = {f"data.val_sets.{name}.path": one for name, one in self.val_sets.items()}
         if self.val_path is None:
@@ -174,7 +174,7 @@ def is_model_folder(reward: str) -> bool:
     return "/" in reward
 
 
-def name_of_reward(reward: str) -> str:
+def parse_reward_name(reward: str) -> str:
     """Name of a reward in metrics: the last part of the entry's import path or folder."""
     return PurePath(reward).name if is_model_folder(reward) else reward.rpartition(".")[2]
 
@@ -254,14 +254,16 @@ class EnvironmentConfig(Section):
         """The reward models among reward_funcs."""
         return [path for path in self.reward_funcs if is_model_folder(path)]
 
-    def weights_by_function(self) -> dict[str, float]:
+    @property
+    def function_weights(self) -> dict[str, float]:
         """Weight of each reward function, by its name."""
-        names = [name_of_reward(path) for path in self.reward_funcs]
+        names = [parse_reward_name(path) for path in self.reward_funcs]
         return dict(zip(names, self.reward_weights or [1.0] * len(names), strict=False))
 
+    @property
     def correctness_function(self) -> str | None:
         """The reward function that says whether a response is correct; None: none does, or the type has none."""
-        names = list(self.weights_by_function())
+        names = list(self.function_weights)
         return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
 
 

@@ -62,18 +62,18 @@ class CanaryError(RuntimeError):
 
 def format_problems(problems: Sequence[Problem]) -> str:
     """A headline and one line for each problem, the explanations aligned."""
-    count = counted("problem", len(problems))
+    count = format_count("problem", len(problems))
     width = min(max(len(problem.subject) for problem in problems), _WIDEST_SUBJECT)
     lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
     return "\n".join([f"configuration has {count}:", *lines])
 
 
-def counted(word: str, count: int) -> str:
+def format_count(word: str, count: int) -> str:
     """A number with its noun: "1 row", "2 rows"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def did_you_mean(name: str, known: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
+def suggest_name(name: str, known: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
     """The end of a message about an unknown name: "; did you mean" the known name that it is like.
 
     Args:
@@ -89,7 +89,7 @@ def did_you_mean(name: str, known: Iterable[str], form: str = "{}", otherwise: s
     return f"; there is {', '.join(map(form.format, names))}" if otherwise is None else otherwise
 
 
-def shown(value: object) -> str:
+def to_text(value: object) -> str:
     """A value as text for a message: null for None, long values cut."""
     try:
         text = "null" if value is None else str(value)

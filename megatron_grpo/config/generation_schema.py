@@ -221,28 +221,28 @@ class GenerationConfig(Section):
     """Further arguments of vLLM's engine that have no key of their own here."""
 
     @property
-    def colocated(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether engines share the devices of the models in training."""
         return self.placement == "colocated"
 
-    def changed(self, names: Iterable[str]) -> list[str]:
+    def select_changed(self, names: Iterable[str]) -> list[str]:
         """Those of some keys whose values are not the defaults."""
         defaults = GenerationConfig()
         return [name for name in names if getattr(self, name) != getattr(defaults, name)]
 
     @property
-    def hides_distribution(self) -> bool:
+    def has_unmatched_sampling(self) -> bool:
         """Whether penalties or a required form change probabilities in a way that training does not repeat."""
-        return bool(self.changed(PENALTIES)) or self.structured != StructuredConfig()
+        return bool(self.select_changed(PENALTIES)) or self.structured != StructuredConfig()
 
     @property
-    def filters_in_training(self) -> bool:
+    def has_training_filter(self) -> bool:
         """Whether training renormalises over the tokens that top_p, top_k and min_p keep.
 
         Not beside penalties or a required form: they change the logits before the filter, and training does not know
         them. Nor at temperature 0, where vLLM ignores filters.
         """
-        return bool(self.changed(FILTERS)) and not self.hides_distribution and self.temperature > 0
+        return bool(self.select_changed(FILTERS)) and not self.has_unmatched_sampling and self.temperature > 0
 
     @property
     def sequences_per_engine(self) -> int:

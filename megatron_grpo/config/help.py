@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.keys import SectionKeys, groups, keys
+from megatron_grpo.config.keys import SectionKeys, read_keys, read_sections
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.output import tolerant_output
-from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, config_groups
+from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, list_config_groups
 
 COMMANDS = {
     "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
@@ -65,7 +65,7 @@ examples:
 """
 
 
-def version() -> str:
+def find_version() -> str:
     """The version of the installed package."""
     try:
         return importlib.metadata.version("megatron_grpo")
@@ -78,7 +78,7 @@ def answer_help(arguments: Sequence[str], usage: str) -> bool:
     if {"-h", "--help"} & set(arguments):
         print(usage, end="")
     elif "--version" in arguments:
-        print(f"megatron_grpo {version()}")
+        print(f"megatron_grpo {find_version()}")
     else:
         return False
     return True
@@ -127,24 +127,23 @@ def _exit_code(
         return report_interruption(error)
 
 
-def commands_text() -> str:
+def format_commands() -> str:
     """The commands, a line each."""
     rows = {f"python -m megatron_grpo.{name}": text for name, text in COMMANDS.items()}
-    return (
-        f"GRPO and PPO post-training on Megatron-Core and vLLM, {version()}.\n\n{_table(rows)}\n\n--help after any.\n"
-    )
+    headline = f"GRPO and PPO post-training on Megatron-Core and vLLM, {find_version()}."
+    return f"{headline}\n\n{_table(rows)}\n\n--help after any.\n"
 
 
-def help_text() -> str:
+def format_help() -> str:
     """Usage, recipes, groups, the keys that are changed most, and examples."""
-    options = config_groups()
-    recipes = {name: recipe_summary(name) for name in options.pop(RECIPES)}
+    options = list_config_groups()
+    recipes = {name: read_recipe_summary(name) for name in options.pop(RECIPES)}
     groups = {name: ", ".join(found) for name, found in options.items()}
-    common = {f"{name} ({keys()[name].default_text})": keys()[name].doc for name in _COMMON.split()}
+    common = {f"{name} ({read_keys()[name].default_text})": read_keys()[name].doc for name in _COMMON.split()}
     return _TEMPLATE.format(recipes=_table(recipes), groups=_table(groups), keys=_table(common))
 
 
-def recipe_summary(name: str) -> str:
+def read_recipe_summary(name: str) -> str:
     """The comment at the top of a recipe, as one line."""
     lines = resources.files(CONF_MODULE).joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
     comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
@@ -174,12 +173,12 @@ taken as they are written, and `~` at the beginning of a path is the home folder
 """
 
 
-def markdown() -> str:
+def format_page() -> str:
     """The page docs/configuration.md."""
-    options = config_groups()
-    recipes = [f"- `+exp={name}`: {recipe_summary(name)}" for name in options.pop(RECIPES)]
+    options = list_config_groups()
+    recipes = [f"- `+exp={name}`: {read_recipe_summary(name)}" for name in options.pop(RECIPES)]
     chosen = [f"- `{name}`: " + ", ".join(f"`{name}={one}`" for one in found) for name, found in options.items()]
-    sections = [line for group in groups() for line in _section(group)]
+    sections = [line for group in read_sections() for line in _section(group)]
     return "\n".join([_INTRODUCTION, "## Recipes\n", *recipes, "", "## Groups\n", *chosen, "", *sections])
 
 
@@ -199,4 +198,4 @@ def _section(group: SectionKeys) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(format_page(), end="")

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from megatron_grpo.config.errors import Problem, did_you_mean, shown
-from megatron_grpo.config.keys import data_file, keys, known_key, known_section
-from megatron_grpo.config.loop_schema import LOOPS, named_for
+from megatron_grpo.config.errors import Problem, suggest_name, to_text
+from megatron_grpo.config.keys import find_key, is_section, load_tables, read_keys
+from megatron_grpo.config.loop_schema import LOOPS, translate_key
 from megatron_grpo.config.overrides import DEEPEST
-from megatron_grpo.config.suggestions import counterpart
+from megatron_grpo.config.suggestions import describe_counterpart
 
 MOST_BYTES = 2**20
 """Size limit of a job file, in bytes."""
@@ -76,7 +76,7 @@ class _JobLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-SETTING_OF_FIELD, DATA_OF_FIELD = data_file("job_fields.yaml").values()
+SETTING_OF_FIELD, DATA_OF_FIELD = load_tables("job_fields.yaml").values()
 """By field of a job, and by field of its environment: the key that it sets. Other fields of the environment are keys of
 env.<name>."""
 ENVIRONMENT = "environment"
@@ -122,7 +122,7 @@ class Job:
         # The prompts of the recipe's validation belong to another task.
         off = {"data.val_path": None} if self.unvalidated and "data.val_path" not in self.overruled else {}
         for key, value in {**off, **self.settings}.items():
-            for name in {named_for(loop, key) for loop in LOOPS}:
+            for name in {translate_key(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
 
@@ -137,7 +137,7 @@ def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
         arguments: those of the form job=FILE.
         given: values of the other arguments by key, under either algorithm's name; the job's settings lack these keys.
     """
-    job = Job(overruled={named_for("grpo", key) for key in given})
+    job = Job(overruled={translate_key("grpo", key) for key in given})
     if not arguments:
         return job
     job.file = arguments[-1].partition("=")[2]
@@ -167,16 +167,16 @@ def _read_environment(job: Job, value: Any) -> None:
     described = {"name": value} if isinstance(value, str) else value
     if not isinstance(described, Mapping):
         text = "must be the name of an environment, or a mapping with its name"
-        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}={shown(value)}", text))
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}={to_text(value)}", text))
         return
     name = described.get("name", described.get("type"))
     if not isinstance(name, str) or not name.isidentifier():
         text = "must be the name of the environment, in letters, digits and underscores"
-        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}.name={shown(name)}", text))
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}.name={to_text(name)}", text))
         return
     job.environment = name
     job.settings["data.task_name"], job.fields["data.task_name"] = name, f"{ENVIRONMENT}.name"
-    own = {key.rpartition(".")[2] for key in keys() if key.startswith("env.<name>.")}
+    own = {key.rpartition(".")[2] for key in read_keys() if key.startswith("env.<name>.")}
     for part, given in described.items():
         setting = f"env.{name}.{part}" if part in own else DATA_OF_FIELD.get(part)
         if setting is not None:
@@ -190,8 +190,8 @@ def _set(job: Job, name: str, setting: str, value: Any) -> None:
     if _is_plain(value):  # YAML also knows sets and bytes
         job.settings[setting], job.fields[setting] = value, name
         return
-    text = f"must be {keys()[known_key(setting) or ''].type} (it sets {setting})"
-    job.problems.append(Problem(f"{job.file}: {name}={shown(value)}", text))
+    text = f"must be {read_keys()[find_key(setting) or ''].type} (it sets {setting})"
+    job.problems.append(Problem(f"{job.file}: {name}={to_text(value)}", text))
 
 
 def _is_plain(value: Any) -> bool:
@@ -201,8 +201,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
-    advice = counterpart(name, "grpo") if not prefix else None
-    if advice is None and not prefix and (known_key(name) or known_section(name)):
+    advice = describe_counterpart(name, "grpo") if not prefix else None
+    if advice is None and not prefix and (find_key(name) or is_section(name)):
         advice = "a job is flat and has fields of its own; keys go on the command line or into a recipe"
-    text = did_you_mean(name, known, f"{prefix}{{}}") if advice is None else f"; {advice}"
+    text = suggest_name(name, known, f"{prefix}{{}}") if advice is None else f"; {advice}"
     return Problem(f"{job.file}: {prefix}{name}", f"unknown field{text}")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, named_for
+from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, translate_key
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
 from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments
 
@@ -73,42 +73,44 @@ class SectionKeys:
 
 
 @functools.cache
-def groups() -> tuple[SectionKeys, ...]:
+def read_sections() -> tuple[SectionKeys, ...]:
     """All sections, in the order of the schema."""
     return tuple(_walk(Config, "", "", Config()))
 
 
 @functools.cache
-def keys() -> dict[str, Key]:
+def read_keys() -> dict[str, Key]:
     """All leaves by name, in the order of the schema."""
-    return {key.name: key for group in groups() for key in group.keys}
+    return {key.name: key for group in read_sections() for key in group.keys}
 
 
-def known_key(name: str) -> str | None:
+def find_key(name: str) -> str | None:
     """The schema's name of a leaf ("env.math.type" -> "env.<name>.type"); None when there is no such leaf."""
-    name = named_for("grpo", name)
-    return name if name in keys() else next((key for key in keys() if "<" in key and matches(key, name)), None)
+    name = translate_key("grpo", name)
+    return (
+        name if name in read_keys() else next((key for key in read_keys() if "<" in key and is_match(key, name)), None)
+    )
 
 
-def known_section(name: str) -> bool:
+def is_section(name: str) -> bool:
     """Whether a dotted name is a group of keys."""
-    known = [one for group in groups() for one in group.names]
+    known = [one for group in read_sections() for one in group.names]
     by_name = [one.removesuffix(".<name>") for one in known if one.endswith(".<name>")]
-    return bool(name) and any(matches(one, name) for one in (*known, *by_name))
+    return bool(name) and any(is_match(one, name) for one in (*known, *by_name))
 
 
-def members(section: str) -> list[str]:
+def list_members(section: str) -> list[str]:
     """The keys of a section, and the names of sections in it."""
     found = []
-    for group in groups():
-        if any(matches(name, section) for name in group.names):
+    for group in read_sections():
+        if any(is_match(name, section) for name in group.names):
             found += [key.name.rpartition(".")[2] for key in group.keys]
-        elif any(matches(name.rpartition(".")[0], section) for name in group.names):
+        elif any(is_match(name.rpartition(".")[0], section) for name in group.names):
             found.append(group.name.rpartition(".")[2])
     return found
 
 
-def matches(pattern: str, name: str) -> bool:
+def is_match(pattern: str, name: str) -> bool:
     """Whether a dotted name matches a name of the schema: "env.math" matches "env.<name>"."""
     expected, parts = pattern.split("."), name.split(".")
     return len(expected) == len(parts) and all(
@@ -141,7 +143,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKe
             kind = typing.get_args(hint)[1]
             below += _walk(kind, f"{name}.<name>.", text, kind())
         else:
-            own.append(Key(name, in_words(hint), getattr(defaults, field.name), text))
+            own.append(Key(name, describe_type(hint), getattr(defaults, field.name), text))
     name, doc = prefix.rstrip("."), doc or inspect.getdoc(section) or ""
     return [SectionKeys(name, doc, tuple(own), shared=section is LoopConfig or is_shared(name)), *below]
 
@@ -159,20 +161,20 @@ def _field_docs(section: type) -> dict[str, str]:
     return docs
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type in words: "int > 0", "true or false", "one of fp32, fp64 or null", "list of text"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         written = next((one for one in args[1:] if isinstance(one, str)), None)
         limits = [limit for info in args[1:] if isinstance(info, FieldInfo) for limit in info.metadata]
         bounds = [f"{sign} {getattr(one, b):g}" for one in limits for b, sign in _BOUNDS.items() if hasattr(one, b)]
-        return written or f"{in_words(args[0])} {' and '.join(bounds)}".rstrip()
+        return written or f"{describe_type(args[0])} {' and '.join(bounds)}".rstrip()
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(dict.fromkeys(map(in_words, args)))
+        return " or ".join(dict.fromkeys(map(describe_type, args)))
     if origin in (list, tuple):
-        return f"list of {in_words(args[0])}"
+        return f"list of {describe_type(args[0])}"
     if origin is dict or hint is dict:
         return "a mapping"
     return {bool: "true or false", str: "text", type(None): "null"}.get(hint) or str(getattr(hint, "__name__", hint))
@@ -182,7 +184,7 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def data_file(name: str) -> dict[str, dict[str, str]]:
+def load_tables(name: str) -> dict[str, dict[str, str]]:
     """A YAML file of this package: tables of names, by section."""
     text = resources.files("megatron_grpo.config").joinpath(name).read_text(encoding="utf-8")
     # libyaml's loader, where PyYAML has it, is ten times as fast as the one in Python.
@@ -190,20 +192,20 @@ def data_file(name: str) -> dict[str, dict[str, str]]:
     return tables
 
 
-def changed(config: Config, section: str) -> Iterator[tuple[str, Any]]:
+def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
     """Dotted name and value of every leaf of a section that differs from its default."""
-    defaults = dict(leaves(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
-    for key, value in leaves(dataclasses.asdict(getattr(config, section)), f"{section}."):
+    defaults = dict(flatten(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
+    for key, value in flatten(dataclasses.asdict(getattr(config, section)), f"{section}."):
         if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
             yield key, value
 
 
-def named(config: Config, text: str) -> str:
+def fill_placeholders(config: Config, text: str) -> str:
     """A text with the keys of the algorithm that runs in place of LOOP and PASSES."""
     return text.replace("LOOP.", f"{config.algorithm}.").replace("PASSES", config.passes_key)
 
 
-def holds(config: Config, switch: str) -> bool:
+def is_met(config: Config, switch: str) -> bool:
     """Whether a setting holds: KEY=VALUE, "KEY above NUMBER", or KEY for one that is not null or empty."""
     key, _, wanted = switch.partition("=")
     key, _, bound = key.partition(" above ")
@@ -213,10 +215,10 @@ def holds(config: Config, switch: str) -> bool:
     return bool(value > float(bound)) if bound else value not in (None, [], {})
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted name and value of every leaf of nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -72,7 +72,7 @@ class AsyncGRPOConfig(Section):
     sampled as by the new weights alone. false keeps the old cache, which costs nothing."""
 
     @property
-    def samples_ahead(self) -> bool:
+    def can_sample_ahead(self) -> bool:
         """Whether engines sample while a step trains."""
         return self.enabled and self.max_trajectory_age_steps > 0
 
@@ -258,16 +258,16 @@ def is_shared(name: str) -> bool:
     return section in LOOPS and rest.partition(".")[0] in SHARED
 
 
-def named_for(algorithm: str, name: str) -> str:
+def translate_key(algorithm: str, name: str) -> str:
     """A shared key, or section of such keys, under an algorithm's name; any other name as it is."""
     return f"{algorithm}.{name.partition('.')[2]}" if is_shared(name) else name
 
 
-def other_than(algorithm: str) -> str:
+def switch_algorithm(algorithm: str) -> str:
     """The other one of the two algorithms."""
     return "grpo" if algorithm == "ppo" else "ppo"
 
 
 def is_foreign_to(algorithm: str, name: str) -> bool:
     """Whether only the other algorithm reads a key."""
-    return name.partition(".")[0] in READ_BY[other_than(algorithm)] and not is_shared(name)
+    return name.partition(".")[0] in READ_BY[switch_algorithm(algorithm)] and not is_shared(name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_grpo.config.keys import data_file, holds, named
+from megatron_grpo.config.keys import fill_placeholders, is_met, load_tables
 from megatron_grpo.config.schema import Config
 
-_METRICS: Any = data_file("metrics.yaml")
+_METRICS: Any = load_tables("metrics.yaml")
 TASK_METRICS = ("reward", "accuracy", "response_length")
 """Metrics that each of several environments has by itself, under the name task_NAME/TASK."""
 
@@ -16,21 +16,21 @@ TASK_METRICS = ("reward", "accuracy", "response_length")
 def _needed(config: Config) -> Iterator[tuple[object, str, str]]:
     """Rows of metrics that not every run has: whether this run does, their names, and what they need, in words."""
     for switch, names in _METRICS["needs"].items():
-        needed = named(config, switch)
-        yield holds(config, needed), names, f"it needs {needed}"
+        needed = fill_placeholders(config, switch)
+        yield is_met(config, needed), names, f"it needs {needed}"
     for text, names in _METRICS["others"].items():
         yield False, names, text
     needs = "it needs engines, and debug.rollouts_from starts none"
-    yield config.generates, "refit_bytes refit_retries engine_restarts", needs
+    yield config.needs_generation, "refit_bytes refit_retries engine_restarts", needs
     needs = "it needs an environment that knows which responses are correct"
-    yield config.knows_correctness, "accuracy groups_all_wrong groups_mixed groups_all_right", needs
-    options = config.loop.async_grpo
+    yield config.has_correctness, "accuracy groups_all_wrong groups_mixed groups_all_right", needs
+    options = config.training_loop.async_grpo
     oversamples = options.enabled and options.oversampling_factor is not None
     needs = "it needs async_grpo.enabled and async_grpo.oversampling_factor"
     yield oversamples, "oversampling_left_over oversampling_resumed", needs
     yield config.uses_reference, "kl_penalty", "it needs loss_fn.reference_policy_kl_penalty above 0"
     needs = "it needs a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
-    yield config.generation.filters_in_training, "outside_filter_fraction", needs
+    yield config.generation.has_training_filter, "outside_filter_fraction", needs
     yield _forgives(config), "reward_errors", "it needs env.NAME.on_reward_error=none"
 
 
@@ -39,25 +39,25 @@ def _forgives(config: Config) -> bool:
     return any(one.on_reward_error == "none" for one in config.env.values())
 
 
-def all_step_metrics(config: Config) -> dict[str, str]:
+def list_possible_metrics(config: Config) -> dict[str, str]:
     """Every metric of a step except those of single reward functions and tasks, with what it needs in words."""
     some = {name: needs for _, names, needs in _needed(config) for name in names.split()}
     return dict.fromkeys(_METRICS["always"].split(), "") | some
 
 
-def step_metrics(config: Config) -> set[str]:
+def list_step_metrics(config: Config) -> set[str]:
     """Metrics that all or some steps of this run have."""
     some = {name for has_them, names, _ in _needed(config) if has_them for name in names.split()}
     return {*_METRICS["always"].split(), *some, *_of_functions(config), *_of_tasks(config)}
 
 
-def sometimes_absent(config: Config) -> set[str]:
+def list_optional_metrics(config: Config) -> set[str]:
     """Metrics that a step of this run may lack, because it had nothing to compute them from."""
     functions = _of_functions(config)
     names = functions | _of_tasks(config) | ({"reward_std"} if functions else set())
     if _forgives(config):
         names.add("reward_errors")
-    if config.knows_correctness:
+    if config.has_correctness:
         names |= {"accuracy", "groups_all_wrong", "groups_mixed", "groups_all_right"}
     if config.loss_fn.positive_example_nll_weight > 0:
         names.add("positive_nll")
@@ -65,7 +65,7 @@ def sometimes_absent(config: Config) -> set[str]:
 
 
 def _of_functions(config: Config) -> set[str]:
-    functions = {name for environment in config.env.values() for name in environment.weights_by_function()}
+    functions = {name for environment in config.env.values() for name in environment.function_weights}
     return {f"{metric}/{function}" for metric in ("reward", "reward_std") for function in functions}
 
 

@@ -21,10 +21,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import FREE_TYPE, keys, known_key, known_section, leaves, matches, members
+from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.keys import FREE_TYPE, find_key, flatten, is_match, is_section, list_members, read_keys
 from megatron_grpo.config.paths import is_hub_name
-from megatron_grpo.config.suggestions import unknown_names
+from megatron_grpo.config.suggestions import list_unknown_keys
 
 CONF_MODULE = "megatron_grpo.conf"
 """The package of YAML files."""
@@ -78,7 +78,7 @@ def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Prob
             if reason is None:
                 added.append(folder)
             else:
-                problems.append(Problem(f"{name}={shown(one)}", reason))
+                problems.append(Problem(f"{name}={to_text(one)}", reason))
     token = _added.set(tuple(added))
     try:
         yield others, problems
@@ -86,7 +86,7 @@ def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Prob
         _added.reset(token)
 
 
-def hydra_override() -> list[str]:
+def build_search_override() -> list[str]:
     """The override with which Hydra searches the added folders."""
     added = _added.get()
     return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
@@ -129,7 +129,7 @@ class Overrides:
     """Values as text by key, wrong ones included; for a section given as {...} also the values of each of its keys."""
 
 
-def config_groups() -> dict[str, list[str]]:
+def list_config_groups() -> dict[str, list[str]]:
     """The groups of conf/ and the options of each, added folders included, sorted."""
     options: dict[str, list[str]] = {}
     for name in sorted(folder.name for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir()):
@@ -140,23 +140,23 @@ def config_groups() -> dict[str, list[str]]:
     return options
 
 
-def settings_of(path: str) -> dict[str, Any]:
+def read_settings(path: str) -> dict[str, Any]:
     """Keys and values that a file of conf/ ("variant/dapo") sets itself, without the files in its defaults list."""
     file = next(file for folder in _folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())
     text = file.read_text(encoding="utf-8")
     prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
-    return {key: value for key, value in leaves(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
+    return {key: value for key, value in flatten(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
 
 
 def read_overrides(overrides: Sequence[str]) -> Overrides:
     """Sort the overrides of a command line into those that Hydra takes, unknown keys and mistakes."""
-    read, options = Overrides(), config_groups()
+    read, options = Overrides(), list_config_groups()
     parser = OverridesParser.create()
     for given in overrides:
         name, _, value = given.lstrip("+~").partition("=")
         text = given.replace(name, ALIASES[name], 1) if name in ALIASES else given
         name = ALIASES.get(name, name)
-        read.given[name] = shown(value)
+        read.given[name] = to_text(value)
         if text.startswith("~"):
             problem = _delete(read, text, name, options)
         else:
@@ -176,12 +176,12 @@ def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | Non
         close = difflib.get_close_matches(name, choices, n=1)
         if close:
             return Problem(text, f"not understood; did you mean {choices[close[0]]}?")
-        given = f"{name}=..." if known_key(name) else "key=value"
+        given = f"{name}=..." if find_key(name) else "key=value"
         return Problem(text, f"not understood; write {given}")
     if not name.strip():
         return Problem(text, "has no key before the =; write key=value")
-    if known_key(name) is None and depth(value) > DEEPEST:
-        return Problem(f"{name}={shown(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
+    if find_key(name) is None and measure_nesting(value) > DEEPEST:
+        return Problem(f"{name}={to_text(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
     return None
 
 
@@ -201,7 +201,7 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
     Keys are accepted as `++key=value`, whatever sign the user put before them: Hydra then overrides or adds the key.
     """
     name, _, value = text.lstrip("+").partition("=")
-    override = _parsed(parser, text, known_key(name), value)
+    override = _parsed(parser, text, find_key(name), value)
     if isinstance(override, Problem):
         return override
     if override is None:
@@ -210,10 +210,10 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
         return None
     name, given = override.key_or_group, override.value()
     if isinstance(given, dict):
-        read.given |= {key: shown(value) for key, value in leaves(given, f"{name}.")}
+        read.given |= {key: to_text(value) for key, value in flatten(given, f"{name}.")}
     if name in options and not isinstance(given, dict):
         if given not in options[name]:
-            option, kind = shown(given), "recipe" if name == RECIPES else "option"
+            option, kind = to_text(given), "recipe" if name == RECIPES else "option"
             close = difflib.get_close_matches(option, options[name], n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             return Problem(f"{name}={option}", f"no such {kind}; {hint}there is {', '.join(options[name])}")
@@ -221,23 +221,23 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
         if chosen != f"{name}={given}":  # Hydra would silently take the last one
             return Problem(f"{chosen} {name}={given}", f"a run takes one {name}; leave out the others")
         read.accepted.append(chosen)
-    elif known_key(name) or (known_section(name) and isinstance(given, dict)):
+    elif find_key(name) or (is_section(name) and isinstance(given, dict)):
         read.accepted.append("++" + text.lstrip("+"))
-    elif matches("env.<name>", name) and name.replace("env.", "env.<name>.", 1) in keys():
+    elif is_match("env.<name>", name) and name.replace("env.", "env.<name>.", 1) in read_keys():
         key = name.replace("env.", "env.NAME.", 1)
         return Problem(text, f"is {key}; NAME is an environment's, such as the one that data.task_name names")
-    elif known_section(name):
-        return Problem(text, f"{name} is a section; set one of its keys: {', '.join(members(name))}")
+    elif is_section(name):
+        return Problem(text, f"{name} is a section; set one of its keys: {', '.join(list_members(name))}")
     else:
-        read.unknown += unknown_names(name, given)
+        read.unknown += list_unknown_keys(name, given)
     return None
 
 
 def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> Override | Problem | None:
     """The argument as Hydra parses it, or its problem; None: the value is a text to be taken literally."""
-    kind = keys()[key].type if key else None
+    kind = read_keys()[key].type if key else None
     name = text.lstrip("+").partition("=")[0]
-    too_deep = key is not None and depth(value) > DEEPEST
+    too_deep = key is not None and measure_nesting(value) > DEEPEST
     try:
         override = None if too_deep else parser.parse_override(text)
         given = None if override is None else override.value()
@@ -248,14 +248,16 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
             half_quoted = any(value.startswith(sign) != value.endswith(sign) or value == sign for sign in "'\"")
             return Problem(text, "has a quote that is not closed") if half_quoted else None
         if kind is None:
-            return Problem(shown(text), "not understood; write key=value, with quotes around a value with other signs")
+            return Problem(
+                to_text(text), "not understood; write key=value, with quotes around a value with other signs"
+            )
         advice = ", written [a,b], with quotes around each text" if "list" in kind else ""
-        return Problem(f"{name}={shown(value)}", f"must be {kind}{advice}")
+        return Problem(f"{name}={to_text(value)}", f"must be {kind}{advice}")
     if override.is_sweep_override():
         advice = f"a text with commas needs quotes: '{name}=\"...\"'" if kind in _TEXT else "lists are written [a,b]"
         return Problem(text, f"several values at once; a run takes one, and {advice}")
     if kind not in (None, FREE_TYPE) and isinstance(given, dict):
-        return Problem(f"{name}={shown(value)}", f"must be {kind}")
+        return Problem(f"{name}={to_text(value)}", f"must be {kind}")
     if kind in _TEXT and isinstance(given, bool | int | float):
         return None  # run_dir=2026_01 is a text, although Python reads 2026_01 as a number
     return override
@@ -263,20 +265,20 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
 
 def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
     """Accept ~env.NAME, which removes an environment; no other key can be removed, because each needs a value."""
-    if "=" not in text and matches("env.<name>", name):
+    if "=" not in text and is_match("env.<name>", name):
         read.accepted.append(text)
         return None
     if name in options:
         return Problem(text, f"a group cannot be removed; choose another {name}, or set single keys")
-    if key := known_key(name):
-        return Problem(text, f"every key has a value; write {name}=..., {keys()[key].default_text} by default")
-    if known_section(name):
+    if key := find_key(name):
+        return Problem(text, f"every key has a value; write {name}=..., {read_keys()[key].default_text} by default")
+    if is_section(name):
         return Problem(text, f"would drop what the recipe sets in {name}; set single keys of it instead")
     read.unknown.append(name)
     return None
 
 
-def depth(text: str) -> int:
+def measure_nesting(text: str) -> int:
     """Depth of nested brackets in a text."""
     depth = deepest = 0
     for sign in text:

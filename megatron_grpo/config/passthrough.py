@@ -1,7 +1,7 @@
 """Fields that users pass on to Megatron-Core and vLLM: those that the run sets itself, and checks of names and types.
 
-Names and types are checked against the installed library's own dataclasses (`library_problems`). Importing the library
-takes seconds and loads torch, so its callers are in trainer/ and generation/, and run in a process of their own.
+Names and types are checked against the installed library's own dataclasses (`check_library_fields`). Importing the
+library takes seconds and loads torch, so its callers are in trainer/ and generation/, in a process of their own.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from megatron_grpo.config.errors import Problem, did_you_mean, shown
-from megatron_grpo.config.keys import data_file, in_words
+from megatron_grpo.config.errors import Problem, suggest_name, to_text
+from megatron_grpo.config.keys import describe_type, load_tables
 from megatron_grpo.config.schema import Config
 
 OWNED = {
     section: {name: advice for advice, names in table.items() for name in names.split()}
-    for section, table in data_file("owned_fields.yaml").items()
+    for section, table in load_tables("owned_fields.yaml").items()
 }
 """By section: the fields that the run sets itself, each with what the user does instead."""
 
 
-def passed_fields(config: Config) -> dict[str, dict[str, Any]]:
+def select_passed_fields(config: Config) -> dict[str, dict[str, Any]]:
     """The fields that the user passes on, by section; sections without any are left out."""
     sections = {f"policy.{name}": getattr(config.policy, name) for name in ("megatron", "ddp", "megatron_optimizer")}
     sections["generation.engine_args"] = config.generation.engine_args
     return {section: dict(values) for section, values in sections.items() if values}
 
 
-def owned_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+def check_owned_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
     """Fields that the run sets itself.
 
     Args:
-        sections: the fields passed on, by section (`passed_fields`).
+        sections: the fields passed on, by section (`select_passed_fields`).
     """
     for section, values in sections.items():
         for name, value in values.items():
             if name in OWNED[section]:
-                yield Problem(f"{section}.{name}={shown(value)}", f"is set by the run itself: {OWNED[section][name]}")
+                yield Problem(f"{section}.{name}={to_text(value)}", f"is set by the run itself: {OWNED[section][name]}")
 
 
-def library_problems(
+def check_library_fields(
     section: str, values: Mapping[str, Any], annotations: Mapping[str, Any], what: str
 ) -> Iterator[Problem]:
     """Fields that the library does not have, or whose values are of another type.
@@ -61,9 +61,9 @@ def library_problems(
     for name, value in values.items():
         text = _mismatch(annotations[name], value) if name in free else None
         if name not in free and name not in OWNED[section]:
-            text = f"is not {what}" + did_you_mean(name, sorted(free), f"{section}.{{}}", otherwise="")
+            text = f"is not {what}" + suggest_name(name, sorted(free), f"{section}.{{}}", otherwise="")
         if text is not None:
-            yield Problem(f"{section}.{name}={shown(value)}", text)
+            yield Problem(f"{section}.{name}={to_text(value)}", text)
 
 
 def _mismatch(annotation: Any, value: Any) -> str | None:
@@ -75,7 +75,7 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     try:  # as JSON, in which a list is also a tuple
         TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_json(json.dumps(value))
     except ValidationError:
-        return f"must be {in_words(kind)}"
+        return f"must be {describe_type(kind)}"
     except PydanticSchemaGenerationError:
         return None
     kinds = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
@@ -83,7 +83,7 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     wrong = next((name for name in value if name not in settings), None) if isinstance(value, dict) else None
     if not settings or wrong is None:
         return None
-    return f"has {wrong}, which is not a setting of it" + did_you_mean(str(wrong), sorted(settings), otherwise="")
+    return f"has {wrong}, which is not a setting of it" + suggest_name(str(wrong), sorted(settings), otherwise="")
 
 
 class _Unwritable:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.errors import Problem, to_text
 
 
-def unreadable(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
+def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
     """The reason why a file cannot be read, or a folder cannot be listed; None: it can."""
     try:
         if kind == "folder":
@@ -37,12 +37,12 @@ def unreadable(path: str | Path, kind: Literal["file", "folder"] = "file") -> st
     return None
 
 
-def unwritable(key: str, given: str) -> Iterator[Problem]:
+def check_writable(key: str, given: str) -> Iterator[Problem]:
     """The reason why a folder, which may not exist yet, cannot be written to; the check leaves nothing behind."""
-    subject, folder = f"{key}={shown(given)}", Path(os.path.abspath(given))
+    subject, folder = f"{key}={to_text(given)}", Path(os.path.abspath(given))
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not os.path.isdir(existing):
-        yield Problem(subject, f"{shown(existing)} is not a folder, or is a link that leads nowhere; choose another")
+        yield Problem(subject, f"{to_text(existing)} is not a folder, or is a link that leads nowhere; choose another")
         return
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_") as probe:
@@ -53,7 +53,7 @@ def unwritable(key: str, given: str) -> Iterator[Problem]:
         yield Problem(subject, f"cannot be made in {existing}: {getattr(error, 'strerror', None) or error}")
 
 
-def imported(module: str, name: str) -> Any:
+def import_object(module: str, name: str) -> Any:
     """Import a module and return its object of this name.
 
     Raises:
@@ -78,7 +78,7 @@ TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
 """Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token."""
 
 
-def token() -> str | None:
+def read_token() -> str | None:
     """The bearer token in this process's environment, or None."""
     return os.environ.get(TOKEN_VARIABLE) or None
 
@@ -93,7 +93,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def url_problem(url: str) -> str | None:
+def check_url(url: str) -> str | None:
     """The problem with the URL of a server, or None."""
     text = "give http://HOST:PORT or https://HOST:PORT"
     try:

@@ -91,7 +91,7 @@ class OptimizerConfig(Section):
         """Whether the learning rate stays at lr after the warm-up."""
         return self.decay_style in ("constant", "constant_with_warmup")
 
-    def warmup(self, schedule_steps: int) -> int:
+    def count_warmup_steps(self, schedule_steps: int) -> int:
         """Optimizer steps of the warm-up, in a schedule of `schedule_steps` steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
 
@@ -209,7 +209,7 @@ class LoraConfig(Section):
     linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj)."""
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """The settings in the words of the configuration; equal for equal adapters."""
         if not self.rank:
             return "policy.lora.rank=0"
@@ -251,12 +251,12 @@ class Fp8Config(Section):
     effect on log-probabilities on any machine, without its speed. Gradients are not rounded. Not with delayed."""
 
     @property
-    def on_device(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether Transformer Engine multiplies in FP8."""
         return self.format != "off" and not self.simulate
 
     @property
-    def simulated(self) -> bool:
+    def is_simulated(self) -> bool:
         """Whether operands are rounded in torch."""
         return self.format != "off" and self.simulate
 
@@ -273,7 +273,7 @@ class Fp8Config(Section):
     @property
     def token_multiple(self) -> int:
         """Number that divides the tokens of a rank's microbatch, a dimension of the products for weight gradients."""
-        return self.block if self.on_device else 1
+        return self.block if self.is_on_device else 1
 
 
 QuantizationFormat = Literal["int8", "fp8"]

@@ -147,13 +147,13 @@ class LoggerConfig(Section):
     level: Literal["debug", "info", "warning"] = "info"
     """Detail of the per-process logs in run_dir/logs."""
 
-    def replays(self, step: int) -> bool:
+    def has_replay(self, step: int) -> bool:
         """Whether the run keeps what a replay of this step needs."""
         return self.replay_every is not None and step % self.replay_every == 0
 
-    def needed_by_a_replay(self, step: int) -> bool:
+    def is_replay_start(self, step: int) -> bool:
         """Whether a replay begins with the checkpoint after this step."""
-        return self.replays(step + 1)
+        return self.has_replay(step + 1)
 
 
 @dataclass(kw_only=True)

@@ -124,14 +124,14 @@ class Config(Section):
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
-    def loop(self) -> LoopConfig:
+    def training_loop(self) -> LoopConfig:
         """The section of the algorithm that runs."""
         section = getattr(self, self.algorithm)
         assert isinstance(section, LoopConfig), "every algorithm has a section of its name"
         return section
 
     @property
-    def generates(self) -> bool:
+    def needs_generation(self) -> bool:
         """Whether rollouts are sampled, rather than read from a recording."""
         return self.debug.rollouts_from is None
 
@@ -156,7 +156,7 @@ class Config(Section):
         on_cpu = self.cluster.gpus_per_node == 0 and not self.generation.server.urls
         return "float32" if on_cpu else "tf32"
 
-    def prob_error_limit(self, age: int) -> float | None:
+    def find_prob_error_limit(self, age: int) -> float | None:
         """Largest token_mult_prob_error of a step that the run learns from; None: there is no limit.
 
         Args:
@@ -164,19 +164,19 @@ class Config(Section):
         """
         limit, is_default = self.refit.prob_error_limit, self.refit.prob_error_limit == RefitConfig().prob_error_limit
         # The default is for tokens that both sides compute in the same way from the same weights.
-        differs = age > 0 or self.generation.hides_distribution
-        return None if not self.generates or (differs and is_default) else limit
+        differs = age > 0 or self.generation.has_unmatched_sampling
+        return None if not self.needs_generation or (differs and is_default) else limit
 
     @property
-    def saves(self) -> bool:
+    def has_checkpoints(self) -> bool:
         """Whether checkpoints are written."""
         return self.checkpointing.enabled and self.debug.train
 
     @property
-    def keeping(self) -> CheckpointingConfig:
+    def ranked_checkpointing(self) -> CheckpointingConfig:
         """Settings of checkpoints, which reward ranks if their metric is one of validation and nothing is validated."""
-        given, loop = self.checkpointing, self.loop
-        validates = self.data.validation and (loop.val_period or loop.val_at_start or loop.val_at_end)
+        given, loop = self.checkpointing, self.training_loop
+        validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
         if validates or given.metric_name is None or not given.metric_name.startswith(VALIDATION_PREFIX):
             return given
         return replace(given, metric_name="reward", higher_is_better=True)
@@ -184,7 +184,7 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether a reference policy is loaded: for a KL penalty, or for PPO to report the distance to it."""
-        observed = self.loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
+        observed = self.training_loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
         return observed or self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
@@ -194,13 +194,13 @@ class Config(Section):
         With a single optimizer step on the samples, the log-probabilities of that step itself, without gradient, are
         used instead, unless an option needs them earlier.
         """
-        asked_before = self.loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
+        asked_before = self.training_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
         return self.optimizer_steps_per_step > 1 or asked_before
 
     @property
     def value_model(self) -> PolicyConfig | None:
         """The value model as its ranks build and train it; None: the algorithm has none."""
-        if not self.loop.has_value_model:
+        if not self.training_loop.has_value_model:
             return None
         value, policy = self.value, self.policy
         return replace(
@@ -221,55 +221,57 @@ class Config(Section):
     @property
     def samples_per_step(self) -> int:
         """Responses that one step trains on."""
-        return self.loop.num_prompts_per_step * self.loop.num_generations_per_prompt
+        return self.training_loop.num_prompts_per_step * self.training_loop.num_generations_per_prompt
 
     @property
     def prompts_per_generation_batch(self) -> int:
         """Prompts sampled together."""
-        return int(self.loop.num_prompts_per_step * Fraction(str(self.loop.batch_multiplier)))
+        return int(self.training_loop.num_prompts_per_step * Fraction(str(self.training_loop.batch_multiplier)))
 
     @property
-    def knows_correctness(self) -> bool:
+    def has_correctness(self) -> bool:
         """Whether some environment knows which responses are correct; several reward functions alone do not."""
         return any(len(one.reward_funcs) < 2 or one.correct_func for one in self.env.values())
 
     @property
     def passes_key(self) -> str:
         """The key of the number of passes over the samples of a step, for messages."""
-        return f"{self.algorithm}.{self.loop.passes_name}"
+        return f"{self.algorithm}.{self.training_loop.passes_name}"
 
     @property
     def passes_per_step(self) -> int:
         """Passes of the optimizer over the samples of a step."""
-        return int(getattr(self.loop, self.loop.passes_name))
+        return int(getattr(self.training_loop, self.training_loop.passes_name))
 
     @property
     def optimizer_steps_per_step(self) -> int:
         """Optimizer steps of the policy on the samples of one step."""
-        return self._optimizer_steps(self.policy)
+        return self._count_optimizer_steps(self.policy)
 
     @property
     def value_optimizer_steps_per_step(self) -> int:
         """Optimizer steps of the value model on the samples of one step."""
         assert self.value_model is not None
-        return self._optimizer_steps(self.value_model)
+        return self._count_optimizer_steps(self.value_model)
 
     @property
     def steps_without_policy(self) -> int:
         """Steps at the beginning in which the policy does not learn."""
-        return self.ppo.policy_training_start_step if self.loop.has_value_model else 0
+        return self.ppo.policy_training_start_step if self.training_loop.has_value_model else 0
 
     @property
     def decay_steps(self) -> int:
         """Optimizer steps of the policy's learning-rate schedule."""
-        steps = max(self.loop.max_num_steps - self.steps_without_policy, 1)
+        steps = max(self.training_loop.max_num_steps - self.steps_without_policy, 1)
         return self.policy.optimizer.decay_steps or steps * self.optimizer_steps_per_step
 
     @property
     def value_decay_steps(self) -> int:
         """Optimizer steps of the value model's learning-rate schedule."""
-        return self.value.optimizer.decay_steps or self.loop.max_num_steps * self.value_optimizer_steps_per_step
+        return (
+            self.value.optimizer.decay_steps or self.training_loop.max_num_steps * self.value_optimizer_steps_per_step
+        )
 
-    def _optimizer_steps(self, model: PolicyConfig) -> int:
+    def _count_optimizer_steps(self, model: PolicyConfig) -> int:
         samples = self.samples_per_step
         return self.passes_per_step * -(-samples // (model.train_global_batch_samples or samples))

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.keys import data_file, keys, leaves
-from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, named_for, other_than
+from megatron_grpo.config.keys import flatten, load_tables, read_keys
+from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, switch_algorithm, translate_key
 
 NONE = "none"
 """Section of foreign_names.yaml with names that have no counterpart, each with the reason."""
 
 
 @functools.cache
-def foreign_names() -> dict[str, Mapping[str, str]]:
+def load_foreign_names() -> dict[str, Mapping[str, str]]:
     """Names of settings in other frameworks and in job files with their counterparts here, by framework."""
-    return {**data_file("foreign_names.yaml"), "GrpoParameters": data_file("job_fields.yaml")["settings"]}
+    return {**load_tables("foreign_names.yaml"), "GrpoParameters": load_tables("job_fields.yaml")["settings"]}
 
 
 _MISSPELT, _ALIKE = 0.9, 0.82
@@ -29,7 +29,7 @@ NOTHING_ALIKE = "unknown key; --cfg job shows all keys"
 """Text for a key without a suggestion."""
 
 
-def unknown_key(name: str, algorithm: str) -> Problem:
+def describe_unknown_key(name: str, algorithm: str) -> Problem:
     """The complaint about a key that the schema does not have.
 
     Args:
@@ -38,20 +38,20 @@ def unknown_key(name: str, algorithm: str) -> Problem:
     """
     if name.split(".")[0] == "hydra":
         return Problem(name, "Hydra's own settings have no effect here; run_dir chooses where a run writes")
-    foreign = counterpart(name, algorithm)
+    foreign = describe_counterpart(name, algorithm)
     if foreign is not None:
         return Problem(name, f"unknown key; {foreign}")
-    alike = nearest(name, algorithm)
+    alike = find_similar_keys(name, algorithm)
     return Problem(name, f"unknown key; did you mean {' or '.join(alike)}?" if alike else NOTHING_ALIKE)
 
 
-def unknown_names(name: str, value: Any) -> list[str]:
+def list_unknown_keys(name: str, value: Any) -> list[str]:
     """Names of the settings in an unknown section of another framework; of any other unknown key, its own name."""
-    below = [leaf for leaf, _ in leaves(value, f"{name}.")] if isinstance(value, Mapping) else []
-    return below if any(counterpart(leaf, "grpo") for leaf in below) else [name]
+    below = [leaf for leaf, _ in flatten(value, f"{name}.")] if isinstance(value, Mapping) else []
+    return below if any(describe_counterpart(leaf, "grpo") for leaf in below) else [name]
 
 
-def counterpart(name: str, algorithm: str) -> str | None:
+def describe_counterpart(name: str, algorithm: str) -> str | None:
     """A clause with the counterpart of a foreign name ("TRL's learning_rate is policy.optimizer.lr here"), or None.
 
     A name with dots may lack its first parts (megatron_cfg.optimizer.lr). A name of the value model has the counterpart
@@ -79,13 +79,13 @@ _ANY = ".*"
 
 def _entry(name: str) -> tuple[str, str, str] | None:
     """Framework, whole foreign name and counterpart (of foreign_names.yaml) of a name; None: no framework has it."""
-    for framework, table in foreign_names().items():
+    for framework, table in load_foreign_names().items():
         for foreign, ours in table.items():
             if name == foreign or ("." in name and foreign.endswith(f".{name}")):
                 return framework, foreign, ours
     patterns = (
         (len(foreign), framework, ours)
-        for framework, table in foreign_names().items()
+        for framework, table in load_foreign_names().items()
         for foreign, ours in table.items()
         if foreign.endswith(_ANY) and f"{name}.".startswith(foreign.removesuffix("*"))
     )
@@ -96,10 +96,10 @@ def _entry(name: str) -> tuple[str, str, str] | None:
 def _of_value(key: str) -> str:
     """The value model's key for a key of the policy; other words, and keys that it does not have, as they are."""
     of_value = _VALUE + key.removeprefix(_POLICY)
-    return of_value if key.startswith(_POLICY) and of_value in keys() else key
+    return of_value if key.startswith(_POLICY) and of_value in read_keys() else key
 
 
-def nearest(name: str, algorithm: str) -> list[str]:
+def find_similar_keys(name: str, algorithm: str) -> list[str]:
     """The keys of a run of an algorithm that a misspelt name stands for, best first; empty: none.
 
     A name without a dot is also compared with keys without their section. Parts of a name alone suggest nothing:
@@ -128,8 +128,10 @@ def _names_in(algorithm: str, name: str) -> list[str]:
     """
     section, _, rest = name.partition(".")
     environment = rest.partition(".")[0] if section == "env" else ""
-    own = (key for key in keys() if not key.endswith("<field>"))  # pass-through fields are checked by their library
-    names = (named_for(algorithm, key) for key in own if not is_foreign_to(algorithm, key))
+    own = (
+        key for key in read_keys() if not key.endswith("<field>")
+    )  # pass-through fields are checked by their library
+    names = (translate_key(algorithm, key) for key in own if not is_foreign_to(algorithm, key))
     names = (one for one in names if section == "value" or not one.startswith("value."))
     return [one.replace("<name>", environment or "NAME") for one in names]
 
@@ -137,8 +139,8 @@ def _names_in(algorithm: str, name: str) -> list[str]:
 def _here(ours: list[str], algorithm: str) -> str:
     """Our keys for a foreign setting, in words; a key that only the other algorithm reads is marked as such."""
     return " and ".join(
-        COUNTERPART.get(key) or f"{key} (with algorithm={other_than(algorithm)})"
+        COUNTERPART.get(key) or f"{key} (with algorithm={switch_algorithm(algorithm)})"
         if is_foreign_to(algorithm, key)
-        else named_for(algorithm, key)
+        else translate_key(algorithm, key)
         for key in ours
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from megatron_grpo.config.errors import counted
+from megatron_grpo.config.errors import format_count
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import is_remote
@@ -34,7 +34,7 @@ class SetIdentity:
 
     def rows_in_words(self) -> str:
         """Number of rows and beginning of the digest, for messages."""
-        return f"{counted('row', self.rows or 0)}, digest {(self.digest or '')[:12]}"
+        return f"{format_count('row', self.rows or 0)}, digest {(self.digest or '')[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +75,22 @@ def identify(config: Config) -> DataIdentity:
     """The identity of a run's data. Rows are read, unless this process has read them already."""
     data = config.data
     return DataIdentity(
-        training={key: _identity(config, key) for key in data.training},
-        validation={key: _identity(config, key) for key in data.validation},
+        training={key: _identity(config, key) for key in data.training_sets},
+        validation={key: _identity(config, key) for key in data.validation_sets},
         shuffle=data.shuffle,
         streaming=data.streaming,
     )
 
 
 def _identity(config: Config, key: str) -> SetIdentity:
-    training = config.data.training
-    one = training[key] if key in training else config.data.validation[key]
+    training = config.data.training_sets
+    one = training[key] if key in training else config.data.validation_sets[key]
     named = is_remote(one.path) or os.path.isdir(one.path)
     path = "".join([one.path, *(f" ({part})" for part in (one.subset, one.split) if named and part is not None)])
     report, is_streamed = SetReport(), config.data.streaming and key in training
     # The rows that prepare.name makes follow from it, and may be made only after this check.
     is_made = is_made_before_run(config, one.path)
-    if config.generates and not is_streamed and not is_made and (named or os.path.isfile(one.path)):
+    if config.needs_generation and not is_streamed and not is_made and (named or os.path.isfile(one.path)):
         report = examined(one, config.data, {name: env.type for name, env in config.env.items()})
     if report.source is None:
         return SetIdentity(path, weight=one.weight)
@@ -104,7 +104,7 @@ def training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
     Two sets without digests are compared by their paths.
     """
     if len(before.training) != len(now.training):
-        return f"has {counted('training set', len(now.training))}, and had {len(before.training)}"
+        return f"has {format_count('training set', len(now.training))}, and had {len(before.training)}"
     for (old_key, old), (key, new) in zip(before.training.items(), now.training.items(), strict=True):
         subject = f"{key}={new.path}"
         if old.digest is None or new.digest is None:

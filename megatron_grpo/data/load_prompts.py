@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset
 
 from megatron_grpo.batch.special_tokens import StopConditions, added_tokens, stop_conditions, unstopped_turn
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import ConfigError, Problem, counted
+from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
@@ -185,24 +185,28 @@ class _Reader:
         """Batches of the training sets, mixed by their weights."""
         config = self.config
         parts, usable = [], 0
-        for key, one in config.data.training.items():
+        for key, one in config.data.training_sets.items():
             part, found = self._read(key, one)
             parts.append(part)
-            usable += min(found, one.visits(found))
-        wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training)
+            usable += min(found, one.count_visits(found))
+        wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training_sets)
         if usable < wanted:
-            text = f"has {counted('usable row', usable)}, fewer than the {wanted} prompts that are sampled together"
-            (first, *others) = [f"{key}={one.path}" for key, one in config.data.training.items()]
+            text = (
+                f"has {format_count('usable row', usable)}, fewer than the {wanted} prompts that are sampled together"
+            )
+            (first, *others) = [f"{key}={one.path}" for key, one in config.data.training_sets.items()]
             raise ConfigError([Problem(first if not others else subjects, text)])
-        weights = [one.weight for one in config.data.training.values()]
-        visits = Visits([len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.loop.seed)
+        weights = [one.weight for one in config.data.training_sets.values()]
+        visits = Visits(
+            [len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.training_loop.seed
+        )
         whole = parts[0] if len(parts) == 1 else JoinedPrompts(cast(Any, parts))
         return PromptLoader(whole, prompts_per_batch=wanted, order=visits)
 
     def stream(self) -> StreamLoader:
         """Batches of the training set, streamed from the hub."""
         config = self.config
-        ((key, one),) = config.data.training.items()
+        ((key, one),) = config.data.training_sets.items()
         try:
             stream = open_stream(one)
         except ValueError as error:
@@ -214,13 +218,13 @@ class _Reader:
             environments=self._environments,
             process=self._prompts(one, []),
             prompts_per_batch=config.prompts_per_generation_batch,
-            seed=config.loop.seed,
+            seed=config.training_loop.seed,
         )
 
     def validation(self) -> Iterator[list[DatumSpec]]:
         """The validation prompts of each set, at most max_val_samples of each."""
-        for key, one in self.config.data.validation.items():
-            prompts = self.held_out(key, one)[: self.config.loop.max_val_samples]
+        for key, one in self.config.data.validation_sets.items():
+            prompts = self.held_out(key, one)[: self.config.training_loop.max_val_samples]
             name = key.split(".")[2] if key != "data.val_path" else None
             yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
 
@@ -258,12 +262,14 @@ class _Reader:
             raise ConfigError([Problem(subject, str(error))]) from error
         refused = dataset.refused
         if refused:
-            self.notes.append(f"{counted('row', len(refused))} of {subject} left out: {next(iter(refused.values()))}")
+            self.notes.append(
+                f"{format_count('row', len(refused))} of {subject} left out: {next(iter(refused.values()))}"
+            )
             left_out -= len(refused)
         if left_out:
             among = "" if rendered == len(dataset) else "first "
             self.notes.append(
-                f"{left_out} of the {among}{counted('row', rendered)} of {subject} left out: more than "
+                f"{left_out} of the {among}{format_count('row', rendered)} of {subject} left out: more than "
                 f"data.max_input_seq_length={data.max_input_seq_length} tokens in the prompt"
             )
         return dataset, len(dataset) - left_out - len(refused)

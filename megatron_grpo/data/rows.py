@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
-from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.data.code_tests import code_tests, prepare
 from megatron_grpo.data.math_text import rewrite_numbers, unreadable
 from megatron_grpo.data.processors import TaskDataSpec, task_of
@@ -174,7 +174,7 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
             report.doubtful += 1
         unread = check.unread_answer(formed)
         if unread is not None:
-            report.first_unread = report.first_unread or f"{source.place(number)}, {shown(unread)}"
+            report.first_unread = report.first_unread or f"{source.place(number)}, {to_text(unread)}"
             report.unread += 1
         prompt = check.prompt(formed)
         report.begun += is_conversation(prompt) and prompt[-1]["role"] == "assistant"
@@ -320,7 +320,7 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
     if spec.answer_key is None:
         return None
     unusable = unusable_answer(kind, row[spec.answer_key])
-    given = shown(json.dumps(row[spec.answer_key], default=str))
+    given = to_text(json.dumps(row[spec.answer_key], default=str))
     return f"column {spec.answer_key!r} (data.answer_key) {unusable}: {given}" if unusable else None
 
 

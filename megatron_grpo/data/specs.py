@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.paths import imported
+from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, rendered
 
@@ -143,7 +143,7 @@ def processor_of(name: str | None) -> DataProcessor:
     if name in ROW_FORMS:
         return partial(_formed, ROW_FORMS[name], math_data_processor)
     module, _, function = name.rpartition(".")
-    found: DataProcessor = imported(module, function)
+    found: DataProcessor = import_object(module, function)
     if not callable(found):
         raise ValueError(f"is {type(found).__name__}, which cannot be called")
     return found

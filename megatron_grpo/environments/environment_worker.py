@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 
 from megatron_grpo.batch.figures import reported_figures
-from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
@@ -77,7 +77,7 @@ class EnvironmentWorker:
     @phase("score")
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
         """Call several methods of this class, each with its arguments; returns the list of results."""
-        return pickled([method(self, *arguments) for method, arguments in calls])
+        return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
         """Return the first state of a rollout, pickled, or the message of an exception."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, name_of_reward
-from megatron_grpo.config.errors import RunError, shown
-from megatron_grpo.config.paths import imported
+from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, parse_reward_name
+from megatron_grpo.config.errors import RunError, to_text
+from megatron_grpo.config.paths import import_object
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
 from megatron_grpo.environments.reward_functions import (
     AgentEnvironment,
@@ -45,11 +45,11 @@ def create_environment(
     make_importable(settings.import_folders)
     if config.type == REWARD_FUNCTIONS:
         given = rewards or {}
-        functions = {name_of_reward(one): given.get(one) or load_reward_function(one) for one in config.reward_funcs}
+        functions = {parse_reward_name(one): given.get(one) or load_reward_function(one) for one in config.reward_funcs}
         scoring: dict[str, Any] = {
             "functions": functions,
-            "weights": config.weights_by_function(),
-            "correctness": config.correctness_function(),
+            "weights": config.function_weights,
+            "correctness": config.correctness_function,
             "timeout_s": config.reward_timeout_s,
             "tolerant": config.on_reward_error == "none",
         }
@@ -71,7 +71,7 @@ def import_environment_class(kind: str) -> type[Environment]:
     """
     module, _, name = BUILT_IN.get(kind, kind).partition(":")
     try:
-        found = imported(module, name)
+        found = import_object(module, name)
     except ValueError as error:
         raise RunError(str(error)) from error
     if not (inspect.isclass(found) and issubclass(found, Environment)):
@@ -103,7 +103,7 @@ def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[d
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
             advice = f"did you mean {near[0]}?" if near else f"there is {', '.join(parameters) or 'none'}"
-            problems.append((f"{name}={shown(value)}", f"is not an option of {kind.__name__}; {advice}"))
+            problems.append((f"{name}={to_text(value)}", f"is not an option of {kind.__name__}; {advice}"))
             continue
         try:
             hint = parameters[name].annotation
@@ -112,7 +112,7 @@ def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[d
             (arguments[name],) = TypeAdapter(in_list, config=_CONVERSION).validate_python([value])
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"]
-            problems.append((f"{name}={shown(value)}", f"does not fit {kind.__name__}: {reason}"))
+            problems.append((f"{name}={to_text(value)}", f"does not fit {kind.__name__}: {reason}"))
     required = (name for name, one in parameters.items() if one.default is inspect.Parameter.empty)
     problems += [(name, f"is required by {kind.__name__}") for name in required if name not in options]
     problems += [] if problems else kind.option_problems(arguments)

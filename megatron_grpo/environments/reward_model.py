@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megatron_grpo.cluster.futures import explain
+from megatron_grpo.cluster.futures import explain_error
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
@@ -174,7 +174,7 @@ class RewardModelClient:
         try:
             ray.get([worker.__ray_ready__.remote() for worker in self._workers], timeout=timeout_s)
         except ray.exceptions.RayError as error:
-            raise RunError(f"reward model {self.path}: a process {explain(error)} as it started") from error
+            raise RunError(f"reward model {self.path}: a process {explain_error(error)} as it started") from error
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:

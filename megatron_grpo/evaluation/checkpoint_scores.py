@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from megatron_grpo.algorithms.validation import sample_responses
 from megatron_grpo.batch.generation_requests import sampling_settings
-from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
+from megatron_grpo.cluster.cleanup import cleanup_after_kill, interrupt_on_sigterm
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
@@ -68,7 +68,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
         "checkpoint": str(request.checkpoint),
         "samples": request.samples,
         "temperature": request.temperature,
-        "seed": config.loop.seed,
+        "seed": config.training_loop.seed,
         "interval": "95%, percentiles of 10,000 bootstrap resamples of prompts",
         "sets": sets,
         "timing": timer.seconds,
@@ -90,10 +90,10 @@ def _answer(
     """Sample the responses to the prompts of a set, and write them to `file` batch by batch."""
     config, answered = request.config, Answered(held_out.prompts, [], [])
     settings = replace(sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
-    size = max(1, config.loop.val_batch_size // request.samples)
+    size = max(1, config.training_loop.val_batch_size // request.samples)
     prompts = iter(held_out.prompts)
     for groups in sample_responses(
-        rollouts, held_out.prompts, request.samples, settings, seed=config.loop.seed, size=size, timer=timer
+        rollouts, held_out.prompts, request.samples, settings, seed=config.training_loop.seed, size=size, timer=timer
     ):
         for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)
@@ -116,10 +116,10 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
     """
     with ExitStack() as stack:
         stack.enter_context(tolerant_output(of_run=True))
-        stack.enter_context(sigterm_interrupts())
+        stack.enter_context(interrupt_on_sigterm())
         one_machine = config.cluster.ray_address is None
         stack.enter_context(driver_log(output, config.logger.level, one_machine=one_machine))
-        remove_if_killed = stack.enter_context(guarded()) if one_machine else None
+        remove_if_killed = stack.enter_context(cleanup_after_kill()) if one_machine else None
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start(remove_if_killed)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_grpo.config.compose import compose_typed
+from megatron_grpo.config.conversion import convert_argument
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import ConfigError, Problem, did_you_mean, shown
+from megatron_grpo.config.errors import ConfigError, Problem, suggest_name, to_text
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import Positive, Temperature
-from megatron_grpo.config.typed import converted
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_checks import examine_rows
@@ -41,7 +41,7 @@ def _evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, Evaluated
     """
     data = config.data
     if not given:
-        sets = [EvaluatedSet(key, one) for key, one in data.validation.items()]
+        sets = [EvaluatedSet(key, one) for key, one in data.validation_sets.items()]
     else:
         paths = map(os.path.expanduser, given)
         rows = (DatasetConfig(path=path, subset=data.subset, split=data.val_split) for path in paths)
@@ -123,7 +123,7 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     problems = list(_server_problems(config)) or find_evaluation_problems(config) or list(_set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
-    samples = converted("samples", own.get("samples", "1"), Positive)
+    samples = convert_argument("samples", own.get("samples", "1"), Positive)
     temperature = _temperature(own, samples, config)
     compare = Path(os.path.expanduser(own["compare"])) if "compare" in own else None
     if compare is not None and not (compare / SAMPLES_FILE).is_file():
@@ -158,7 +158,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[st
             overrides.append(argument)
         else:
             known = (*_OWN, DATA_KEY)
-            hint = did_you_mean(name.lstrip("-"), known, "{}=...", otherwise="; --help shows what there is")
+            hint = suggest_name(name.lstrip("-"), known, "{}=...", otherwise="; --help shows what there is")
             raise ConfigError([Problem(argument, f"is not an argument{hint}")])
     return own, overrides, files
 
@@ -168,7 +168,7 @@ def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
     composed = compose_typed([*overrides, f"policy.model.path={folder}"])
     problems = [problem for problem in composed.problems if problem.key != "data.train_path"]
     if problems or composed.config is None:
-        raise ConfigError(composed.named(problems))
+        raise ConfigError(composed.rename_problems(problems))
     return composed.config
 
 
@@ -179,11 +179,11 @@ def _server_problems(config: Config) -> Iterator[Problem]:
             "serve the weights that a run gave them last, and an evaluation starts engines of its own for the "
             "checkpoint; add generation.server.urls=[]"
         )
-        yield Problem(f"generation.server.urls={shown(urls)}", text)
+        yield Problem(f"generation.server.urls={to_text(urls)}", text)
 
 
 def _ks(text: str, samples: int) -> tuple[int, ...]:
-    numbers = sorted(set(converted("k", text, list[Positive])))
+    numbers = sorted(set(convert_argument("k", text, list[Positive])))
     if numbers[-1] > samples:
         raise ConfigError([Problem(f"k={text}", f"needs samples={numbers[-1]} or more; samples={samples}")])
     return tuple(numbers)
@@ -193,7 +193,7 @@ def _temperature(own: dict[str, str], samples: int, config: Config) -> float:
     """The requested temperature; by default greedy for one response, and as in training for several."""
     if "temperature" not in own:
         return 0.0 if samples == 1 else config.generation.temperature
-    value: float = converted("temperature", own["temperature"], Temperature)
+    value: float = convert_argument("temperature", own["temperature"], Temperature)
     if value == 0 and samples > 1:
         raise ConfigError([Problem("temperature=0", f"makes all samples={samples} of a prompt equal; give samples=1")])
     return value

@@ -15,10 +15,10 @@ import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.cluster.actor_calls import Arguments, Method
-from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
-from megatron_grpo.cluster.ray_cluster import assigned_gpus
+from megatron_grpo.cluster.process_log import begin_process_log, choose_library_level
+from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
@@ -40,7 +40,7 @@ from megatron_grpo.generation.vllm_requests import (
     without_problems,
 )
 from megatron_grpo.models.source import require_folder
-from megatron_grpo.platform.device import current_platform, require_gpus
+from megatron_grpo.platform.device import detect_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
     """
     os.environ[ENGINE_MARKER] = name
     os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", choose_library_level())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # for the other workers when one has died
     if settings.config.engine.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    if current_platform().name == "cpu":
+    if detect_platform().name == "cpu":
         from megatron_grpo.generation.cpu_engine import prepare_cpu_processes
 
         prepare_cpu_processes(settings)
@@ -99,13 +99,13 @@ class VllmEngine(Engine):
             settings with which it computes (`requests.settings_in_use`).
         """
         times = [time.monotonic()]
-        require_gpus(assigned_gpus())
+        require_gpus(list_assigned_gpus())
         require_folder(self._settings.model_path)
         prepare_processes(self._settings, self._name)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        check_hooks(current_platform().name)
+        check_hooks(detect_platform().name)
         times.append(time.monotonic())
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
@@ -114,7 +114,7 @@ class VllmEngine(Engine):
         self._tokenizer = engine_tokenizer(self._settings.model_path)
         require_same_tokenizer(self._llm.get_tokenizer(), self._tokenizer)
         await self._llm.update_weight_version("0")  # the weights of the model folder
-        if current_platform().name == "cpu":
+        if detect_platform().name == "cpu":
             from megatron_grpo.generation.cpu_engine import forget_sockets
 
             forget_sockets()
@@ -164,7 +164,7 @@ class VllmEngine(Engine):
                     self._pauses.left(len(done))
                     finals = {index: task.result() for index, task in done.items()}
                     self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
-                    yield pickled(await responses(self._llm, finals, self._settings.routed, self._tokenizer))
+                    yield wrap_for_pickling(await responses(self._llm, finals, self._settings.routed, self._tokenizer))
             finally:
                 for task in waiting:
                     task.cancel()

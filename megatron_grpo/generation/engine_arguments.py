@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from megatron_grpo.config import paths
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.passthrough import library_problems
+from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.models.families import is_untied_by_weights
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import detect_platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class VllmSettings:
     """Form of the experts that are recorded for responses; None: none are recorded."""
     in_flight: AsyncGRPOConfig | None = None
     """Settings for weight changes while responses are generated; None: weights never change meanwhile."""
-    token: str | None = field(default_factory=paths.token, repr=False)
+    token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
     @property
     def sleeps(self) -> bool:
         """Whether vLLM frees device memory while models train on the same devices; its CPU build cannot do that."""
-        return self.config.colocated and current_platform().name == "cuda"
+        return self.config.is_colocated and detect_platform().name == "cuda"
 
     @property
     def keeps_cache(self) -> bool:
@@ -66,7 +66,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if config.engine.speculative.num_speculative_tokens:
         arguments["speculative_config"] = {"method": "ngram", **asdict(config.engine.speculative)}
-    if current_platform().name == "cpu":
+    if detect_platform().name == "cpu":
         from megatron_grpo.generation.cpu_engine import cpu_arguments
 
         arguments |= cpu_arguments(settings)
@@ -76,9 +76,9 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         # An engine that fits a node owns its GPUs through this actor, or shares the GPUs that the actor sees; a
         # larger engine has its own placement group.
         fits = len(ray.get_gpu_ids()) >= config.parallel.ranks_per_engine
-        arguments["distributed_executor_backend"] = "mp" if fits or config.colocated else "ray"
+        arguments["distributed_executor_backend"] = "mp" if fits or config.is_colocated else "ray"
         arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = config.colocated
+        arguments["enable_sleep_mode"] = config.is_colocated
         if settings.routed is not None:
             arguments["enable_return_routed_experts"] = True
     for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
@@ -98,7 +98,7 @@ def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Pro
 
     kinds = {one.name: one.type for one in fields(AsyncEngineArgs)}
     what = "an argument of the installed vLLM"
-    return [one for section, values in sections.items() for one in library_problems(section, values, kinds, what)]
+    return [one for section, values in sections.items() for one in check_library_fields(section, values, kinds, what)]
 
 
 def _made(name: str, value: Any) -> Any:

@@ -73,7 +73,7 @@ class VllmGeneration:
             RunError: an engine failed or the deadline passed; the message names the engine and the cause.
         """
         left = self._startup_timeout_s - (time.monotonic() - self._started_at)
-        started = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
+        started = gather(self._starting, deadline_s=max(left, 0.0), phase_name="generation start", name=ENGINE_NAME)
         self.startup_s = [seconds for seconds, _, _ in started]
         self._processes = [processes for _, processes, _ in started]
         self.settings_in_use = [settings for _, _, settings in started]
@@ -92,7 +92,7 @@ class VllmGeneration:
         """
         limit = self.config.engine_restarts
         for index, reason in lost.items():
-            if limit and self.config.colocated:
+            if limit and self.config.is_colocated:
                 raise RunError(f"{reason}; engines are not replaced with generation.placement=colocated")
             if self.restarts[index] >= limit:
                 again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
@@ -106,7 +106,7 @@ class VllmGeneration:
         started = gather(
             self.submit_to(numbers, Engine.start),
             deadline_s=self._startup_timeout_s,
-            what="generation restart",
+            phase_name="generation restart",
             name=lambda place: ENGINE_NAME(numbers[place]),
         )
         for index, (_, processes, _) in zip(numbers, started, strict=True):
@@ -146,7 +146,7 @@ class VllmGeneration:
         self._gather(self.submit(VllmEngine.wake, part), "engines waking up")
 
     def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
-        gather(refs, deadline_s=self.config.timeout_s, what=what, name=ENGINE_NAME)
+        gather(refs, deadline_s=self.config.timeout_s, phase_name=what, name=ENGINE_NAME)
 
     def shutdown(self) -> None:
         """End every engine process; idempotent."""
@@ -170,7 +170,9 @@ class VllmGeneration:
         task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=there)
         what = f"ending {ENGINE_NAME(index)}"
         try:
-            (left,) = gather([task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, what=what, name=lambda _: "Ray")
+            (left,) = gather(
+                [task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, phase_name=what, name=lambda _: "Ray"
+            )
         except RunError as error:  # the machine is gone, and the processes with it
             logger.warning("%s", error)
             return

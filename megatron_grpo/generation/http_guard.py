@@ -11,7 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
-from megatron_grpo.config.paths import TOKEN_VARIABLE, token
+from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 
 Scope = MutableMapping[str, Any]
 Application = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -79,7 +79,7 @@ class TokenGuard:
 
     def __init__(self, app: Application) -> None:
         """Guard an application by the token of the environment variable; RuntimeError: there is none."""
-        bearer = token()
+        bearer = read_token()
         if bearer is None:
             raise RuntimeError(f"a server needs a token in {TOKEN_VARIABLE}; python -m megatron_grpo.serve makes one")
         self._app, self._bearer = app, bearer

@@ -19,7 +19,7 @@ from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutp
 from megatron_grpo.batch.special_tokens import added_tokens, response_text
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.cluster.actor_calls import Arguments, Method
-from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import CanaryError
@@ -112,7 +112,7 @@ class ServerEngine(Engine):
         try:
             with phase("generate"):
                 async for done in in_bunches(tasks):
-                    yield pickled([(index, self._outcome(task)) for index, task in done.items()])
+                    yield wrap_for_pickling([(index, self._outcome(task)) for index, task in done.items()])
         finally:
             for task in tasks:
                 task.cancel()  # closes the connection, which aborts the request

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import ray
 
-from megatron_grpo.cluster.guardian import free, kill_stopped, lives, shared_files
+from megatron_grpo.cluster.cleanup import find_shared_files, is_alive, kill_stopped, remove_segments
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,10 +45,10 @@ def end_own(llm: AsyncLLM) -> None:
     """End the processes that the calling actor has started for its engine, and free their shared memory."""
     own = psutil.Process()
     children = own.children(recursive=True)
-    segments = set().union(*(shared_files(process) for process in [own, *children]))
+    segments = set().union(*(find_shared_files(process) for process in [own, *children]))
     llm.shutdown(timeout=GRACE_S)
     kill_stopped(children)
-    free(segments)
+    remove_segments(segments)
 
 
 def end_processes(engine: EngineProcesses) -> list[int]:
@@ -63,12 +63,12 @@ def end_processes(engine: EngineProcesses) -> list[int]:
             process = psutil.Process(pid)
             if process.create_time() == started:
                 family |= {process, *process.children(recursive=True)}
-    segments = set().union(*(shared_files(process, killed=True) for process in family))
+    segments = set().union(*(find_shared_files(process, killed=True) for process in family))
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     deadline = time.monotonic() + END_S
-    while (left := [process.pid for process in family if lives(process)]) and time.monotonic() < deadline:
+    while (left := [process.pid for process in family if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-    free(segments)
+    remove_segments(segments)
     return left

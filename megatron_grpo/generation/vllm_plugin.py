@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 
 import psutil
 
-from megatron_grpo.cluster.guardian import free, shared_files
+from megatron_grpo.cluster.cleanup import find_shared_files, remove_segments
 from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
 from megatron_grpo.generation.engine_tokenizer import replace_tokenizer_in_vllm
 from megatron_grpo.platform.hooks import check_hooks
@@ -87,5 +87,5 @@ def _exit_with_parent(parent: int) -> None:
     # A process started by multiprocessing knows its parent even if the parent is already gone.
     while os.getppid() == parent and not parent_is_gone():
         time.sleep(PARENT_CHECK_S)
-    free(shared_files(psutil.Process(), killed=True))
+    remove_segments(find_shared_files(psutil.Process(), killed=True))
     os._exit(1)

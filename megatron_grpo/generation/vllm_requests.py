@@ -171,9 +171,9 @@ async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: R
 
     `finals`: last outputs of the requests; `form`: form of the experts.
     """
-    from megatron_grpo.platform.device import current_platform  # imports torch, which rollout workers do without
+    from megatron_grpo.platform.device import detect_platform  # imports torch, which rollout workers do without
 
-    if current_platform().name == "cpu":
+    if detect_platform().name == "cpu":
         from megatron_grpo.generation.cpu_engine import recorded_experts
 
         return [form.from_engine(one) for one in await recorded_experts(llm, finals, form)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from megatron_grpo.losses.loss import bounded, bounded_exp, response_mean, response_sum
+from megatron_grpo.losses.loss import bounded_exp, clamp_log_ratio, response_mean, response_sum
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
@@ -75,7 +75,7 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     Returns:
         gen_kl_error, policy_kl_error and js_divergence_error, each [...] in the shape of `prev`: one estimate a token.
     """
-    log_ratio = bounded(prev - generation)
+    log_ratio = clamp_log_ratio(prev - generation)
     # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.
     ratio, ratio_minus_one = log_ratio.exp(), log_ratio.expm1()
     mixture = torch.log1p(ratio_minus_one / 2)  # log((1 + r) / 2), exact near r = 1
@@ -95,7 +95,7 @@ def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> flo
     return mean_weight**2 / mean_squared_weight if mean_squared_weight > 0 else 0.0
 
 
-def inconsistent_sequences(
+def find_inconsistent_sequences(
     loss_mask: Tensor, prev: Tensor, generation: Tensor, lengths: list[int], threshold: float
 ) -> tuple[Tensor, dict[str, float]]:
     """Find the responses whose mean token_mult_prob_error, exp(|prev - generation|), is too large.

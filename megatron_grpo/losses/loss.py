@@ -8,7 +8,7 @@ Why global counts: with T tokens in the loss of a step, the mean over tokens is 
 by its own count t would contribute the mean of a part, and the average of such means weighs a token by 1 / (t * number
 of microbatches): tokens in short microbatches count more, and the result changes with packing, with the number of
 microbatches and of data-parallel ranks, and with context parallelism, where a rank holds some tokens of every sequence.
-So the driver, which knows all lengths and masks, counts once per optimizer step (`GlobalCounts.of`); every microbatch
+So the driver, which knows all lengths and masks, counts once a step (`GlobalCounts.count`); every microbatch
 on every rank divides its sum by these numbers, and the shares only have to be added. Megatron-Core must therefore not
 average: gradients are summed over microbatches, context-parallel and data-parallel ranks (calculate_per_token_loss, a
 token count of 0, and `trainer.optimizer._sum_model_grads`). Quantities of a whole sequence (its mean, its probability
@@ -42,7 +42,7 @@ class Segments:
     and have no gradient, so that backward needs no communication.
     """
 
-    of_token: Tensor
+    sequence_index: Tensor
     """[tokens], int64: number of the token's sequence in the microbatch."""
     sizes: Tensor
     """[sequences], float32: tokens in the loss of each whole sequence, on all ranks that share it."""
@@ -50,10 +50,10 @@ class Segments:
     """[sequences] of this rank's part -> [sequences] of all parts; None: this rank has whole sequences."""
 
     @torch.no_grad()
-    def totals(self, values: Tensor) -> Tensor:
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
         """[tokens], float32, 0 outside the loss -> [tokens], without gradient: sum over each token's whole sequence."""
-        sums = torch.zeros_like(self.sizes, dtype=values.dtype).index_add_(0, self.of_token, values)
-        return (sums if self.join is None else self.join(sums))[self.of_token]
+        sums = torch.zeros_like(self.sizes, dtype=values.dtype).index_add_(0, self.sequence_index, values)
+        return (sums if self.join is None else self.join(sums))[self.sequence_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class GlobalCounts:
     """Mean weight of the tokens in the loss."""
 
     @staticmethod
-    def of(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:
+    def count(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:
         """The counts of an optimizer step on some `sequences` of a batch, [chosen], int64."""
         tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
         assert tokens.sum() > 0, "an optimizer step needs a token to learn from"
@@ -92,7 +92,7 @@ class LossFunction(Protocol):
     """A loss over one microbatch whose sum over all microbatches and ranks is the loss of the step."""
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def field_names(self) -> tuple[str, ...]:
         """Names of the stored fields (`STORED_DTYPES`) that the loss reads; a batch may lack some."""
 
     def __call__(
@@ -138,25 +138,25 @@ MAX_LOG_RATIO = 40.0
 belongs to a response so long that its weight is meaningless; infinite, it would turn an advantage of 0 into NaN."""
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Log ratios [...] of any shape, floating point, limited to +- MAX_LOG_RATIO; beyond that the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp of log ratios [...] of any shape, floating point, first limited to +- MAX_LOG_RATIO: always finite."""
-    return bounded(log_ratio).exp()
+    return clamp_log_ratio(log_ratio).exp()
 
 
-def masked(values: Tensor, mask: Tensor) -> Tensor:
+def mask_values(values: Tensor, mask: Tensor) -> Tensor:
     """Values, [...], any dtype, with 0 outside the mask, where the given ones may be infinite or NaN."""
     # A product with the mask would keep NaN, in the value and in the gradient; where() removes it from both.
     return torch.where(mask, values, torch.zeros_like(values))
 
 
-def weight_of(tokens: TokenFields, mask: Tensor) -> Tensor | float:
+def token_weights(tokens: TokenFields, mask: Tensor) -> Tensor | float:
     """Weight of each token in the mask, float32 in its shape; 1 if the batch has no weights."""
-    return 1.0 if tokens.weight is None else masked(tokens.weight, mask)
+    return 1.0 if tokens.weight is None else mask_values(tokens.weight, mask)
 
 
 def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
@@ -172,7 +172,7 @@ def weighted_mean(values: Tensor, mask: Tensor, counts: GlobalCounts, weight: Te
 def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
     """Sum over each response's tokens in the mask, at every token of the response, without gradient."""
     kept = (values * mask).detach()
-    return kept.sum(dim=1, keepdim=True).expand_as(values) if segments is None else segments.totals(kept)
+    return kept.sum(dim=1, keepdim=True).expand_as(values) if segments is None else segments.sum_by_sequence(kept)
 
 
 def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
@@ -182,9 +182,9 @@ def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Te
     if segments is None:
         return onwards.to(values.dtype)
     assert segments.join is None, "with context parallelism later tokens are on other ranks"
-    sums = torch.zeros_like(segments.sizes, dtype=kept.dtype).index_add_(0, segments.of_token, kept)
+    sums = torch.zeros_like(segments.sizes, dtype=kept.dtype).index_add_(0, segments.sequence_index, kept)
     later = sums.flip(0).cumsum(0).flip(0) - sums
-    return (onwards - later[segments.of_token]).to(values.dtype)
+    return (onwards - later[segments.sequence_index]).to(values.dtype)
 
 
 def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
@@ -197,7 +197,7 @@ def response_size(mask: Tensor, segments: Segments | None) -> Tensor:
     # At least 1: a response outside the loss has mean 0, not NaN, which times a mask of 0 would still be NaN.
     if segments is None:
         return mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return segments.sizes.clamp(min=1)[segments.of_token]
+    return segments.sizes.clamp(min=1)[segments.sequence_index]
 
 
 def loss_share(

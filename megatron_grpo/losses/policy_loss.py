@@ -12,11 +12,11 @@ from megatron_grpo.losses.divergence import divergences, effective_sample_size, 
 from megatron_grpo.losses.loss import (
     bounded_exp,
     loss_share,
-    masked,
+    mask_values,
     remaining_sum,
     response_mean,
     token_mean,
-    weight_of,
+    token_weights,
     weighted_mean,
 )
 
@@ -59,7 +59,7 @@ class ClippedPGLossFn:
     def __init__(self, config: LossConfig) -> None:
         self.config = config
 
-    reads = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
+    field_names = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
     """Names of the stored fields that the loss can read; a configuration may need fewer."""
 
     def __call__(
@@ -84,11 +84,11 @@ class ClippedPGLossFn:
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
         kept = mask if tokens.whole_logprobs is None else _kept(mask, curr_logprobs, tokens.prev_logprobs)
-        curr = masked(curr_logprobs, kept)
-        generation = masked(require_field(tokens.generation_logprobs), kept)
-        advantages = masked(require_field(tokens.advantages), kept)
+        curr = mask_values(curr_logprobs, kept)
+        generation = mask_values(require_field(tokens.generation_logprobs), kept)
+        advantages = mask_values(require_field(tokens.advantages), kept)
         # Detached, the policy stands for its own past: a ratio of value 1 with the gradient of the log-probability.
-        prev = curr.detach() if tokens.prev_logprobs is None else masked(tokens.prev_logprobs, kept)
+        prev = curr.detach() if tokens.prev_logprobs is None else mask_values(tokens.prev_logprobs, kept)
         old = curr.detach() if config.force_on_policy_ratio else prev
 
         policy = surrogate(curr, old, advantages, mask, config, segments)
@@ -98,15 +98,15 @@ class ClippedPGLossFn:
             loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
-            policy_logprobs = curr if tokens.whole_logprobs is None else masked(tokens.whole_logprobs, kept)
-            kl = self._kl(policy_logprobs, masked(tokens.reference_logprobs, kept), curr - old)
+            policy_logprobs = curr if tokens.whole_logprobs is None else mask_values(tokens.whole_logprobs, kept)
+            kl = self._kl(policy_logprobs, mask_values(tokens.reference_logprobs, kept), curr - old)
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 if config.kl_score_function_gradient:
                     # A term of value 0: a token also decides which tokens follow, and so the divergence at those.
                     kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
                 loss = loss + config.kl_in_loss * kl
-        weight = weight_of(tokens, mask)
+        weight = token_weights(tokens, mask)
         total = loss_share(loss, mask, counts, config, segments, weight)
         extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts, weight)
         total, metrics = total + extra, metrics | of_extra
@@ -122,11 +122,11 @@ class ClippedPGLossFn:
         """Entropy bonus and imitation of correct responses: the share of both loss terms (0 when off), and metrics."""
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if config.entropy_coef:
-            entropy = masked(require_field(tokens.entropy), mask)
+            entropy = mask_values(require_field(tokens.entropy), mask)
             metrics["entropy"] = token_mean(entropy, mask, counts)
             total = total - config.entropy_coef * weighted_mean(entropy, mask, counts, weight)
         if config.positive_example_nll_weight:
-            positive = masked(require_field(tokens.positive), mask)
+            positive = mask_values(require_field(tokens.positive), mask)
             # Over all correct tokens of the step, not of the microbatch; a step may have none.
             nll = -(curr * positive * weight).sum() / (counts.positive_tokens or 1.0)
             total = total + config.positive_example_nll_weight * nll

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields, require_field
-from megatron_grpo.losses.loss import masked, token_mean, weight_of, weighted_mean
+from megatron_grpo.losses.loss import mask_values, token_mean, token_weights, weighted_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loop_schema import MseValueLossConfig, PPOAdvantageConfig
@@ -170,7 +170,7 @@ class MseValueLossFn:
     value_clip the loss is the mean of 1/2 (V - R)^2. scale is the configuration's factor.
     """
 
-    reads = ("sampled", "values", "returns")
+    field_names = ("sampled", "values", "returns")
     """Stored fields that the loss reads."""
 
     def __init__(self, config: MseValueLossConfig) -> None:
@@ -193,8 +193,8 @@ class MseValueLossFn:
         """
         # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = require_field(tokens.loss_mask) > 0
-        values, returns = masked(curr_values, mask), masked(require_field(tokens.returns), mask)
-        old = masked(require_field(tokens.values), mask)
+        values, returns = mask_values(curr_values, mask), mask_values(require_field(tokens.returns), mask)
+        old = mask_values(require_field(tokens.values), mask)
         error, old_error = values - returns, old - returns
         loss = clipped = error.square()
         if self.config.value_clip:
@@ -202,7 +202,7 @@ class MseValueLossFn:
             clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
             # The larger of both: clipping may remove a gradient, but never hides that a value has become worse.
             loss = torch.maximum(loss, clipped)
-        total = 0.5 * weighted_mean(loss, mask, counts, weight_of(tokens, mask))
+        total = 0.5 * weighted_mean(loss, mask, counts, token_weights(tokens, mask))
         metrics = {
             "loss": total,
             "value_clip_fraction": token_mean(clipped > error.square(), mask, counts),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={shown(value)} must be a whole number above 0")
+        raise ValueError(f"{key}={to_text(value)} must be a whole number above 0")
     return value
 
 
@@ -165,7 +165,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{key}={shown(value)} must be a number above 0")
+        raise ValueError(f"{key}={to_text(value)} must be a number above 0")
     return float(value)
 
 
@@ -177,7 +177,7 @@ def flag(raw: Mapping[str, Any], key: str, *, default: bool) -> bool:
     """
     value = raw.get(key, default)
     if not isinstance(value, bool):
-        raise ValueError(f"{key}={shown(value)} must be true or false")
+        raise ValueError(f"{key}={to_text(value)} must be true or false")
     return value
 
 
@@ -191,6 +191,6 @@ def section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
         value = raw.get(key)
         if value:
             if not isinstance(value, dict):
-                raise ValueError(f"{key}={shown(value)} must be an object {{...}}")
+                raise ValueError(f"{key}={to_text(value)} must be an object {{...}}")
             return value
     return {}

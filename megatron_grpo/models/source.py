@@ -130,7 +130,7 @@ def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
 
 def is_prepared(config: Config) -> bool:
     """Whether the run reads a model or data that megatron_grpo.prepare makes before it."""
-    sets = [*config.data.training.values(), *config.data.validation.values()]
+    sets = [*config.data.training_sets.values(), *config.data.validation_sets.values()]
     return any(is_made_before_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
 
 

@@ -204,7 +204,7 @@ class RunLogger:
             self._trackers.append(WandbTracker(self.run_dir, config))
         if config.logger.mlflow.enabled:
             self._trackers.append(MlflowTracker(self.run_dir, config))
-        self._progress = ProgressDisplay(config.loop.max_num_steps, live=config.logger.progress)
+        self._progress = ProgressDisplay(config.training_loop.max_num_steps, live=config.logger.progress)
         self._noted: set[str] = set()
         self._figures: set[str] = set()
         self._vocabulary: TokenBytes | None = None

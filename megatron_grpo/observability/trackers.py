@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.keys import leaves
+from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
 
 Row = Mapping[str, Any]
@@ -121,7 +121,7 @@ class MlflowTracker:
             run = mine[0] if mine else self._client.create_run(number, tags=tags, run_name=settings.name or folder.name)
             self._id = run.info.run_id
             self._client.update_run(self._id, status="RUNNING")  # the end of an earlier start has set another status
-            for key, value in leaves(dataclasses.asdict(config)):
+            for key, value in flatten(dataclasses.asdict(config)):
                 if _named(key) not in run.data.params:  # MLflow cannot change a parameter; the report lists changes
                     self._client.log_param(self._id, _named(key), value)
         except MlflowException as error:

@@ -50,7 +50,7 @@ def single_changes(plan: Plan) -> Iterator[Changes]:
     needed, has = plan.host
     if has is None or needed <= has:
         return
-    if config.saves and config.checkpointing.async_save:
+    if config.has_checkpoints and config.checkpointing.async_save:
         yield {"checkpointing.async_save": False}
     if config.uses_reference and config.reference.offload:
         yield {"reference.offload": False}
@@ -103,7 +103,7 @@ def layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Chan
     config = plan.config
     model = config.policy if section == "policy" else config.value_model
     assert model is not None
-    own, spare = model.parallel.world_size, 0 if config.generation.colocated else idle_gpus(config)
+    own, spare = model.parallel.world_size, 0 if config.generation.is_colocated else idle_gpus(config)
     # Checked as if it were the policy, without engines and other models, whose keys are checked with the whole.
     alone = replace(config, policy=model)
     for gpus in dict.fromkeys([own, *(own * more for more in range(2, 9) if own * more <= own + spare), own + spare]):
@@ -130,7 +130,7 @@ def engine_changes(plan: Plan) -> Changes | None:
         return {}
     parallel = config.generation.parallel
     own = parallel.ranks_per_engine * parallel.data
-    counts = [own] if config.generation.colocated else [own, *range(own + 1, own + idle_gpus(config) + 1)]
+    counts = [own] if config.generation.is_colocated else [own, *range(own + 1, own + idle_gpus(config) + 1)]
     best: tuple[tuple[int, float], Changes] | None = None
     for gpus in counts:
         for layout in (parallel, *engine_layouts(config, shape, gpus)):
@@ -151,7 +151,7 @@ def _shares_of_memory(plan: Plan) -> list[float]:
     share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
     linked = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
     most = int(100 * (1 - linked / has)) / 100
-    if plan.config.generation.colocated:
+    if plan.config.generation.is_colocated:
         most = min(most, int(100 * (1 - plan.beside_engine / has)) / 100)
         return [most] if most < share else [share, most]
     return [share, *(more for more in (_USUAL_SHARE, most) if share < more <= most)]

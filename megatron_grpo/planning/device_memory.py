@@ -114,7 +114,7 @@ def rank_memory(
     phases = {name: size for name, size in report.phases.items() if name not in _SET_UP}
     if config.plan.workload == "pretrain":
         phases = {"train": phases["train"]}
-    elif config.generation.colocated and "refit" in phases:
+    elif config.generation.is_colocated and "refit" in phases:
         # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
         before = report.held[before_refit(report)]
         weights = _parts(report, "onload", before).get("weights", 0)
@@ -163,13 +163,13 @@ def reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: st
         "CUDA context, cuBLAS, process groups": int(hardware.reserve_gib * GIB),
         "fragmentation": int(hardware.fragmentation * tensors),
     }
-    if not config.generates:
+    if not config.needs_generation:
         return parts
     engines = config.generation.parallel
     peers = engines.ranks_per_engine * engines.data
     if model == "policy":
         parts["NCCL of the refit"] = estimate_nccl_bytes(config, peers, NCCL_SENDING)
-    if config.generation.colocated:
+    if config.generation.is_colocated:
         parts["sleeping engine"] = sleeping_engine(config, hardware)
     return parts
 

@@ -69,15 +69,15 @@ _ALL_PHASES = frozenset(("train", "logprobs", "reference", "offload", "onload", 
 
 def run_phases(config: Config) -> frozenset[str]:
     """Phases of a step that a run of this configuration has, and its checkpoints."""
-    sleeps = config.generation.colocated and config.generates
+    sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
         "logprobs": config.needs_prev_logprobs or config.logger.replay_every is not None,
         "reference": config.uses_reference,
         "offload": sleeps,
         "onload": sleeps,
-        "refit": config.generates,
-        "checkpoint": config.saves,
+        "refit": config.needs_generation,
+        "checkpoint": config.has_checkpoints,
     }
     return frozenset(name for name, happens in phases.items() if happens)
 
@@ -144,7 +144,7 @@ def tracked_run(
                     decay_steps=config.decay_steps,
                 )
                 policy = (DryRank if shape.value_head is None else DryValueRank)(settings, platform)
-                if config.policy.fp8.on_device:
+                if config.policy.fp8.is_on_device:
                     require_fp8(config.policy.fp8, shape, platform)
                     _multiply_in_fp8(policy, config.policy.fp8)
                 if config.reference.offload:
@@ -166,8 +166,8 @@ def _without_engine(config: Config) -> PolicyConfig:
     the device, where the share that belongs on the host is left out of the count. Log-probabilities with a filter hold
     a chunk's logits, as those of the chunked kernel do."""
     policy = config.policy
-    fp8 = replace(policy.fp8, format="off") if policy.fp8.on_device else policy.fp8
-    kernel = "chunked" if config.generation.filters_in_training else policy.logprob_kernel
+    fp8 = replace(policy.fp8, format="off") if policy.fp8.is_on_device else policy.fp8
+    kernel = "chunked" if config.generation.has_training_filter else policy.logprob_kernel
     return replace(policy, fp8=fp8, logprob_kernel=kernel, optimizer=replace(policy.optimizer, cpu_offload=0.0))
 
 

@@ -70,7 +70,7 @@ def other_nodes(config: Config, shape: ModelShape, gpu: Hardware, deadline: floa
 def _on(config: Config, nodes: int) -> Config:
     """The run on this many nodes; engines that share GPUs with the policy do so on one node only."""
     placed = config
-    if nodes > 1 and config.generation.colocated:
+    if nodes > 1 and config.generation.is_colocated:
         placed = replace(config, generation=replace(config.generation, placement="separate"))
     return replace(placed, cluster=replace(placed.cluster, num_nodes=nodes))
 

@@ -94,5 +94,5 @@ def _seconds(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     lengths, size = lengths_of(config), engine_size(config, shape, hardware)
     most = max(1, min(config.generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean()))))
     share = lengths.responses[:: config.generation.parallel.data]
-    copies = config.loop.num_generations_per_prompt
+    copies = config.training_loop.num_generations_per_prompt
     return generate(decoder_of(config, shape, hardware), lengths.prompt, share, most, copies).seconds

@@ -48,7 +48,7 @@ def _ends(has_embedding: bool, has_head: bool, shape: ModelShape) -> int:
 def number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
     """Bytes of a trained number: as weight, as gradient, and in the optimizer; at least, where fields change them."""
     fields = policy.megatron_optimizer
-    weight = 1.0 if policy.fp8.on_device and policy.fp8.parameters else float(_WIDTH[policy.precision])
+    weight = 1.0 if policy.fp8.is_on_device and policy.fp8.parameters else float(_WIDTH[policy.precision])
     reduced = policy.ddp.get("grad_reduce_in_fp32", True) and policy.precision != "float32"
     gradient = _WIDTH.get(str(fields.get("main_grads_dtype", "float32")), 4) if reduced else _WIDTH[policy.precision]
     main = _WIDTH.get(str(fields.get("main_params_dtype", "float32")), 2)
@@ -77,10 +77,10 @@ def host_bytes(config: Config, shape: ModelShape) -> float:
     total = trained * numbers * split * 16 * offload
     if config.uses_reference and config.reference.offload and not policy.lora.rank:
         total += held * weight
-    if config.generation.colocated and config.generates:
+    if config.generation.is_colocated and config.needs_generation:
         total += held * weight + trained * numbers * split * state * (1 - offload)
         total += numbers * _WIDTH[config.engine_dtype] * engines.data
-    if config.saves and config.checkpointing.async_save:
+    if config.has_checkpoints and config.checkpointing.async_save:
         total += numbers * (weight + trained * state)
     return total
 

@@ -49,7 +49,7 @@ def overrides_of(config: Config) -> list[str]:
     found.append(f"policy.activation_checkpointing={written(policy.activation_checkpointing)}")
     if policy.activation_checkpointing:
         found.append(f"policy.recompute_modules={written(policy.recompute_modules)}")
-    if not config.generates or config.generation.server.urls:
+    if not config.needs_generation or config.generation.server.urls:
         return found
     return found + [f"generation.parallel.{name}={getattr(engines, name)}" for name in ENGINE_SIZES]
 
@@ -80,7 +80,7 @@ def layout_name(config: Config) -> str:
 
 def has_own_engines(config: Config) -> bool:
     """Whether the run starts engines on GPUs of its own."""
-    return config.generates and not config.generation.server.urls
+    return config.needs_generation and not config.generation.server.urls
 
 
 def gpu_splits(config: Config) -> list[tuple[int, int]]:
@@ -91,8 +91,8 @@ def gpu_splits(config: Config) -> list[tuple[int, int]]:
     value model and of reward models are left out.
     """
     total = config.cluster.num_nodes * config.cluster.gpus - int(-(-sum(count_reward_model_gpus(config).values()) // 1))
-    if not has_own_engines(config) or config.generation.colocated:
-        total -= 0 if config.generation.colocated else _value_gpus(config)
+    if not has_own_engines(config) or config.generation.is_colocated:
+        total -= 0 if config.generation.is_colocated else _value_gpus(config)
         return [(number, number if has_own_engines(config) else 0) for number in range(total, 0, -1)]
     total -= _value_gpus(config)
     policy, engines = config.policy.parallel.world_size, config.generation.parallel

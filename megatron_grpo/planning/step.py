@@ -176,9 +176,9 @@ def step_times(
         )
     steps = config.optimizer_steps_per_step
     train, learning_s = _learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
-    has_engines = config.generates and not config.generation.server.urls
-    refit_s, refit_bytes = _refit(config, shape, hardware) if config.generates else (0.0, 0)
-    if config.generates and not has_engines:
+    has_engines = config.needs_generation and not config.generation.server.urls
+    refit_s, refit_bytes = _refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
+    if config.needs_generation and not has_engines:
         model.assumptions.append("generation by generation.server.urls is left out: their GPUs are not known")
     generation_s, steady_s = (
         _generation(config, shape, hardware, lengths, model.assumptions) if has_engines else (0.0, 0.0)
@@ -189,10 +189,10 @@ def step_times(
         **_value_model(config, value_ranks, hardware, totals),
         **learning_s,
         **(_moves(config, [*ranks, *value_ranks], hardware) if has_engines else {}),
-        **({"refit": refit_s} if config.generates else {}),
+        **({"refit": refit_s} if config.needs_generation else {}),
     }
-    ahead, asynchronous = config.loop.async_grpo, None
-    if ahead.samples_ahead and not config.generation.colocated:
+    ahead, asynchronous = config.training_loop.async_grpo, None
+    if ahead.can_sample_ahead and not config.generation.is_colocated:
         # A batch may take as many steps as it may be old; the engines answer one batch a step in the mean.
         age = ahead.max_trajectory_age_steps
         asynchronous = max(sum(phase_s.values()) - generation_s, steady_s + refit_s, generation_s / (age + 1))
@@ -276,7 +276,7 @@ def _refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float
         shape, policy.parallel, generation.parallel, policy.precision, bucket, config.refit.fp8_blocks
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
-    together = generation.colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
+    together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
     speed = hardware.local_bytes_per_s * reached.nvlink if together else hardware.network_bytes_per_s * reached.network
     return summary.seconds(speed), summary.bytes
 
@@ -293,21 +293,21 @@ def _generation(
             f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
             f"{size.weight_bytes / 2**30:.1f} GiB on each GPU of {hardware.memory_gib:g} GiB; use more ranks"
         )
-    decoder, copies = decoder_of(config, shape, hardware), config.loop.num_generations_per_prompt
+    decoder, copies = decoder_of(config, shape, hardware), config.training_loop.num_generations_per_prompt
     engines = generation.parallel.data
     own = np.sort(responses)[::-1][::engines][::-1]  # the fullest engine, where they do not share out evenly
     # Responses start in random order, because their lengths are not known.
     own = np.random.default_rng(0).permutation(own)
     alone = generate(decoder, lengths.prompt, own, most, copies)
     assumptions.append(f"engines hold up to {most} sequences, and {alone.busy:.0f} decode on average")
-    ahead = config.loop.async_grpo.max_trajectory_age_steps + 1
+    ahead = config.training_loop.async_grpo.max_trajectory_age_steps + 1
     stream = generate(decoder, lengths.prompt, np.tile(own, ahead), most, copies)
     return alone.seconds, stream.seconds / ahead
 
 
 def _moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
     """Seconds in which the policy moves to host memory and back, where engines use its GPUs in turn."""
-    if not config.generation.colocated:
+    if not config.generation.is_colocated:
         return {}
     moved = max(one.report.held["train"] - one.report.held.get("offload", 0) for one in ranks)
     return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

@@ -80,7 +80,7 @@ def distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> 
 def _exceptions(config: Config, shape: ModelShape) -> frozenset[int]:
     """Layers that compute in bfloat16 although the others compute in FP8."""
     fp8 = config.policy.fp8
-    if not fp8.on_device:
+    if not fp8.is_on_device:
         return frozenset()
     return frozenset((*range(fp8.first_layers_bf16), *range(shape.layers - fp8.last_layers_bf16, shape.layers)))
 

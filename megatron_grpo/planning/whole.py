@@ -127,7 +127,7 @@ class Plan:
         if self.engine is None:
             return
         yield from (f"{one.subject} {one.text}" for one in room_problems(self.config, self.shape, self.hardware))
-        if not self.config.generation.colocated:
+        if not self.config.generation.is_colocated:
             return
         share, has = self.config.generation.engine.gpu_memory_utilization, self.hardware.memory_gib
         if share * has * GIB + self.beside_engine > has * GIB:
@@ -230,7 +230,7 @@ _MOST_OF_NODE = 16
 def fp8_problems_of(config: Config, gpu: Hardware) -> Iterator[Problem]:
     """FP8 that the planned GPU has no units for, as a run says it of a machine's own GPUs."""
     fp8, capability = config.policy.fp8, tuple(int(part) for part in f"{gpu.capability:.1f}".split("."))
-    if fp8.on_device and gpu.capability and capability < fp8.least_capability:
+    if fp8.is_on_device and gpu.capability and capability < fp8.least_capability:
         least = ".".join(map(str, fp8.least_capability))
         fix = "off" if capability < (8, 9) else "recipe=tensorwise"
         text = (
@@ -289,7 +289,7 @@ class PendingPlan:
         engine = engine_size(config, shape, gpu) if has_engines else None
         beside = 0 if engine is None else engine.weight_bytes
         # Models that share GPUs with engines share them with each other too, all at once while they learn.
-        together = config.generation.colocated and has_engines
+        together = config.generation.is_colocated and has_engines
         of_policy, of_value = (
             max((one.report.held["train"] for one in found), default=0) if together else 0
             for found in (traces, value_traces)

@@ -37,13 +37,13 @@ class Platform:
     """Layers in place of Transformer Engine's (`trainer.model.layer_spec.TeParts`), for a dry run."""
 
     @property
-    def like_cuda(self) -> bool:
+    def is_like_cuda(self) -> bool:
         """Whether layers, kernels and communication are chosen for GPUs."""
         return self.name != "cpu"
 
 
 @cache
-def current_platform() -> Platform:
+def detect_platform() -> Platform:
     """CUDA when this process can see a GPU, else the CPU."""
     if torch.cuda.is_available():
         return Platform("cuda", torch.device("cuda", 0), "nccl", move=_copied_to_gpu)
@@ -52,7 +52,7 @@ def current_platform() -> Platform:
 
 def _copied_to_gpu(array: NDArray[Any]) -> Tensor:
     """The array's copy on the GPU, from pinned memory so that the host does not wait for the copy."""
-    return torch.from_numpy(array).pin_memory().to(current_platform().device, non_blocking=True)
+    return torch.from_numpy(array).pin_memory().to(detect_platform().device, non_blocking=True)
 
 
 def require_gpus(assigned: Sequence[object]) -> None:
@@ -64,7 +64,7 @@ def require_gpus(assigned: Sequence[object]) -> None:
     Raises:
         RuntimeError: torch sees no GPU; says what to look at.
     """
-    if assigned and current_platform().name != "cuda":
+    if assigned and detect_platform().name != "cuda":
         raise RuntimeError(
             f"Ray gave this process GPU {', '.join(map(str, assigned))} of {socket.gethostname()}, and torch sees none "
             f"there (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}, torch for CUDA "
@@ -86,7 +86,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
     )
 
 
-def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
+def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """A client of the store at this address.
 
     Raises:

@@ -34,7 +34,7 @@ class Library:
     distributions: tuple[str, ...]
     """Names of distributions that contain the library, one of which is installed at a time."""
 
-    def installed(self) -> tuple[str, str] | None:
+    def find_installed(self) -> tuple[str, str] | None:
         """Distribution and version that are installed; None: the library is not installed."""
         for distribution in self.distributions:
             try:
@@ -88,7 +88,7 @@ class Hook:
 
 
 @cache
-def hooks() -> tuple[Hook, ...]:
+def load_hooks() -> tuple[Hook, ...]:
     """All rows of hooks.yaml."""
     return tuple(
         Hook(group["library"], group["platform"], module, tuple(names.split(".")), why)
@@ -107,23 +107,23 @@ def check_hooks(platform: Literal["cuda", "cpu", "dry"]) -> None:
     Raises:
         RunError: a symbol is missing.
     """
-    for hook in hooks():
+    for hook in load_hooks():
         if hook.platform in ("both", platform) and hook.is_missing():
             library = LIBRARIES[hook.library]
-            name, version = library.installed() or (hook.library, "of an unknown version")
+            name, version = library.find_installed() or (hook.library, "of an unknown version")
             raise RunError(
                 f"{name} {version} has no {hook.module}.{'.'.join(hook.names)}, which megatron_grpo relies on "
                 f"({hook.why}); install {name}{library.tried}"
             )
 
 
-def untried_versions() -> Iterator[tuple[str, str, str]]:
+def find_untried_versions() -> Iterator[tuple[str, str, str]]:
     """Distribution, version and tried versions of each installed library whose hooks were not tried with it.
 
     Imports none of them.
     """
     for library in LIBRARIES.values():
-        found = library.installed()
+        found = library.find_installed()
         if found is not None and not SpecifierSet(library.tried).contains(found[1], prereleases=True):
             yield (*found, library.tried)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo.platform.hooks import check_hooks, hooks
+from megatron_grpo.platform.hooks import check_hooks, load_hooks
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 """Functions of `torch` that Megatron-Core calls with device="cuda"."""
@@ -53,7 +53,7 @@ class _Overlay(ModuleType):
         return getattr(self.__dict__["_original"], name)
 
 
-def cpu_torch() -> ModuleType:
+def build_cpu_torch() -> ModuleType:
     """`torch` for modules that ask CUDA for things that a CPU has as well."""
     stream = _Stream()
 
@@ -87,7 +87,7 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextlib.contextmanager
-def compiling_nothing() -> Iterator[None]:
+def without_compilation() -> Iterator[None]:
     """Make torch.compile the identity in the body, and later for Megatron-Core's fused functions.
 
     No run on a CPU calls these functions, but defining one makes torch import its compiler: seconds of a core.
@@ -128,15 +128,15 @@ def allow_uneven_parts() -> None:
     mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
-CUDA_MODULES = [hook.module for hook in hooks() if hook.platform == "cpu" and hook.names == ("torch",)]
+CUDA_MODULES = [hook.module for hook in load_hooks() if hook.platform == "cpu" and hook.names == ("torch",)]
 """Modules that get their own `torch`."""
 
 
 @cache
 def apply_patches() -> None:
     """Make Megatron-Core run on this process's CPU, and no longer on its GPU; does nothing when called again."""
-    overlay = cpu_torch()
-    with compiling_nothing():
+    overlay = build_cpu_torch()
+    with without_compilation():
         modules = [_module(name) for name in CUDA_MODULES]
     check_hooks("cpu")
     for module in modules:

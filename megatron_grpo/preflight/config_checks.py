@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.passthrough import owned_problems, passed_fields
+from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight import loop_checks as loop
@@ -38,7 +38,7 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         *find_quantization_problems(config, shape),
         *find_config_problems(config),
         *find_training_problems(config, shape),
-        *owned_problems(passed_fields(config)),
+        *check_owned_fields(select_passed_fields(config)),
         *find_engine_problems(config, shape),
         *find_refit_problems(config, shape),
         *find_placement_problems(config),

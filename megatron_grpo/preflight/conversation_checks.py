@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig
-from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, to_text
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
@@ -207,7 +207,7 @@ def _unread_settings(
         others = {other: value for other, value in spec.chat_template_kwargs.items() if other != name}
         if name not in source and render_with(chat_template_kwargs=others) == prompt:
             text = "changes no prompt: the chat template does not read it"
-            yield Problem(f"{key(f'chat_template_kwargs.{name}')}={shown(value)}", text)
+            yield Problem(f"{key(f'chat_template_kwargs.{name}')}={to_text(value)}", text)
     if "strftime_now" in source and any(time.strftime(form) in prompt for form in _DATE_FORMS):
         name = "chat_template_kwargs.date_string" if "date_string" in source else "chat_template"
         text = "can give a fixed date: the template writes today's into prompts, so a run resumed tomorrow has others"

@@ -14,8 +14,8 @@ from megatron_grpo.batch.rollout_files import (
     recorded_steps,
 )
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import Problem, counted
-from megatron_grpo.config.paths import unreadable
+from megatron_grpo.config.errors import Problem, format_count
+from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import is_remote
@@ -35,10 +35,10 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     remarks: list[Problem] = []
     if problems:
         return problems, remarks  # the form of the rows is unknown
-    training = config.data.training
+    training = config.data.training_sets
     tasks = {config.data.task_name}
     rows = 0
-    for key, one in [*training.items(), *config.data.validation.items()]:
+    for key, one in [*training.items(), *config.data.validation_sets.items()]:
         if config.data.streaming and key in training:
             continue
         report = _report(config, key, one)
@@ -48,10 +48,10 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
             remarks.append(Problem(f"{key}={one.path}", remark.text) if whole else remark)
         tasks |= report.tasks
         if key in training:
-            rows += min(report.rows, one.visits(report.rows))  # a repeated visit would have the same seeds
-            if report.rows and not one.visits(report.rows):
+            rows += min(report.rows, one.count_visits(report.rows))  # a repeated visit would have the same seeds
+            if report.rows and not one.count_visits(report.rows):
                 least = f"{1 / report.rows:.2g} or more, or leave the set out"
-                text = f"visits none of its {counted('row', report.rows)} in an epoch; give {least}"
+                text = f"visits none of its {format_count('row', report.rows)} in an epoch; give {least}"
                 problems.append(Problem(f"{key.removesuffix('path')}weight={one.weight:g}", text))
         if not report.problems and key not in training and report.rows == 0:
             problems.append(Problem(f"{key}={one.path}", "has no rows"))
@@ -65,12 +65,12 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 def count_training_rows(config: Config) -> int:
     """Visits to training rows in one epoch; the sets are not streamed."""
-    return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
+    return sum(one.count_visits(_report(config, key, one).rows) for key, one in config.data.training_sets.items())
 
 
 def examine_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
     """The report on the rows of an existing set; `subject` (KEY=PATH) is the subject of problems of its file."""
-    reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)
+    reason = None if is_remote(one.path) or os.path.isdir(one.path) else check_readable(one.path)
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
         return SetReport(problems=[Problem(subject, reason + advice)])
@@ -80,10 +80,10 @@ def examine_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
 @evaluate_rules
 def _too_few(config: Config, rows: int) -> Iterator[Rule]:
     """Training sets with fewer rows, counted by their visits in an epoch, than the prompts of a step."""
-    wanted, ((key, one), *others) = config.prompts_per_generation_batch, config.data.training.items()
+    wanted, ((key, one), *others) = config.prompts_per_generation_batch, config.data.training_sets.items()
     subject = "data.train_sets" if others else f"{key}={one.path}"
-    weighted = ", by weight, for an epoch" if any(one.weight != 1 for one in config.data.training.values()) else ""
-    text = f"has {counted('row', rows)}{weighted}, fewer than the {wanted} prompts that are sampled together"
+    weighted = ", by weight, for an epoch" if any(one.weight != 1 for one in config.data.training_sets.values()) else ""
+    text = f"has {format_count('row', rows)}{weighted}, fewer than the {wanted} prompts that are sampled together"
     yield rows < wanted, subject, text
 
 
@@ -98,7 +98,7 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
     if name not in made.rows:
         text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(made.rows)}"
         return SetReport(problems=[Problem(subject, text)])
-    problems = list(_unfit(config, made)) if key in config.data.training else []
+    problems = list(_unfit(config, made)) if key in config.data.training_sets else []
     return SetReport(rows=made.rows[name], tasks=set(made.tasks), problems=problems)
 
 
@@ -131,10 +131,10 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
         return [Problem(subject, text)], []
     steps = recorded_steps(config.debug.rollouts_from)
     for step, file in steps.items():
-        problems = list(_of_file(config, subject, file)) if step <= config.loop.max_num_steps else []
+        problems = list(_of_file(config, subject, file)) if step <= config.training_loop.max_num_steps else []
         if problems:  # other steps likely have the same problems
             return problems, []
-    last, wanted = max(steps), config.loop.max_num_steps
+    last, wanted = max(steps), config.training_loop.max_num_steps
     text = f"ends with step {last}, and the run with it, before {config.algorithm}.max_num_steps={wanted}"
     return [], [Problem(subject, text)] if last < wanted else []
 
@@ -148,7 +148,7 @@ def read_recorded_max_num_steps(config: Config) -> int:
 
 def _unusable(config: Config, path: str) -> str | None:
     """The reason why a path holds no recording for this run, or None."""
-    reason = unreadable(path, "folder")
+    reason = check_readable(path, "folder")
     if reason is not None:
         return f"{reason}; give the folder of a run that recorded its rollouts"
     folder = recorded_folder(path)
@@ -177,7 +177,7 @@ def _of_file(config: Config, subject: str, file: Path) -> Iterator[Rule]:
         yield True, subject, f"{file} {text}; {_RECORD}"
         return
     recorded = found.record.run
-    ours = (config.loop.num_prompts_per_step, config.loop.num_generations_per_prompt)
+    ours = (config.training_loop.num_prompts_per_step, config.training_loop.num_generations_per_prompt)
     theirs = (recorded.prompts_per_step, recorded.samples_per_prompt)
     for name, here, there in zip(("num_prompts_per_step", "num_generations_per_prompt"), ours, theirs, strict=True):
         text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {there}; use {there}"
@@ -190,7 +190,7 @@ def _of_file(config: Config, subject: str, file: Path) -> Iterator[Rule]:
     yield longest > config.policy.max_total_sequence_length, "policy.max_total_sequence_length=", text
     text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
     sampled_so = found.record.step.dynamic_sampling
-    yield config.loop.use_dynamic_sampling and not sampled_so, "LOOP.use_dynamic_sampling=", text
+    yield config.training_loop.use_dynamic_sampling and not sampled_so, "LOOP.use_dynamic_sampling=", text
     yield from _tokens(config, found, file)
 
 

@@ -30,7 +30,7 @@ def estimate_nccl_bytes(config: Config, peers: int, per_peer: int) -> int:
         peers: number of ranks that the rank exchanges messages with.
         per_peer: NCCL_SENDING or NCCL_RECEIVING.
     """
-    if config.cluster.gpus_per_node == 0 or config.generation.colocated or config.refit.mode == "files":
+    if config.cluster.gpus_per_node == 0 or config.generation.is_colocated or config.refit.mode == "files":
         return 0
     beside = (config.cluster.gpus or 8) - 1
     return NCCL_POOL + min(peers, beside) * per_peer
@@ -46,7 +46,7 @@ def find_refit_remarks(config: Config) -> Iterator[Rule]:
         f"leaves {left / 1e9:.1f} GB of a GPU with {GPU_BYTES / 1e9:.0f} GB, and NCCL takes up to {needed / 1e9:.1f} "
         f"GB of that when engines are linked to the policy; use at most {int((1 - needed / GPU_BYTES) * 100) / 100:g}"
     )
-    yield config.generates and left < needed, "generation.engine.gpu_memory_utilization=", text
+    yield config.needs_generation and left < needed, "generation.engine.gpu_memory_utilization=", text
 
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -70,7 +70,7 @@ def find_engine_problems(config: Config, shape: ModelShape | None) -> Iterator[R
         yield speculates, "generation.engine.speculative.num_speculative_tokens=", text
         size = None if shape is None or shape.latent is not None else shape.head_dim
         has = f"it has {', '.join(map(str, CPU_HEAD_SIZES))}"
-        unknown = config.generates and not generation.server.urls and size not in (None, *CPU_HEAD_SIZES)
+        unknown = config.needs_generation and not generation.server.urls and size not in (None, *CPU_HEAD_SIZES)
         yield unknown, "policy.model.path=", f"has heads of {size}, for which vLLM has no attention on a CPU; {has}"
     subject, longest = "generation.engine.max_num_batched_tokens=", config.policy.max_total_sequence_length
     chunked = not on_cpu if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
@@ -115,11 +115,11 @@ def check_sequences(config: Config, shape: ModelShape | None) -> Iterator[Rule]:
 @evaluate_rules
 def find_placement_problems(config: Config) -> Iterator[Rule]:
     """Settings that cannot be combined with generation.placement=colocated."""
-    if not config.generation.colocated:
+    if not config.generation.is_colocated:
         return
     text = "engines that sleep while models train cannot sample ahead of them; use separate, or "
     text += "LOOP.async_grpo.enabled=false"
-    yield config.loop.async_grpo.enabled, "generation.placement=", text
+    yield config.training_loop.async_grpo.enabled, "generation.placement=", text
     if not config.cluster.gpus:
         return
     have = f"cluster.num_nodes={config.cluster.num_nodes}"

@@ -61,7 +61,7 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
     if kind.agent and not config.generation.endpoint.enabled:
         text = "has an agent, which calls the model at the endpoint; give generation.endpoint.enabled=true"
         yield Problem(f"{section}.type={environment.type}", text)
-    if kind.multi_turn and config.loop.max_rollout_turns == 1:
+    if kind.multi_turn and config.training_loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
 
@@ -84,7 +84,7 @@ def _column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | 
 
 
 def _sets(config: Config, sets: Sequence[DatasetConfig] | None) -> Sequence[DatasetConfig]:
-    return [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets
+    return [*config.data.training_sets.values(), *config.data.validation_sets.values()] if sets is None else sets
 
 
 def _types(config: Config) -> dict[str, str]:

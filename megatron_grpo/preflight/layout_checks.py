@@ -193,7 +193,7 @@ def _generation(config: Config, shape: ModelShape) -> Iterator[Rule]:
 
 def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
     """The layouts of the models that are trained, by section."""
-    value = [("value", config.value.parallel)] if config.loop.has_value_model else []
+    value = [("value", config.value.parallel)] if config.training_loop.has_value_model else []
     return [("policy", config.policy.parallel), *value]
 
 
@@ -220,7 +220,7 @@ def _devices(
 def _scattered_engines(config: Config, trained: Sequence[tuple[str, ParallelConfig]], enough: bool) -> Iterator[Rule]:
     """Engines that would need GPUs of two nodes, because the models fill nodes rank by rank before them."""
     parallel, each, ranks = config.generation.parallel, config.cluster.gpus, config.generation.parallel.ranks_per_engine
-    has_own = config.generates and not config.generation.server.urls and not config.generation.colocated
+    has_own = config.needs_generation and not config.generation.server.urls and not config.generation.is_colocated
     if not has_own or not enough or ranks > each:
         return
     free = [each] * config.cluster.num_nodes
@@ -259,10 +259,10 @@ def _gpus_of_models(config: Config) -> dict[str, int]:
     of_engines = _gpus_of_engines(config)
     if not config.debug.train:
         return of_engines
-    if config.generation.colocated:  # engines and value model share the policy's GPUs
+    if config.generation.is_colocated:  # engines and value model share the policy's GPUs
         return {"policy.parallel": config.policy.parallel.world_size}
     needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
-    return needs if config.generation.server.urls or not config.generates else {**needs, **of_engines}
+    return needs if config.generation.server.urls or not config.needs_generation else {**needs, **of_engines}
 
 
 def _gpus_of_engines(config: Config) -> dict[str, int]:
@@ -272,7 +272,7 @@ def _gpus_of_engines(config: Config) -> dict[str, int]:
 
 def _batch(config: Config) -> Iterator[Rule]:
     """Replicas that cannot have equally many samples of a step; engines need not, since prompts go to the idlest."""
-    generations, prompts = config.loop.num_generations_per_prompt, config.loop.num_prompts_per_step
+    generations, prompts = config.training_loop.num_generations_per_prompt, config.training_loop.num_prompts_per_step
     for section, layout in _trained(config):
         parts = layout.data
         multiple = parts // math.gcd(parts, generations)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_grpo.cluster.machines import find_address, find_gpus
+from megatron_grpo.cluster.machines import fill_in_address, fill_in_gpus
 from megatron_grpo.config.compose import Composed, compose_typed
-from megatron_grpo.config.errors import Problem, counted
+from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.job import Job
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.source import find_model_shape
@@ -22,14 +22,14 @@ from megatron_grpo.preflight.remarks import find_remarks
 
 def summarize_run(config: Config, start_from: Path | None) -> str:
     """A run in one sentence: recipe, algorithm, steps, layouts, and the checkpoint it starts from (None: step 1)."""
-    loop, generation = config.loop, config.generation.parallel
+    loop, generation = config.training_loop, config.generation.parallel
     algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
     parts = [f"policy on {_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
     if config.value_model is not None and config.debug.train:
         parts.append(f"value model on {_ranks(config.value.parallel)}")
-    engines = f"{counted('engine', generation.data)} of {counted('rank', generation.ranks_per_engine)}"
-    parts.append(engines if config.generates else f"rollouts of {config.debug.rollouts_from}")
+    engines = f"{format_count('engine', generation.data)} of {format_count('rank', generation.ranks_per_engine)}"
+    parts.append(engines if config.needs_generation else f"rollouts of {config.debug.rollouts_from}")
     where = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
     return (
         f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(parts)}, on "
@@ -42,7 +42,7 @@ def _ranks(parallel: ParallelConfig) -> str:
     layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     if parallel.expert > 1:
         layout += f", EP{parallel.expert}"
-    return counted("rank", parallel.world_size) + (f" ({layout})" if layout else "")
+    return format_count("rank", parallel.world_size) + (f" ({layout})" if layout else "")
 
 
 def _beginning(config: Config, start_from: Path | None) -> str:
@@ -63,14 +63,14 @@ def _settle_steps(config: Config) -> Iterator[Problem]:
 
     The run is shorter if prompts turn out to be too long, or if dynamic sampling takes more prompts for a step.
     """
-    if not config.generates:
-        config.loop.max_num_steps = read_recorded_max_num_steps(config)
+    if not config.needs_generation:
+        config.training_loop.max_num_steps = read_recorded_max_num_steps(config)
     elif config.data.streaming:
         text = "needs rows that can be counted, and they are streamed; give a number of steps"
         yield Problem(f"{config.algorithm}.max_num_steps=-1", text)
     else:
         per_epoch = count_training_rows(config) // config.prompts_per_generation_batch
-        config.loop.max_num_steps = max(per_epoch * config.loop.max_num_epochs, 1)
+        config.training_loop.max_num_steps = max(per_epoch * config.training_loop.max_num_epochs, 1)
 
 
 def check_overrides(overrides: Sequence[str]) -> Composed:
@@ -82,7 +82,7 @@ def check_overrides(overrides: Sequence[str]) -> Composed:
     composed = _by_itself(compose_typed(overrides))
     if not composed.problems:
         problems, found = _of_machine(composed.require())
-        composed.problems, composed.remarks = composed.named(problems), composed.named(found)
+        composed.problems, composed.remarks = composed.rename_problems(problems), composed.rename_problems(found)
     return composed
 
 
@@ -132,7 +132,7 @@ def _is_of_layouts(problem: Problem) -> bool:
 def _of_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Problems of this machine, and remarks on the run; sets max_num_steps if it was -1."""
     problems, found = examine_machine(config)
-    if not problems and config.loop.max_num_steps == _OPEN:
+    if not problems and config.training_loop.max_num_steps == _OPEN:
         problems += _settle_steps(config)
     return problems, [*find_remarks(config), *find_refit_remarks(config), *found]
 
@@ -142,16 +142,16 @@ def _by_itself(composed: Composed) -> Composed:
         composed.problems += [
             problem
             for problem in _problems(composed.config)
-            if problem.key not in composed.already and not any(key in problem.text for key in composed.defaulted)
+            if problem.key not in composed.problem_keys and not any(key in problem.text for key in composed.defaulted)
         ]
-    composed.problems = composed.named(composed.problems)
+    composed.problems = composed.rename_problems(composed.problems)
     return composed
 
 
 def _problems(config: Config) -> list[Problem]:
     """Problems of a configuration by itself and against its model."""
-    find_address(config.cluster)
-    find_gpus(config.cluster)
-    if config.loop.max_num_steps == -1:
-        config.loop.max_num_steps = _OPEN
+    fill_in_address(config.cluster)
+    fill_in_gpus(config.cluster)
+    if config.training_loop.max_num_steps == -1:
+        config.training_loop.max_num_steps = _OPEN
     return find_problems(config, find_model_shape(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_grpo.config.compose import misplaced
+from megatron_grpo.config.compose import explain_foreign_key
 from megatron_grpo.config.data_schema import (
     BUILT_IN,
     ENVIRONMENT_FIGURE,
@@ -13,10 +13,10 @@ from megatron_grpo.config.data_schema import (
     EnvironmentConfig,
     is_model_folder,
 )
-from megatron_grpo.config.errors import did_you_mean
-from megatron_grpo.config.keys import changed
-from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, other_than
-from megatron_grpo.config.metric_names import all_step_metrics, step_metrics
+from megatron_grpo.config.errors import suggest_name
+from megatron_grpo.config.keys import list_changes
+from megatron_grpo.config.loop_schema import READ_BY, VALIDATION_METRICS, VALIDATION_PREFIX, switch_algorithm
+from megatron_grpo.config.metric_names import list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule
 
@@ -24,7 +24,7 @@ from megatron_grpo.preflight.rules import Rule
 def check_loop(config: Config) -> Iterator[Rule]:
     """Settings of the loop that do not fit together."""
     yield from _optimizer_steps(config)
-    loop = config.loop
+    loop = config.training_loop
     text = "samples prompts that nothing would train on; needs LOOP.use_dynamic_sampling=true"
     yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
     text = "keeps prompts whose samples differ; needs LOOP.num_generations_per_prompt of 2 or more"
@@ -37,15 +37,15 @@ def check_loop(config: Config) -> Iterator[Rule]:
         yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
         yield from _validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
         text = "decides after a validation; needs data.val_path and LOOP.val_period"
-        yield not config.data.validation or loop.val_period == 0, "LOOP.early_stop.enabled=", text
+        yield not config.data.validation_sets or loop.val_period == 0, "LOOP.early_stop.enabled=", text
     ranked_by = config.checkpointing.metric_name
-    if config.saves and config.checkpointing.keep_top_k is not None and ranked_by is not None:
+    if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
         yield from _metric(config, "checkpointing.metric_name=", ranked_by)
     replay_every = config.logger.replay_every is not None
     text = "keeps the checkpoint before each such step; needs checkpointing.enabled=true and debug.train=true"
-    yield replay_every and not config.saves, "logger.replay_every=", text
+    yield replay_every and not config.has_checkpoints, "logger.replay_every=", text
     text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
-    yield replay_every and config.loop.has_value_model, "logger.replay_every=", text
+    yield replay_every and config.training_loop.has_value_model, "logger.replay_every=", text
     text = "needs the experts that engines chose, which are not recorded; needs policy.moe.replay_routing=false"
     yield replay_every and config.policy.moe.replay_routing, "logger.replay_every=", text
     yield from _schedules(config)
@@ -93,13 +93,13 @@ def _validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule
     names += [f"{VALIDATION_PREFIX}set_{one}/{of}" for of in config.data.val_sets for one in VALIDATION_METRICS]
     if name not in names:
         yield True, subject, f"is not a validation metric; these are: {', '.join(names)}"
-    elif name == f"{VALIDATION_PREFIX}accuracy" and config.env and not config.knows_correctness:
+    elif name == f"{VALIDATION_PREFIX}accuracy" and config.env and not config.has_correctness:
         yield True, subject, _no_accuracy(config, name)
 
 
 def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
     """The name of a metric that no step of this run has."""
-    known = step_metrics(config)
+    known = list_step_metrics(config)
     if name in known:
         return
     if name.removeprefix(ENVIRONMENT_FIGURE) not in ("", name):
@@ -108,13 +108,13 @@ def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
         return
     if name == "accuracy" and config.env:
         yield True, subject, _no_accuracy(config, name)
-    elif name in (others := all_step_metrics(config)):
+    elif name in (others := list_possible_metrics(config)):
         yield True, subject, f"is not a metric of this run: {others[name]}"
     else:
         names = [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)]
         figure = f"; a figure {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
         advice = figure if any(_reports_figures(one) for one in config.env.values()) else ""
-        yield True, subject, "is not a metric of a step" + did_you_mean(name, sorted(names)) + advice
+        yield True, subject, "is not a metric of a step" + suggest_name(name, sorted(names)) + advice
 
 
 def _reports_figures(environment: EnvironmentConfig) -> bool:
@@ -130,7 +130,7 @@ def _no_accuracy(config: Config, name: str) -> str:
 
 
 def _schedules(config: Config) -> Iterator[Rule]:
-    value = [("value", config.value.optimizer)] if config.loop.has_value_model else []
+    value = [("value", config.value.optimizer)] if config.training_loop.has_value_model else []
     for section, optimizer in [("policy", config.policy.optimizer), *value]:
         warmup, decay = f"{section}.optimizer.warmup_steps=", optimizer.decay_steps
         text = f"is above {section}.optimizer.lr={optimizer.lr:g}, from which the learning rate falls to it"
@@ -145,9 +145,9 @@ def _schedules(config: Config) -> Iterator[Rule]:
 
 def check_ppo(config: Config) -> Iterator[Rule]:
     """Settings of PPO that exclude each other or lack another, and settings of the algorithm that does not run."""
-    for section in READ_BY[other_than(config.algorithm)]:
-        for key, value in changed(config, section):
-            yield True, f"{key}={value}", misplaced(key, config.algorithm)
+    for section in READ_BY[switch_algorithm(config.algorithm)]:
+        for key, value in list_changes(config, section):
+            yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
     if config.algorithm != "ppo":
         return
     ppo, penalty = config.ppo, config.loss_fn.reference_policy_kl_penalty
@@ -176,28 +176,28 @@ def check_debug_modes(config: Config) -> Iterator[Rule]:
     text = "needs the rollouts to be written; set logger.rollouts to sample or all"
     yield logger.log_completions and logger.rollouts == "off", "logger.log_completions=", text
     text = f"leaves nothing to do beside debug.rollouts_from={debug.rollouts_from}; give one of them"
-    yield not config.generates and not debug.train, "debug.train=", text
-    if not config.generates and debug.train:
+    yield not config.needs_generation and not debug.train, "debug.train=", text
+    if not config.needs_generation and debug.train:
         yield from _without_engines(config)
-    elif not debug.train and config.generates:
+    elif not debug.train and config.needs_generation:
         yield from _without_policy(config)
 
 
 def _without_engines(config: Config) -> Iterator[Rule]:
     """Settings that need engines, in a run that reads recorded rollouts."""
     because = "and debug.rollouts_from starts no engine"
-    loop, data = config.loop, config.data
+    loop, data = config.training_loop, config.data
     yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {because}; use false"
     when = {
         f"LOOP.val_period={loop.val_period}": loop.val_period > 0,
         "LOOP.val_at_start=True": loop.val_at_start,
         "LOOP.val_at_end=True": loop.val_at_end,
     }
-    if data.validation and any(when.values()):
+    if data.validation_sets and any(when.values()):
         asked = " and ".join(setting for setting, is_on in when.items() if is_on)
         off = "data.val_path=null" if data.val_path is not None else "data.val_sets={}"
-        key = next(iter(data.validation))
-        yield True, f"{key}={data.validation[key].path}", f"is sampled by {asked}, {because}; use {off}"
+        key = next(iter(data.validation_sets))
+        yield True, f"{key}={data.validation_sets[key].path}", f"is sampled by {asked}, {because}; use {off}"
     text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
     yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
 
@@ -206,7 +206,7 @@ def _without_policy(config: Config) -> Iterator[Rule]:
     """Settings that need ranks of the policy, in a run that only samples."""
     because = "and debug.train=false starts no rank of the policy"
     text = f"samples while steps train, {because}; use false"
-    yield config.loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
+    yield config.training_loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text
     text = (
         f"is read by ranks of the policy, {because[4:]}; export the checkpoint (python -m megatron_grpo.export), "
         "and give its folder as policy.model.path"

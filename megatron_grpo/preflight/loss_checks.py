@@ -90,19 +90,19 @@ def _correction(loss: LossConfig) -> Iterator[Rule]:
 
 def check_async(config: Config) -> Iterator[Rule]:
     """Settings that cannot be combined with training on samples of earlier weights, or with oversampling."""
-    options = config.loop.async_grpo
+    options = config.training_loop.async_grpo
     text = (
         "trains on samples of earlier weights without an importance correction; give "
         "loss_fn.use_importance_sampling_correction=true, best with loss_fn.truncated_importance_sampling_type=tis "
         "and loss_fn.truncated_importance_sampling_ratio=2"
     )
     corrects = config.loss_fn.use_importance_sampling_correction
-    yield options.samples_ahead and not corrects, "LOOP.async_grpo.enabled=", text
+    yield options.can_sample_ahead and not corrects, "LOOP.async_grpo.enabled=", text
     text = (
         "does not go with policy.moe.replay_routing=true: when the weights change under a response, the engine "
         "records the experts of its earlier tokens under the new weights"
     )
-    yield options.samples_ahead and config.policy.moe.replay_routing, "LOOP.async_grpo.enabled=", text
+    yield options.can_sample_ahead and config.policy.moe.replay_routing, "LOOP.async_grpo.enabled=", text
     factor, age = options.oversampling_factor, options.max_trajectory_age_steps
     prompts = config.prompts_per_generation_batch
     if not options.enabled or factor is None:
@@ -122,11 +122,15 @@ def check_async(config: Config) -> Iterator[Rule]:
 
 def check_async_cautions(config: Config) -> Iterator[Rule]:
     """Settings of asynchronous training that are allowed and may not be intended."""
-    ahead = config.loop.async_grpo.samples_ahead
+    ahead = config.training_loop.async_grpo.can_sample_ahead
     text = (
         "puts no limit on the importance weights of samples from earlier versions of the policy; "
         "loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2 give one"
     )
     yield ahead and config.loss_fn.truncated_importance_sampling_type is None, "LOOP.async_grpo.enabled=", text
     text = "also leaves out responses from earlier versions of the policy, on which the frameworks need not disagree"
-    yield ahead and config.loop.seq_logprob_error_threshold is not None, "LOOP.seq_logprob_error_threshold=", text
+    yield (
+        ahead and config.training_loop.seq_logprob_error_threshold is not None,
+        "LOOP.seq_logprob_error_threshold=",
+        text,
+    )

@@ -14,23 +14,23 @@ from typing import Any
 
 from megatron_grpo.cluster.machines import (
     ADDRESS_VARIABLE,
-    environment_address,
-    find_address,
-    find_gpus,
-    malformed,
-    origin,
-    unreachable,
-    visible_gpus,
+    check_address,
+    check_reachable,
+    count_visible_gpus,
+    explain_origin,
+    fill_in_address,
+    fill_in_gpus,
+    read_environment_address,
 )
 from megatron_grpo.config.data_schema import EnvironmentConfig
-from megatron_grpo.config.errors import ConfigError, Problem, shown
-from megatron_grpo.config.passthrough import owned_problems, passed_fields
-from megatron_grpo.config.paths import unreadable, unwritable
+from megatron_grpo.config.errors import ConfigError, Problem, to_text
+from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
+from megatron_grpo.config.paths import check_readable, check_writable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.models.source import find_model_shape
-from megatron_grpo.platform.hooks import untried_versions
+from megatron_grpo.platform.hooks import find_untried_versions
 from megatron_grpo.preflight.config_checks import find_sampling_problems
 from megatron_grpo.preflight.data_checks import check_prompt_files, check_recording
 from megatron_grpo.preflight.engine_checks import check_sequences, find_engine_problems
@@ -46,12 +46,12 @@ def find_folder_problems(config: Config) -> Iterator[Problem]:
     if not config.run_dir.strip():
         yield Problem("run_dir=", "is empty; give a folder")
         return
-    unusable = list(unwritable("run_dir", config.run_dir))
+    unusable = list(check_writable("run_dir", config.run_dir))
     yield from unusable
     if config.prepare.name is not None:
-        yield from unwritable("prepare.folder", config.prepare.folder)
+        yield from check_writable("prepare.folder", config.prepare.folder)
     if config.refit.directory is not None:
-        yield from unwritable("refit.directory", config.refit.directory)
+        yield from check_writable("refit.directory", config.refit.directory)
     if not unusable:
         yield from _earlier_run(config)
     yield from _resume(config)
@@ -60,7 +60,7 @@ def find_folder_problems(config: Config) -> Iterator[Problem]:
 def _earlier_run(config: Config) -> Iterator[Problem]:
     """An existing run_dir that the run cannot continue in."""
     folder = Path(os.path.abspath(config.run_dir))
-    reason = unreadable(folder, "folder") if folder.exists() else None
+    reason = check_readable(folder, "folder") if folder.exists() else None
     if reason is not None:
         yield Problem(f"run_dir={config.run_dir}", reason)
         return
@@ -90,7 +90,7 @@ def _resume(config: Config) -> Iterator[Rule]:
     yield resume == "none" and steps, subject, f"{text}or delete them"
     if resume in ("auto", "none") or steps:
         return
-    reason = unreadable(resume, "folder")
+    reason = check_readable(resume, "folder")
     yield reason, subject, f"{reason}; give auto, none or the path of a checkpoint"
     lacks_policy = not os.path.isdir(Path(resume) / POLICY_FOLDER)
     text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
@@ -128,25 +128,25 @@ def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
     missing_gpus = list(_gpus(config))
     if missing_gpus:
         return missing_gpus, []
-    files, remarks = check_prompt_files(config) if config.generates else check_recording(config)
+    files, remarks = check_prompt_files(config) if config.needs_generation else check_recording(config)
     problems = [
         *_cluster(config),
         *_packages(config),
         *find_fp8_machine_problems(config),
         *find_quantization_machine_problems(config),
-        *(_sandbox(config) if config.generates else ()),
+        *(_sandbox(config) if config.needs_generation else ()),
         *find_model_problems(config),
-        *_passed_fields(passed_fields(config)),
+        *_passed_fields(select_passed_fields(config)),
         *files,
         *find_folder_problems(config),
     ]
     if not problems:
         remarks += list_unused_tensors(config)
-    address = environment_address()
+    address = read_environment_address()
     if address is not None and config.cluster.ray_address == address:
         text = f"is {ADDRESS_VARIABLE} of the environment: the run joins that cluster; unset it to start Ray here"
         remarks.append(Problem(f"cluster.ray_address={address}", text))
-    for name, version, tried in untried_versions():
+    for name, version, tried in find_untried_versions():
         text = f"is not among the versions that megatron_grpo was tried with, {tried}"
         remarks.append(Problem(f"{name} {version}", text))
     return problems, remarks
@@ -164,7 +164,7 @@ def _launcher() -> Iterator[Problem]:
 
 @evaluate_rules
 def _gpus(config: Config) -> Iterator[Rule]:
-    cluster, there = config.cluster, visible_gpus()
+    cluster, there = config.cluster, count_visible_gpus()
     have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
     text = f"this machine has {have}; start the run on such nodes, or give cluster.ray_address of a cluster of them"
     yield cluster.ray_address is None and there < cluster.gpus, "cluster.gpus_per_node=", text
@@ -177,12 +177,12 @@ def _cluster(config: Config) -> Iterator[Rule]:
         text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
         yield config.cluster.num_nodes > 1, "cluster.num_nodes=", text
         return
-    reason = malformed(address)
-    if reason is None and (silent := unreachable(address)) is not None:
+    reason = check_address(address)
+    if reason is None and (silent := check_reachable(address)) is not None:
         reason = f"no Ray cluster answers there: {silent}"
-    yield reason, "cluster.ray_address=", f"{reason}{origin(address)}"
+    yield reason, "cluster.ray_address=", f"{reason}{explain_origin(address)}"
     text = "this machine has no CUDA GPU, and those of the Ray cluster are not counted; give their number, or 0 for CPU"
-    text += origin(address)
+    text += explain_origin(address)
     yield reason is None and config.cluster.gpus_per_node is None, "cluster.gpus_per_node=", text
 
 
@@ -203,7 +203,7 @@ def _packages(config: Config) -> Iterator[Rule]:
         text = f"needs the {name} package: pip install {name}, or set it to false"
         yield enabled and not _is_installed(name), f"logger.{name}.enabled=", text
     text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
-    yield config.ppo.calculate_advantages_on_gpu and not visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
+    yield config.ppo.calculate_advantages_on_gpu and not count_visible_gpus(), "ppo.calculate_advantages_on_gpu=", text
     lacks_triton = here and not _is_installed("triton")
     asked = policy.logprob_kernel == "fused"
     text = "needs the triton package: pip install triton, or use chunked or auto"
@@ -250,7 +250,7 @@ def _passed_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Proble
             reason = f"{library} cannot be imported here: {(done.stderr.splitlines() or ['no reason'])[-1]}"
         for section, values in passed.items():
             for name, value in values.items():
-                yield Problem(f"{section}.{name}={shown(value)}", f"cannot be checked: {reason}")
+                yield Problem(f"{section}.{name}={to_text(value)}", f"cannot be checked: {reason}")
 
 
 def _is_installed(package: str) -> bool:
@@ -262,16 +262,16 @@ def _is_installed(package: str) -> bool:
 
 def find_evaluation_problems(config: Config) -> list[Problem]:
     """Problems that exclude an evaluation: sampling with engines and scoring with environments."""
-    find_address(config.cluster)
-    find_gpus(config.cluster)
+    fill_in_address(config.cluster)
+    fill_in_gpus(config.cluster)
     shape = find_model_shape(config)
-    arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}
+    arguments = {key: values for key, values in select_passed_fields(config).items() if key.startswith("generation.")}
     problems = [
         *find_engine_layout_problems(config, shape),
         *find_broken_rules(config, check_sequences(config, shape)),
         *find_sampling_problems(config),
         *find_engine_problems(config, shape),
-        *owned_problems(arguments),
+        *check_owned_fields(arguments),
         *spec_problems(config.data),
     ]
     return problems or [*(list(_gpus(config)) or _cluster(config)), *_sandbox(config), *_passed_fields(arguments)]

@@ -24,7 +24,7 @@ def find_adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[
         f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; use "
         "false, or train all weights with policy.lora.rank=0"
     )
-    yield config.loop.sync_ref_model, "LOOP.sync_ref_model=", text
+    yield config.training_loop.sync_ref_model, "LOOP.sync_ref_model=", text
     text = "adapters leave the base model as it is; use 0"
     yield config.policy.moe.bias_update_rate, "policy.moe.bias_update_rate=", text
     if shape is None:
@@ -52,11 +52,11 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
         text = "has no place in Megatron-Core's delayed recipe; use 0, or policy.fp8.recipe=tensorwise"
         yield fp8.first_layers_bf16, "policy.fp8.first_layers_bf16=", text
         yield fp8.last_layers_bf16, "policy.fp8.last_layers_bf16=", text
-    if fp8.on_device:
+    if fp8.is_on_device:
         yield from _on_device(config)
     if shape is None:
         return
-    if fp8.on_device and not shape.fits_transformer_engine:
+    if fp8.is_on_device and not shape.fits_transformer_engine:
         text = f"Transformer Engine's layers do not express {shape.family}; use off, with precision=fp8_engines if "
         yield True, "policy.fp8.format=", f"{text}the engines are to compute in FP8"
         return
@@ -75,7 +75,7 @@ def find_fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Rule
 def find_fp8_machine_problems(config: Config) -> Iterator[Rule]:
     """Missing requirements of FP8 on this machine: Transformer Engine, or a GPU of the needed compute capability."""
     fp8 = config.policy.fp8
-    if not fp8.on_device or config.cluster.gpus == 0:
+    if not fp8.is_on_device or config.cluster.gpus == 0:
         return
     text = "needs Transformer Engine, which is not installed: pip install 'transformer-engine[pytorch]', or use off"
     yield importlib.util.find_spec("transformer_engine") is None, "policy.fp8.format=", text
@@ -166,7 +166,7 @@ def find_training_problems(config: Config, shape: ModelShape | None) -> Iterator
     """Settings of speed and memory that exclude each other, or do not fit the devices or the model (None: unknown)."""
     policy, on_cpu = config.policy, config.cluster.gpus == 0
     optimizers = {"policy": policy.optimizer} | (
-        {"value": config.value.optimizer} if config.loop.has_value_model else {}
+        {"value": config.value.optimizer} if config.training_loop.has_value_model else {}
     )
     yield from _recomputation(config, shape)
     reduces = not on_cpu if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
@@ -198,7 +198,7 @@ def _fused_gradients(config: Config) -> Iterator[Rule]:
     text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
     quantizes = policy.quantization is not None
     yield quantizes, subject, f"with policy.quantization={policy.quantization}: {text}"
-    yield policy.fp8.simulated, subject, f"with policy.fp8.simulate=True: {text}"
+    yield policy.fp8.is_simulated, subject, f"with policy.fp8.simulate=True: {text}"
     yield config.cluster.gpus == 0, subject, "needs GPUs; use null, which is true where it can be"
 
 

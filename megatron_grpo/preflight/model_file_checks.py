@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.paths import unreadable
+from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import as_value_model, build_weight_map, read_model_shape
 from megatron_grpo.models.shape import ModelShape
@@ -117,7 +117,7 @@ def explain_unusable_model(subject: str, path: str, *, of_value: bool = False) -
         reason = None if find_local_folder(path) else download_config(path)
         text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"
     else:
-        reason = unreadable(path, "folder")
+        reason = check_readable(path, "folder")
         advice = "; give a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B"
         text = f"{reason}{advice if reason == 'no such folder' else ''}"
     if reason is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.keys import changed, data_file, holds, named
+from megatron_grpo.config.keys import fill_placeholders, is_met, list_changes, load_tables
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.loss_checks import check_async_cautions
@@ -45,8 +45,8 @@ def _greed_and_ranks(config: Config) -> Iterator[Rule]:
         "REINFORCE takes one: PASSES=1 and one minibatch"
     )
     yield config.loss_fn.disable_ppo_ratio and steps > 1, "loss_fn.disable_ppo_ratio=", text
-    checkpointing, period = config.keeping, config.loop.val_period
-    ranked = config.saves and checkpointing.keep_top_k is not None
+    checkpointing, period = config.ranked_checkpointing, config.training_loop.val_period
+    ranked = config.has_checkpoints and checkpointing.keep_top_k is not None
     text = "is of a validation, and this run has none; reward ranks checkpoints"
     yield ranked and checkpointing != config.checkpointing, "checkpointing.metric_name=", text
     by_validation = ranked and (checkpointing.metric_name or "").startswith(VALIDATION_PREFIX)
@@ -59,10 +59,10 @@ def _greed_and_ranks(config: Config) -> Iterator[Rule]:
 
 
 def _long_warmups(config: Config) -> Iterator[Rule]:
-    steps = config.loop.max_num_steps
+    steps = config.training_loop.max_num_steps
     policy_steps = max(steps - config.steps_without_policy, 0) * config.optimizer_steps_per_step
     models = [("policy", config.policy.optimizer, policy_steps)]
-    if config.loop.has_value_model:
+    if config.training_loop.has_value_model:
         models.insert(0, ("value", config.value.optimizer, steps * config.value_optimizer_steps_per_step))
     for section, optimizer, optimizer_steps in models:
         text = (
@@ -75,7 +75,7 @@ def _long_warmups(config: Config) -> Iterator[Rule]:
 
 def _threshold(config: Config) -> Iterator[Rule]:
     """A threshold of early stopping that no validation reaches, or that every validation does."""
-    stop = config.loop.early_stop
+    stop = config.training_loop.early_stop
     if not stop.enabled or stop.threshold is None:
         return
     low, high = _bounds(config)
@@ -90,7 +90,7 @@ def _threshold(config: Config) -> Iterator[Rule]:
 
 def _bounds(config: Config) -> tuple[float, float]:
     """Least and greatest value of the metric of early stopping, as far as they are known."""
-    name = config.loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
+    name = config.training_loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
     if name in ("accuracy", "truncation_rate"):
         return 0.0, 1.0
     if name == "response_length":
@@ -100,7 +100,7 @@ def _bounds(config: Config) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-NEEDS = data_file("switches.yaml")["needs"]
+NEEDS = load_tables("switches.yaml")["needs"]
 """Keys by the setting that they need, written KEY=VALUE, "KEY above 0", or KEY (neither null nor empty)."""
 
 _Unused = tuple[object, str, str]
@@ -109,7 +109,7 @@ they change nothing. LOOP and PASSES stand for keys of the algorithm, as in `Rul
 
 
 def _unused_by_the_loss(config: Config) -> Iterator[_Unused]:
-    loss, loop, once = config.loss_fn, config.loop, config.optimizer_steps_per_step == 1
+    loss, loop, once = config.loss_fn, config.training_loop, config.optimizer_steps_per_step == 1
     ratios_are_1 = (
         "acts on ratios away from 1, and with one optimizer step on a sample all ratios are 1; give more with "
         "policy.train_global_batch_samples below the samples of a step, or with PASSES above 1"
@@ -138,7 +138,7 @@ def _unused_by_the_loss(config: Config) -> Iterator[_Unused]:
 
 
 def _unused_by_the_loop(config: Config) -> Iterator[_Unused]:
-    loop, shaping = config.loop, config.loop.reward_shaping
+    loop, shaping = config.training_loop, config.training_loop.reward_shaping
     text = "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps"
     yield loop.ref_model_sync_steps >= loop.max_num_steps, "LOOP.sync_ref_model", text
     keys = "LOOP.async_grpo.enabled LOOP.async_grpo.recompute_kv_cache_after_weight_updates"
@@ -159,7 +159,7 @@ def _unused_by_the_loop(config: Config) -> Iterator[_Unused]:
     text = "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps"
     yield never, "LOOP.early_stop.enabled", text
     keys = "LOOP.val_period LOOP.val_batch_size LOOP.max_val_samples LOOP.val_temperature"
-    yield not config.data.validation, keys, "needs data.val_path or data.val_sets"
+    yield not config.data.validation_sets, keys, "needs data.val_path or data.val_sets"
 
 
 def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
@@ -175,7 +175,7 @@ def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
         keys, text = f"{section}.min_lr {section}.decay_steps", f"needs {section}.decay_style=linear or cosine"
         yield optimizer.is_constant, keys, text
     fused = policy.logprob_kernel == "fused" or (policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
-    filters = config.generation.filters_in_training
+    filters = config.generation.has_training_filter
     yield fused and not filters, "policy.logprob_chunk_size", "is for policy.logprob_kernel=chunked"
     text = "is for whole distributions; with a filter of sampling log-probabilities are computed by chunks"
     yield filters and not config.uses_reference, "policy.logprob_kernel", text
@@ -199,11 +199,11 @@ def find_unused_settings(config: Config) -> Iterator[Problem]:
     """
     tables = (_switched_off, _unused_by_the_loss, _unused_by_the_loop, _unused_elsewhere)
     rows = [(keys, text) for table in tables for is_unused, keys, text in table(config) if is_unused]
-    unused = [(tuple(named(config, keys).split()), named(config, text)) for keys, text in rows]
-    of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
+    unused = [(tuple(fill_placeholders(config, keys).split()), fill_placeholders(config, text)) for keys, text in rows]
+    of_ppo = ("value", "value_loss_fn") if config.training_loop.has_value_model else ()
     learning = ("loss_fn", config.algorithm, "reference", "policy", *of_ppo)
     for section in (*learning, "data", "generation", "refit", "checkpointing", "logger"):
-        for key, value in changed(config, section):
+        for key, value in list_changes(config, section):
             reasons = (text for keys, text in unused if any(_covers(one, key) for one in keys))
             if (reason := next(reasons, None)) is not None:
                 yield Problem(f"{key}={value}", reason)
@@ -211,8 +211,8 @@ def find_unused_settings(config: Config) -> Iterator[Problem]:
 
 def _switched_off(config: Config) -> Iterator[_Unused]:
     for switch, keys in NEEDS.items():
-        needed = named(config, switch)
-        yield not holds(config, needed), keys, f"needs {needed}"
+        needed = fill_placeholders(config, switch)
+        yield not is_met(config, needed), keys, f"needs {needed}"
 
 
 def _covers(name: str, key: str) -> bool:

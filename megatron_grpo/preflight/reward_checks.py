@@ -15,7 +15,7 @@ from megatron_grpo.config.data_schema import (
     EnvironmentConfig,
     PromptConfig,
     is_model_folder,
-    name_of_reward,
+    parse_reward_name,
 )
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
@@ -29,20 +29,20 @@ def check_rewards(config: Config) -> Iterator[Rule]:
     """Keys about rewards and advantages that exclude each other or lack what they need."""
     if config.algorithm == "grpo":
         yield from _estimator(config)
-    scaling, prefix = config.loop.reward_scaling, "LOOP.reward_scaling"
+    scaling, prefix = config.training_loop.reward_scaling, "LOOP.reward_scaling"
     text = f"must be below {prefix}.source_max={scaling.source_max:g}"
     yield scaling.enabled and scaling.source_min >= scaling.source_max, f"{prefix}.source_min=", text
     text = f"equals {prefix}.target_max, which makes all rewards the same"
     yield scaling.enabled and scaling.target_min == scaling.target_max, f"{prefix}.target_min=", text
-    if config.loop.reward_shaping.enabled:
+    if config.training_loop.reward_shaping.enabled:
         yield from _shaping(config)
     yield from check_environments(config)
     for name, environment in config.env.items():
-        is_unknown = environment.reward_funcs and environment.correctness_function() is None
+        is_unknown = environment.reward_funcs and environment.correctness_function is None
         imitates = config.loss_fn.positive_example_nll_weight and environment.type == REWARD_FUNCTIONS
         text = f"imitates correct responses, and env.{name} does not say which are; give env.{name}.correct_func"
         yield imitates and is_unknown, "loss_fn.positive_example_nll_weight=", text
-    low, high = config.loop.advantage_clip_low, config.loop.advantage_clip_high
+    low, high = config.training_loop.advantage_clip_low, config.training_loop.advantage_clip_high
     text = "equals LOOP.advantage_clip_high, which leaves no advantage"
     yield low is not None and low == high, "LOOP.advantage_clip_low=", text
 
@@ -77,7 +77,7 @@ def _suspicions(config: Config, name: str, environment: EnvironmentConfig) -> It
         text = (
             f"compares at least {LEAST_COMPARED} samples of a prompt; needs LOOP.num_generations_per_prompt that high"
         )
-        few = config.loop.num_generations_per_prompt < LEAST_COMPARED
+        few = config.training_loop.num_generations_per_prompt < LEAST_COMPARED
         yield figure == UNUSUALLY_SHORT and few, f"{key}={figure}", text
 
 
@@ -119,14 +119,14 @@ def _gdpo(config: Config) -> Iterator[Rule]:
     yield config.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward=", text
     seen: dict[str, float] = {}
     for task, environment in config.env.items():
-        for function, weight in environment.weights_by_function().items():
+        for function, weight in environment.function_weights.items():
             first = seen.setdefault(function, weight)
             text = f"gives {function} the weight {weight:g}, another environment {first:g}; gdpo needs one"
             yield first != weight, f"env.{task}.reward_weights", text
 
 
 def _shaping(config: Config) -> Iterator[Rule]:
-    shaping, longest = config.loop.reward_shaping, config.generation.max_new_tokens
+    shaping, longest = config.training_loop.reward_shaping, config.generation.max_new_tokens
     prefix, buffer = "LOOP.reward_shaping", shaping.overlong_buffer_length
     text = f"needs one of {prefix}.overlong_buffer_length (DAPO) and {prefix}.stop_properly_penalty_coef"
     text = text if buffer is None else f"{text}, not both: they punish the same"
@@ -155,7 +155,7 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Rule]:
         is_path = "." in function and all(part.isidentifier() for part in function.split("."))
         or_model = ", or be the folder of a reward model, with a / in it" if key == "reward_funcs" else ""
         yield not is_path, f"{section}.{key}={function}", f"must be written package.module.function{or_model}"
-    short = [name_of_reward(function) for function in functions]
+    short = [parse_reward_name(function) for function in functions]
     for name in sorted({name for name in short if short.count(name) > 1}):
         text = f"has two functions called {name}; their rewards could not be told apart"
         yield True, f"{section}.reward_funcs", text

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec
 
-from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import named
+from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.keys import fill_placeholders
 from megatron_grpo.config.schema import Config
 
 Rule = tuple[object, str, str]
@@ -22,8 +22,10 @@ def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem
     """The problems of a configuration, in the order of the rules that it breaks."""
     for is_broken, subject, text in rules:
         if is_broken:
-            key = named(config, subject)
-            yield Problem(key + _written(_value(config, key[:-1])) if key.endswith("=") else key, named(config, text))
+            key = fill_placeholders(config, subject)
+            yield Problem(
+                key + _written(_value(config, key[:-1])) if key.endswith("=") else key, fill_placeholders(config, text)
+            )
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -49,4 +51,4 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _written(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else shown(value)
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else to_text(value)

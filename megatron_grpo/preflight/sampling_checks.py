@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.generation_schema import (
     FILTERS,
     PENALTIES,
@@ -14,7 +14,7 @@ from megatron_grpo.config.generation_schema import (
     GenerationConfig,
     StructuredConfig,
 )
-from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token, url_problem
+from megatron_grpo.config.paths import TOKEN_VARIABLE, check_url, is_loopback, read_token
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.rules import Rule
 
@@ -71,14 +71,14 @@ def check_filters(config: Config) -> Iterator[Rule]:
         text = (
             f"is a filter that training does not repeat beside {hidden}, which changes the logits before it, and "
             f"{compares} would take that for a difference between the two frameworks; use "
-            f"{shown(getattr(GenerationConfig(), name))}, or leave that option out"
+            f"{to_text(getattr(GenerationConfig(), name))}, or leave that option out"
         )
         yield compares and hidden, subject, text
 
 
 def _hides_filter(generation: GenerationConfig) -> str:
-    """The key that keeps training from repeating a filter (`GenerationConfig.filters_in_training`), or nothing."""
-    penalties = generation.changed(PENALTIES)
+    """The key that keeps training from repeating a filter (`GenerationConfig.has_training_filter`), or nothing."""
+    penalties = generation.select_changed(PENALTIES)
     if generation.temperature == 0 or not (penalties or generation.structured != StructuredConfig()):
         return ""
     return f"generation.{penalties[0]}" if penalties else "generation.structured"
@@ -86,7 +86,9 @@ def _hides_filter(generation: GenerationConfig) -> str:
 
 def _settings(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
     """KEY=VALUE of each setting that differs from its default, by its name."""
-    return {name: f"generation.{name}={shown(getattr(generation, name))}" for name in generation.changed(names)}
+    return {
+        name: f"generation.{name}={to_text(getattr(generation, name))}" for name in generation.select_changed(names)
+    }
 
 
 def _drops(config: Config) -> str | None:
@@ -94,7 +96,7 @@ def _drops(config: Config) -> str | None:
     kind = config.loss_fn.truncated_importance_sampling_type
     if kind in ("icepop", "seq-mask-tis"):
         return f"loss_fn.truncated_importance_sampling_type={kind}"
-    threshold = config.loop.seq_logprob_error_threshold
+    threshold = config.training_loop.seq_logprob_error_threshold
     return None if threshold is None else f"{config.algorithm}.seq_logprob_error_threshold={threshold:g}"
 
 
@@ -130,19 +132,19 @@ def check_servers(config: Config) -> Iterator[Rule]:
         "lets every client that reaches it write what the run is trained on; put a token into the environment variable "
         f"{TOKEN_VARIABLE}, or use 127.0.0.1"
     )
-    yield endpoint.enabled and not is_local and token() is None, "generation.endpoint.host=", text
+    yield endpoint.enabled and not is_local and read_token() is None, "generation.endpoint.host=", text
     for name, environment in config.env.items():
         text = "asks the model through the endpoint, which is off; give generation.endpoint.enabled=true"
         unanswered = environment.agent_func is not None and not endpoint.enabled
         yield unanswered, f"env.{name}.agent_func={environment.agent_func}", text
     urls, engines = config.generation.server.urls, config.generation.parallel.data
     for url in urls:
-        reason = url_problem(url)
-        yield reason, f"generation.server.urls={shown(url)}", reason or ""
+        reason = check_url(url)
+        yield reason, f"generation.server.urls={to_text(url)}", reason or ""
     yield len(set(urls)) < len(urls), "generation.server.urls=", "names a server twice"
     text = f"is the number of engines, and there are {len(urls)} servers; give {len(urls)}"
     yield urls and engines != len(urls), "generation.parallel.data=", text
     text = "shares GPUs with the run's own engines, and servers (generation.server.urls) have theirs; use separate"
-    yield urls and config.generation.colocated, "generation.placement=", text
+    yield urls and config.generation.is_colocated, "generation.placement=", text
     text = "a server returns no routed experts; use false"
     yield urls and config.policy.moe.replay_routing, "policy.moe.replay_routing=", text

@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.suggestions import counterpart
+from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.suggestions import describe_counterpart
 from megatron_grpo.run.user_objects import Callback
 
 _REWARDS = "a function, its import path (package.module.name) or the folder of a reward model"
@@ -67,7 +67,7 @@ def _instead(name: str, value: Any) -> str:
         return f"TRL's model is policy.model.path in config; {_SAVED}"
     if name in _INSTEAD:
         return _INSTEAD[name]
-    setting = counterpart(name, "grpo")
+    setting = describe_counterpart(name, "grpo")
     if setting is not None:
         return f"settings are in config; {setting}"
     close = difflib.get_close_matches(name, _ARGUMENTS, n=1)
@@ -89,9 +89,9 @@ def _foreign_settings(name: str, arguments: Any) -> Iterator[Problem]:
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name, None)
         if isinstance(value, bool | int | float | str) and value != getattr(defaults, field.name, None):
-            advice = counterpart(field.name, "grpo")
+            advice = describe_counterpart(field.name, "grpo")
             if advice is not None:
-                yield Problem(f"{name}.{field.name}={shown(value)}", advice)
+                yield Problem(f"{name}.{field.name}={to_text(value)}", advice)
 
 
 def _is_pretrained(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.paths import LFS_POINTER, is_lfs_pointer, unreadable
+from megatron_grpo.config.paths import LFS_POINTER, check_readable, is_lfs_pointer
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_end_tokens, read_settings, read_token_ids
 
@@ -37,7 +37,7 @@ def find_tokenizer_problems(subject: str, folder: Path, config: Config, vocab: i
     if not there:
         yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_FILES)})")
     for file in there:
-        reason = LFS_POINTER if is_lfs_pointer(file) else unreadable(file)
+        reason = LFS_POINTER if is_lfs_pointer(file) else check_readable(file)
         if reason is not None:
             yield Problem(subject, f"{file}: {reason}")
             return

@@ -15,10 +15,10 @@ from typing import Any
 from aiohttp import web
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, SamplingSettings
-from megatron_grpo.cluster.ray_cluster import node_address
+from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
-from megatron_grpo.config.paths import token
+from megatron_grpo.config.paths import read_token
 from megatron_grpo.data.prompt_renderer import RESERVED, PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -56,7 +56,7 @@ def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSe
     """Settings of the endpoints from generation.endpoint; None: endpoints are not enabled."""
     if not config.enabled:
         return None
-    return EndpointSettings(host=config.host, port=config.port, token=token(), tokenizer=tokenizer)
+    return EndpointSettings(host=config.host, port=config.port, token=read_token(), tokenizer=tokenizer)
 
 
 class Endpoint:
@@ -221,7 +221,7 @@ async def _content(request: web.Request) -> Any:
 def _reached_at(host: str) -> str:
     """Host for the URL of a server that listens on `host`."""
     if host in ("0.0.0.0", "::"):  # the server listens on all addresses of the machine
-        host = node_address()
+        host = find_node_address()
     return f"[{host}]" if ":" in host else host
 
 

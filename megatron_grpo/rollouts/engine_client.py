@@ -12,7 +12,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.cluster.futures import explain, is_lost, overdue, pickled
+from megatron_grpo.cluster.futures import build_overdue_error, explain_error, is_lost, wrap_for_pickling
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import EngineLostError, SamplingError
@@ -165,7 +165,7 @@ class EngineClient:
             one.call, one.index = call, index
         restarts = self.restarts
         try:
-            requests = pickled([one.request for one in asked])
+            requests = wrap_for_pickling([one.request for one in asked])
             stream = self._actor.generate.options(num_returns="streaming").remote(requests, asked[0].settings, call)
             async for reference in stream:
                 for index, output in await reference:
@@ -176,7 +176,7 @@ class EngineClient:
                         answer.set_result(output)
         except RayError as error:
             others = await asyncio.to_thread(report_hanging, [self.name])
-            reason = f"generation: {self.name} {explain(error)}{others}"
+            reason = f"generation: {self.name} {explain_error(error)}{others}"
             if is_lost(error) and restarts == self.restarts:
                 self.lose(reason)
             _fail((one.answer for one in asked), SamplingError(reason))
@@ -255,7 +255,9 @@ class Engines:
             if not slow:
                 continue
             restarts = [client.restarts for client in slow]
-            reason = str(await asyncio.to_thread(overdue, "generation", [client.name for client in slow], deadline_s))
+            reason = str(
+                await asyncio.to_thread(build_overdue_error, "generation", [client.name for client in slow], deadline_s)
+            )
             for client, before in zip(slow, restarts, strict=True):
                 if client.restarts == before:
                     client.lose(reason)

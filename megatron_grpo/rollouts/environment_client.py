@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayError
 
-from megatron_grpo.cluster.futures import explain, overdue, pickled
+from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wrap_for_pickling
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
 from megatron_grpo.environments.environment_processes import (
@@ -175,13 +175,13 @@ class EnvironmentClient:
     async def _run(self, process: EnvironmentProcess, calls: list[_Call]) -> str | None:
         """Send calls to a process; None: it answered; else the reason why it did not."""
         name, timeout_s, pid = self._handle.name, self._handle.timeout_s, process.status.pid
-        jobs = pickled([(call.method, call.arguments) for call in calls])
+        jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):
                 answers = await process.actor.run.remote(jobs)
         except TimeoutError:
             who = f"environment {name} worker {pid}"
-            late = await asyncio.to_thread(overdue, "scoring", [who], timeout_s)
+            late = await asyncio.to_thread(build_overdue_error, "scoring", [who], timeout_s)
             logger.warning("%s", late)
             self.remarks.append(f"{late}; another process takes its place")
             return f"environment {name}: no answer within env.{name}.timeout_s={timeout_s:g} s"
@@ -189,7 +189,7 @@ class EnvironmentClient:
             self.remarks.append(f"environment {name} worker {pid} ended; another process takes its place")
             return f"environment {name}: its process ended over this response"
         except RayError as error:  # for example an answer that cannot be pickled, or a lack of memory
-            return f"environment {name}: its process {explain(error)}"
+            return f"environment {name}: its process {explain_error(error)}"
         for call, answer in zip(calls, answers, strict=True):
             call.settle(answer)
         return None
@@ -204,7 +204,7 @@ class EnvironmentClient:
             text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
             raise SamplingError(text) from None
         except RayError as error:
-            raise SamplingError(f"environment {name}: a process {explain(error)} as it started") from error
+            raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
         return EnvironmentProcess(actor, status)
 
     def _keep(self, work: Any) -> None:

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup
-from megatron_grpo.cluster.futures import overdue
+from megatron_grpo.cluster.futures import build_overdue_error
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_names import ENGINE_NAME, WORKER_NAME
@@ -333,7 +333,7 @@ class RolloutPool(RolloutWorkers):
         over, replaced = self._lost.some(list(calls), since + deadline_s - time.monotonic())
         if not over and not replaced:
             workers = [WORKER_NAME(worker) for worker in sorted(set(calls.values()))]
-            raise SamplingError(str(overdue(what, workers, deadline_s)))
+            raise SamplingError(str(build_overdue_error(what, workers, deadline_s)))
         return over, replaced
 
     def take_engine_counts(self) -> list[EngineCounts]:

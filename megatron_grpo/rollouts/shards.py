@@ -23,7 +23,7 @@ from megatron_grpo.batch.rollout_files import (
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, Trajectory
-from megatron_grpo.cluster.futures import pickled, stored
+from megatron_grpo.cluster.futures import fetch_stored, wrap_for_pickling
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.routed_experts import RoutedForm
 
@@ -172,7 +172,7 @@ def compute(
     Returns:
         The new entries by name, for each shard a reference to its array (`StepBatch.fields`), and the summary.
     """
-    shards = {name: stored(batch.fields[name], f"the step's {name}") for name in fields}
+    shards = {name: fetch_stored(batch.fields[name], f"the step's {name}") for name in fields}
     arrays = {name: gather_partitions(shards[name], batch.partitions, batch.lengths) for name in fields}
     results, summary = fn(batch.lengths, arrays, *arguments)
     split = {name: split_by_partition(array, batch.partitions, batch.lengths) for name, array in results.items()}
@@ -212,7 +212,7 @@ class Collected:
 
     bundles: Bundles
     outcomes: list[list[Outcome]]
-    """Outcomes of each group; sent as `pickled`."""
+    """Outcomes of each group; sent as `wrap_for_pickling`."""
     remarks: list[str]
     """Events for the log of the run, such as the replacement of an environment process."""
 
@@ -235,9 +235,11 @@ def collected(groups: Sequence[Sequence[Trajectory]], remarks: list[str]) -> Col
         for one in trajectories:
             size += TOKEN_BYTES * len(one.token_ids) + (0 if one.routed is None else one.routed.nbytes)
         if size >= BUNDLE_BYTES or number == len(groups) - 1:
-            references.append(ray.put(pickled(waiting)))
+            references.append(ray.put(wrap_for_pickling(waiting)))
             waiting, size = [], 0
-    return Collected((references, places), pickled([[one.outcome for one in group] for group in groups]), remarks)
+    return Collected(
+        (references, places), wrap_for_pickling([[one.outcome for one in group] for group in groups]), remarks
+    )
 
 
 def load(file: Path) -> tuple[StepFacts, Collected]:

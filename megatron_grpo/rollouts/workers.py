@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, rollouts_file
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
-from megatron_grpo.cluster.futures import explain, gather
+from megatron_grpo.cluster.futures import explain_error, gather
 from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.environments.environment_processes import STARTUP_S, EnvironmentPool
@@ -129,7 +129,7 @@ class RolloutWorkers:
         """
         names = [WORKER_NAME(worker) for worker in calls]
         try:
-            return gather(list(calls.values()), deadline_s=deadline_s, what=what, name=names.__getitem__)
+            return gather(list(calls.values()), deadline_s=deadline_s, phase_name=what, name=names.__getitem__)
         except RunError as error:
             cause = error.__cause__
             if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
@@ -202,7 +202,9 @@ class RolloutWorkers:
         try:
             return fetched(bundled(groups), self._timeout_s)
         except RayError as error:
-            raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
+            raise RunError(
+                f"the trajectories of {len(groups)} groups cannot be fetched: {explain_error(error)}"
+            ) from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
         """Put trajectories into the object store; returns their groups in the form of `RolloutPool.collect`."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, ModelLostError, Problem, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, LoraConfig
-from megatron_grpo.config.typed import typed
 from megatron_grpo.data.identity import identify, read_identity, training_difference
 from megatron_grpo.observability.run_files import sync
 from megatron_grpo.run.checkpoint_files import (
@@ -353,7 +353,7 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
     path, subject = checkpointer.find_start(stop), f"checkpointing.resume={config.checkpointing.resume}"
     if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
         raise ConfigError([Problem(subject, f"{path} is not a checkpoint of PPO: it has no value model")])
-    before, now = None if path is None else _adapters_of_run(path), config.policy.lora.in_words
+    before, now = None if path is None else _adapters_of_run(path), config.policy.lora.description
     if before not in (None, now):
         text = f"{path} was written with {before}, and this run has {now}; choose another run_dir, or the same adapters"
         raise ConfigError([Problem(subject, text)])
@@ -390,10 +390,10 @@ def resolve_checkpoint(path: Path) -> Path:
         values = read_config_file(run_dir / CONFIG_FILE)
     except FileNotFoundError:
         raise ValueError(f"checkpoint={path}: {run_dir} is not the folder of a run: it has no {CONFIG_FILE}") from None
-    config, problems = typed(values, str(values.get("algorithm", "grpo")))
+    config, problems = convert_values(values, str(values.get("algorithm", "grpo")))
     if config is None:
         raise ConfigError(problems)
-    checkpointer = Checkpointer(run_dir, config.keeping, look_only=True)
+    checkpointer = Checkpointer(run_dir, config.ranked_checkpointing, look_only=True)
     steps = checkpointer.list_steps()
     if not steps:
         raise ValueError(f"checkpoint={path}: {path.parent} has no checkpoint")
@@ -409,6 +409,6 @@ def _adapters_of_run(checkpoint: Path) -> str | None:
     """The adapters with which a checkpoint's run was last started; None: the checkpoint is not in a run's folder."""
     try:
         lora = read_config_file(checkpoint.parent.parent / CONFIG_FILE)["policy"]["lora"]
-        return LoraConfig(**lora).in_words
+        return LoraConfig(**lora).description
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None  # ranks compare their own adapters with those in the checkpoint

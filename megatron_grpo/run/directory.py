@@ -16,7 +16,7 @@ import yaml
 
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.keys import leaves
+from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.data.identity import identify, read_identity, training_difference, validation_differences
 from megatron_grpo.data.specs import task_templates
@@ -174,7 +174,7 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
     """
     file = folder / CONFIG_FILE
     try:
-        before = dict(leaves(read_config_file(file)))
+        before = dict(flatten(read_config_file(file)))
         if "algorithm" not in before:
             raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
             "it tells whose folder this is. Put it back, choose another run_dir, or delete it if this is the same run"
         )
         raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
-    now = dict(leaves(dataclasses.asdict(config)))
+    now = dict(flatten(dataclasses.asdict(config)))
     texts = (
         f"its {key} is {before.get(key)}, this one's is {now[key]}" for key in IDENTITY if before.get(key) != now[key]
     )
@@ -245,7 +245,7 @@ def compare_data(folder: Path, config: Config) -> list[str]:
 def _unknown_data(folder: Path, config: Config) -> list[str]:
     """The remark on a run whose folder has no digests, as those of earlier versions; the paths of data are compared."""
     try:
-        path = dict(leaves(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
+        path = dict(flatten(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
     except FileNotFoundError:
         return []
     now = config.data.train_path

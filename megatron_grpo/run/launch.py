@@ -47,20 +47,20 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
 
     On shared devices engines measure the free memory, so they start first, and sleep before the models start.
     """
-    colocated = config.generation.colocated and config.generates
+    colocated = config.generation.is_colocated and config.needs_generation
     engines, value_model = config.generation.parallel, config.value_model
     generation: VllmGeneration | None = None
     if colocated:
         value_ranks = value_model.parallel.world_size if value_model else 0
         cluster.reserve_shared(config.policy.parallel.world_size, engines.data + value_ranks)
     else:
-        own_engines = config.generates and not config.generation.server.urls
+        own_engines = config.needs_generation and not config.generation.server.urls
         value_parallel = value_model.parallel if value_model else None
         cluster.reserve(config.policy.parallel, engines if own_engines else None, value_parallel)
-        if config.generates:
+        if config.needs_generation:
             generation = _start_generation(config, folder, cluster, stack)
     policy = MegatronPolicy(
-        make_policy_settings(config, folder), cluster.policy_options, config.cluster.startup_timeout_s
+        make_policy_settings(config, folder), cluster.build_policy_options, config.cluster.startup_timeout_s
     )
     stack.callback(policy.shutdown)
     if colocated:
@@ -92,9 +92,9 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: 
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
         routed=RoutedForm.from_shape(read_model_shape(folder)) if config.policy.moe.replay_routing else None,
-        in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
+        in_flight=config.training_loop.async_grpo if config.training_loop.async_grpo.enabled else None,
     )
-    options, timeout_s = cluster.engine_options, config.cluster.startup_timeout_s
+    options, timeout_s = cluster.build_engine_options, config.cluster.startup_timeout_s
     generation = VllmGeneration(settings, actor_options=options, startup_timeout_s=timeout_s)
     stack.callback(generation.shutdown)
     generation.start()
@@ -111,7 +111,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         temperature=config.generation.temperature,
         token_filter=training_filter(config.generation),
         decay_steps=config.decay_steps,
-        seed=config.loop.seed,
+        seed=config.training_loop.seed,
         shares_cores=_shares_cores(config),
     )
 
@@ -124,15 +124,15 @@ def _value(config: Config, cluster: RayCluster) -> MegatronValue:
         shape=as_value_model(read_model_shape(folder, reward_models=True)),
         folder=str(folder),
         decay_steps=config.value_decay_steps,
-        seed=config.loop.seed,
+        seed=config.training_loop.seed,
         shares_cores=_shares_cores(config),
     )
-    return MegatronValue(settings, cluster.value_options, config.cluster.startup_timeout_s)
+    return MegatronValue(settings, cluster.build_value_options, config.cluster.startup_timeout_s)
 
 
 def _shares_cores(config: Config) -> bool:
     """Whether the run's engines sample while its models train."""
-    return config.loop.async_grpo.samples_ahead and not config.generation.server.urls
+    return config.training_loop.async_grpo.can_sample_ahead and not config.generation.server.urls
 
 
 def start_rollouts(
@@ -169,7 +169,7 @@ def start_rollouts(
         environments,
         generation_timeout_s=config.generation.timeout_s,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        max_turns=config.loop.max_rollout_turns,
+        max_turns=config.training_loop.max_rollout_turns,
         routed=generation.routed if generation else None,
         endpoint=make_endpoint_settings(config.generation.endpoint, tokenizer) if generation else None,
         restore=restore,

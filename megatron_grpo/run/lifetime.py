@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from megatron_grpo.cluster.guardian import Remove, guarded, sigterm_interrupts
-from megatron_grpo.cluster.machines import find_address
+from megatron_grpo.cluster.cleanup import FolderRemover, cleanup_after_kill, interrupt_on_sigterm
+from megatron_grpo.cluster.machines import fill_in_address
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, RunError
@@ -115,15 +115,15 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         RunError: Ray did not start, or the folder is in use; the message says which.
     """
     user_objects = user_objects or UserObjects()
-    find_address(config.cluster)
+    fill_in_address(config.cluster)
     began = psutil.Process().create_time() if began is None else began
     parts = {"command_line": time.time() - began}
     with ExitStack() as stack:
         stack.enter_context(tolerant_output(of_run=True))
-        stack.enter_context(sigterm_interrupts())
+        stack.enter_context(interrupt_on_sigterm())
         run_dir = stack.enter_context(lock_run_directory(config.run_dir))
-        checkpointer = Checkpointer(run_dir, config.keeping)
-        checkpointer.keep_forever = config.logger.needed_by_a_replay
+        checkpointer = Checkpointer(run_dir, config.ranked_checkpointing)
+        checkpointer.keep_forever = config.logger.is_replay_start
         changes = compare_with_last_start(run_dir, config)
         one_machine = config.cluster.ray_address is None
         stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=one_machine))
@@ -133,10 +133,10 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         summary = partial(write_summary, run_dir, samples_per_step=samples)
         startup = Startup(run_dir, checkpointer, search, changes, cluster, user_objects, summary, began, parts)
         stack.enter_context(record_end(startup, report=report))
-        remove_if_killed: Remove | None = None
+        remove_if_killed: FolderRemover | None = None
         if one_machine:
             remove_if_killed = stack.enter_context(
-                guarded(if_killed=make_killed_run_command(run_dir, samples, report=report))
+                cleanup_after_kill(if_killed=make_killed_run_command(run_dir, samples, report=report))
             )
         stack.callback(cluster.shutdown)
         with startup.part("ray"):

@@ -8,18 +8,18 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.config.errors import ConfigError, Problem, shown
-from megatron_grpo.config.loop_schema import named_for
-from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, config_groups
+from megatron_grpo.config.conversion import convert_values
+from megatron_grpo.config.errors import ConfigError, Problem, to_text
+from megatron_grpo.config.loop_schema import translate_key
+from megatron_grpo.config.overrides import OPTION, SEARCH_KEY, list_config_groups
 from megatron_grpo.config.schema import Config
-from megatron_grpo.config.suggestions import unknown_key
-from megatron_grpo.config.typed import typed
+from megatron_grpo.config.suggestions import describe_unknown_key
 from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
 
 
 def is_composition(name: str) -> bool:
     """Whether an argument of this name chooses an option of a group, or adds a folder of options."""
-    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
+    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
@@ -53,7 +53,7 @@ def override_values(values: dict[str, Any], overrides: Sequence[str], source: st
             text = "cannot be composed with the recorded configuration of a run; change single keys, section.key=VALUE"
             raise ConfigError([Problem(override, text)])
         _set(values, override, algorithm)
-    config, problems = typed(values, algorithm)
+    config, problems = convert_values(values, algorithm)
     if problems or config is None:
         raise ConfigError(problems or [Problem(source, "is not the configuration of a run")])
     return config
@@ -62,14 +62,14 @@ def override_values(values: dict[str, Any], overrides: Sequence[str], source: st
 def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
     """Apply section.key=VALUE (in YAML) to a run's configuration; shared loop keys are stored under its algorithm."""
     name, _, text = override.partition("=")
-    *sections, last = named_for(algorithm, name).split(".")
+    *sections, last = translate_key(algorithm, name).split(".")
     node: Any = values
     for section in sections:
         node = node.setdefault(section, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        raise ConfigError([unknown_key(name, algorithm)])
+        raise ConfigError([describe_unknown_key(name, algorithm)])
     try:
         node[last] = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an impossible date
         advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
-        raise ConfigError([Problem(f"{name}={shown(text)}", advice)]) from None
+        raise ConfigError([Problem(f"{name}={to_text(text)}", advice)]) from None

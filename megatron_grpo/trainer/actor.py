@@ -51,17 +51,17 @@ class RankActor(ABC):
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the ranks' rendezvous store in this process; returns its address."""
-        from megatron_grpo.cluster.ray_cluster import node_address
+        from megatron_grpo.cluster.ray_cluster import find_node_address
         from megatron_grpo.platform.device import open_store
 
-        self.store = open_store(node_address(), timeout_s)
+        self.store = open_store(find_node_address(), timeout_s)
         return self.store.host, self.store.port
 
     def gpus(self) -> list[str]:
         """Ray's ids of this process's GPUs: one, or none on a CPU."""
-        from megatron_grpo.cluster.ray_cluster import assigned_gpus
+        from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 
-        return assigned_gpus()
+        return list_assigned_gpus()
 
     @phase("import packages")
     def import_packages(self) -> None:
@@ -69,16 +69,16 @@ class RankActor(ABC):
         began = time.monotonic()
         # Megatron-Core imports wandb where it is installed, whose temporary folders outlive a process that Ray ends.
         sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None: an import fails
-        from megatron_grpo.platform.device import current_platform, require_gpus
+        from megatron_grpo.platform.device import detect_platform, require_gpus
         from megatron_grpo.platform.hooks import check_hooks
 
         require_gpus(self.gpus())
-        if current_platform().name == "cpu":
+        if detect_platform().name == "cpu":
             from megatron_grpo.platform.megatron_on_cpu import apply_patches
 
             apply_patches()
         importlib.import_module("megatron_grpo.trainer.rank")
-        check_hooks(current_platform().name)
+        check_hooks(detect_platform().name)
         self._imports_s += time.monotonic() - began
 
     @phase("start")
@@ -90,18 +90,18 @@ class RankActor(ABC):
         from megatron.core import parallel_state
 
         from megatron_grpo.models.source import require_folder
-        from megatron_grpo.platform.device import current_platform, reach_store
+        from megatron_grpo.platform.device import connect_store, detect_platform
         from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
 
         require_folder(settings.folder)
-        if current_platform().name == "cpu":
+        if detect_platform().name == "cpu":
             torch.set_num_threads(self.threads)
         elif settings.config.deterministic:
             make_deterministic()
         initialize_parallel(
             settings.config.parallel,
             rank=self.rank,
-            store=reach_store(*store_address, settings.config.timeout_s),
+            store=connect_store(*store_address, settings.config.timeout_s),
             seed=settings.seed,
             timeout_s=settings.config.timeout_s,
         )
@@ -109,7 +109,7 @@ class RankActor(ABC):
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankReport(
             data=parallel_state.get_data_parallel_rank(),
-            device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
+            device_name=torch.cuda.get_device_name() if detect_platform().name == "cuda" else "cpu",
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS
-from megatron_grpo.platform.device import current_platform, environment
+from megatron_grpo.platform.device import detect_platform, environment
 from megatron_grpo.trainer.plain_pickles import open_checkpoint, plain_layer_state, unlisted
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _refuse_another_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
     """Check that a checkpoint has the adapters and the kind of optimizer state of this run."""
     adapters = common.get("lora")  # checkpoints from before adapters have no such entry
     if adapters != state["lora"]:
-        was, now = (LoraConfig(**(one or {"rank": 0})).in_words for one in (adapters, state["lora"]))
+        was, now = (LoraConfig(**(one or {"rank": 0})).description for one in (adapters, state["lora"]))
         raise RunError(f"the checkpoint was written with {was}, and this run has {now}")
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
@@ -272,7 +272,7 @@ def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     partial = any(_is_adapters(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
         weights = loaded[str(number)]
-        if current_platform().name == "cuda":  # layers on a CPU have no such state
+        if detect_platform().name == "cuda":  # layers on a CPU have no such state
             weights = {
                 name: plain_layer_state(name, value) if "_extra_state" in name and isinstance(value, Tensor) else value
                 for name, value in weights.items()

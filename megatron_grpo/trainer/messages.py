@@ -47,7 +47,7 @@ class RankSettings:
 
 def training_filter(generation: GenerationConfig) -> TokenFilter | None:
     """The filter of sampling that the policy's ranks repeat; None: there is none, or they cannot."""
-    if not generation.filters_in_training:
+    if not generation.has_training_filter:
         return None
     return TokenFilter(generation.top_k, generation.top_p, generation.min_p)
 

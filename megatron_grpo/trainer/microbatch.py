@@ -115,7 +115,7 @@ class MicrobatchMaker:
             rows=move(rows),
             tokens=TokenFields(**{name: move(value.numpy()) for name, value in entries.items()}),
             segments=Segments(
-                of_token=move(sequence[tokens]),
+                sequence_index=move(sequence[tokens]),
                 sizes=move(np.bincount(sequence[wanted], minlength=len(selected)).astype(np.float32)),
                 join=sum_over_context if self._parallel.context > 1 else None,
             ),

@@ -19,7 +19,7 @@ from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, sum_stat
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.cluster.actor_calls import Method, call_actor
-from megatron_grpo.cluster.futures import gather, listed, lost_among
+from megatron_grpo.cluster.futures import find_lost_calls, gather, join_names
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
@@ -181,7 +181,7 @@ class ModelRanks(ABC):
             NonFiniteGradientError: the gradient is not finite; the weights are unchanged.
             RefusedStepError: the probability error is beyond its limit; the weights are unchanged.
         """
-        counts = GlobalCounts.of(batch, sequences)
+        counts = GlobalCounts.count(batch, sequences)
         plans = self._plan(batch, sequences, self._config.microbatch_tokens)
         limit = self._prob_error_limit(batch)
         refs = [
@@ -304,14 +304,14 @@ class ModelRanks(ABC):
         deadline_s = deadline_s or self._config.timeout_s
         name = f"{self.label} rank {{}}".format
         try:
-            return gather(refs, deadline_s=deadline_s, what=what, name=name)
+            return gather(refs, deadline_s=deadline_s, phase_name=what, name=name)
         except RunError as error:
-            lost = lost_among(refs, SETTLE_S) if isinstance(error.__cause__, RayError) else []
+            lost = find_lost_calls(refs, SETTLE_S) if isinstance(error.__cause__, RayError) else []
             if not lost:
                 raise
             text = str(error)
             others = [name(rank) for rank in lost if name(rank) not in text]
-            raise ModelLostError(f"{text}; {listed(others)} is gone" if others else text) from error
+            raise ModelLostError(f"{text}; {join_names(others)} is gone" if others else text) from error
 
     def _find_suspects(
         self, batch: StepBatch, plans: Sequence[StepMicrobatches], shares: Sequence[RankTrainResult]

@@ -38,7 +38,7 @@ class Schedule(OptimizerParamScheduler):
     """
 
     def __init__(self, optimizer: Any, settings: AdamConfig, steps: int) -> None:
-        warmup = settings.warmup(steps)
+        warmup = settings.count_warmup_steps(steps)
         steps = max(steps, warmup + 1)
         self._settings = settings
         super().__init__(
@@ -92,11 +92,11 @@ class ModelOptimizer:
     def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
         settings = config.optimizer
         shared = chunks[0].config  # all chunks have one configuration
-        overlap_grad_reduce, self._gathers_late = _overlaps(config, like_cuda=shared.platform.like_cuda)
+        overlap_grad_reduce, self._gathers_late = _overlaps(config, is_like_cuda=shared.platform.is_like_cuda)
         ours = {
             "grad_reduce_in_fp32": True,
             "use_distributed_optimizer": settings.distributed,
-            "fp8_param_gather": config.fp8.parameters and config.fp8.on_device,
+            "fp8_param_gather": config.fp8.parameters and config.fp8.is_on_device,
             "overlap_grad_reduce": overlap_grad_reduce,
             "overlap_param_gather": self._gathers_late,
         }
@@ -237,14 +237,14 @@ def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, 
     finalize_model_grads(list(model), None, **keywords)
 
 
-def _overlaps(config: PolicyConfig, *, like_cuda: bool) -> tuple[bool, bool]:
+def _overlaps(config: PolicyConfig, *, is_like_cuda: bool) -> tuple[bool, bool]:
     """Whether gradients are reduced during the backward pass, and weights gathered during the next forward pass.
 
     By default on GPUs only, and never without data-parallel neighbours.
     """
     if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
         return False, False
-    reduce = like_cuda if config.overlap_grad_reduce is None else config.overlap_grad_reduce
+    reduce = is_like_cuda if config.overlap_grad_reduce is None else config.overlap_grad_reduce
     possible = reduce and config.optimizer.distributed
     return reduce, possible if config.overlap_param_gather is None else config.overlap_param_gather
 
@@ -269,7 +269,7 @@ def _adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig
         "use_precision_aware_optimizer": settings.precision_aware or settings.cpu_offload > 0,
         "optimizer_cpu_offload": settings.cpu_offload > 0,
         "optimizer_offload_fraction": settings.cpu_offload,
-        "fp8_recipe": config.fp8.recipe if config.fp8.on_device else None,
+        "fp8_recipe": config.fp8.recipe if config.fp8.is_on_device else None,
         "clip_grad": 0.0,  # clipped by ModelOptimizer, after the norm has been checked
     }
     return made(OptimizerConfig, ours, config.megatron_optimizer)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.device import Platform, current_platform
+from megatron_grpo.platform.device import Platform, detect_platform
 
 _KEPT = 16
 """Number of latest exchanges of shapes whose tensors are kept alive, because sends may still be in flight."""
@@ -93,7 +93,7 @@ def initialize_parallel(
         timeout_s: deadline of the start-up and of every later collective.
         platform: platform of the ranks; None: the one that this process has.
     """
-    platform = platform or current_platform()
+    platform = platform or detect_platform()
     if platform.name != "cuda":
         from megatron_grpo.platform.megatron_on_cpu import apply_patches
 

@@ -24,7 +24,7 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.platform.device import Platform, current_platform
+from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.disagreement import is_beyond_limit
 from megatron_grpo.trainer.messages import RankSettings, RankTrainResult
@@ -58,7 +58,7 @@ class ModelRank(ABC):
     ) -> None:
         """`platform` None: the one that this process computes on; `load` fills the chunks' uninitialised weights."""
         self.settings, self.config, self.shape = settings, settings.config, settings.shape
-        self.platform = platform or current_platform()
+        self.platform = platform or detect_platform()
         config, shape = settings.config, settings.shape
         self.chunks = build_model(config, shape, self.platform)
         load(self.chunks, shape, settings.folder)
@@ -132,7 +132,7 @@ class ModelRank(ABC):
         if not parallel_state.is_pipeline_last_stage():
             return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() else routed
         if loss_fn is not None:
-            return ("token_ids", *loss_fn.reads, *routed)
+            return ("token_ids", *loss_fn.field_names, *routed)
         return ("token_ids", "sampled", *routed)
 
     def train(

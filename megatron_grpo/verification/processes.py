@@ -16,7 +16,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.device import open_store, reach_store
+from megatron_grpo.platform.device import connect_store, open_store
 from megatron_grpo.trainer.parallel import initialize_parallel
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def _serve(
         numbers = visible.split(",") if visible else [str(number) for number in range(parallel.world_size)]
         os.environ["CUDA_VISIBLE_DEVICES"] = numbers[rank] if gpus else ""
     torch.set_num_threads(threads)
-    store = reach_store("127.0.0.1", port, timeout_s)
+    store = connect_store("127.0.0.1", port, timeout_s)
     initialize_parallel(parallel, rank=rank, store=store, seed=seed, timeout_s=timeout_s)
     found = body(task, (folder / f"{rank}.phase").write_text)
     torch.save(found, folder / f"{rank}.found")

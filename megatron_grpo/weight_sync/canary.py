@@ -93,7 +93,7 @@ class Canary:
     @staticmethod
     def of_run(config: Config, shape: ModelShape) -> Canary:
         """The checks of a run, whose policy has these sizes."""
-        sequences = canary_sequences(config.loop.seed, shape.vocab, config.policy.max_total_sequence_length)
+        sequences = canary_sequences(config.training_loop.seed, shape.vocab, config.policy.max_total_sequence_length)
         same = config.engine_dtype == config.policy.precision
         return Canary(config.refit, sequences, bounds_of(config), 0.0 if same else CONVERTED)
 

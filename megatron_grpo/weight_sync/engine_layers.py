@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import detect_platform
 from megatron_grpo_kernels.fp8_format import BLOCK, blocks
 
 
@@ -223,7 +223,7 @@ def forget_kernel(layer: torch.nn.Module) -> Any:
     """
     method: Any = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
-    if current_platform().name == "cuda" or kernel is None:
+    if detect_platform().name == "cuda" or kernel is None:
         return None
     method.moe_kernel = None
     return kernel

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from megatron_grpo.platform.device import environment, reach_store
+from megatron_grpo.platform.device import connect_store, environment
 
 REACH_S = 10.0
 """Seconds to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
@@ -61,7 +61,7 @@ class Rendezvous:
         Raises:
             RuntimeError: no store listens at the address within REACH_S.
         """
-        store = reach_store(self.host, self.port, min(self.timeout_s, REACH_S))
+        store = connect_store(self.host, self.port, min(self.timeout_s, REACH_S))
         store.set_timeout(timedelta(seconds=self.timeout_s))  # for others' keys
         return store
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megatron_grpo.cluster.ray_cluster import node_address
+from megatron_grpo.cluster.ray_cluster import find_node_address
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitMode
 from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.models.families import build_weight_map, read_model_shape
@@ -133,13 +133,13 @@ class ReshardTransport(WeightTransport):
         """Connect the policy and these engines, and no others."""
         ranks = self._generation.config.parallel.ranks_per_engine
         receivers = ranks * len(engines)
-        self._store = open_store(node_address(), self._timeout_s)
+        self._store = open_store(find_node_address(), self._timeout_s)
         rendezvous = Rendezvous(
             host=self._store.host,
             port=self._store.port,
             receivers=receivers,
             timeout_s=self._timeout_s,
-            same_gpus=self._generation.config.colocated,
+            same_gpus=self._generation.config.is_colocated,
         )
         self._write_plan(self._store, receivers)
         sends = self._policy.submit(connect_shards, rendezvous)
@@ -156,7 +156,7 @@ class ReshardTransport(WeightTransport):
         shards = shard_policy(settings.config.parallel, settings.shape)
         engine = self._engine_shards()
         dtypes = wire_dtypes(settings.shape, settings.config.precision, config.fp8_blocks)
-        limit, same_devices = self._bucket_bytes // 2, self._generation.config.colocated
+        limit, same_devices = self._bucket_bytes // 2, self._generation.config.is_colocated
         engines = receivers // len(engine)
         pieces = plan_pieces(settings.shape, shards, engine, engines, dtypes, limit, same_devices=same_devices)
         scheduled = schedule(pieces, self._bucket_bytes)

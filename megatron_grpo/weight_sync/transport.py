@@ -34,7 +34,7 @@ from ray.exceptions import RayError
 from torch.distributed import TCPStore
 
 from megatron_grpo.cluster.actor_calls import Arguments, Method
-from megatron_grpo.cluster.futures import explain, found_by_canary, gather, is_lost, listed, lost_among
+from megatron_grpo.cluster.futures import explain_error, find_lost_calls, gather, is_canary_failure, is_lost, join_names
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_names import ENGINE_NAME, RANK_NAME
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
@@ -237,7 +237,7 @@ class WeightTransport(ABC):
                     self._unchecked = True
                     self._connect(engines)
                 report = self._attempt(version, engines)
-                if not self._generation.config.colocated:
+                if not self._generation.config.is_colocated:
                     self._admit(version, engines)
                 return replace(report, retries=len(failures))
             except AttemptError as error:
@@ -369,9 +369,9 @@ class WeightTransport(ABC):
         calls = [*sends, *receives.values()]
         left = max(deadline - time.monotonic(), 0.0)
         try:
-            return gather(calls, deadline_s=left, what=what, name=names.__getitem__)
+            return gather(calls, deadline_s=left, phase_name=what, name=names.__getitem__)
         except RunError as error:
-            if found_by_canary(error.__cause__):
+            if is_canary_failure(error.__cause__):
                 raise CanaryFailedError(str(error)) from error
             if self._store is not None:
                 record_failure(self._store, str(error))
@@ -406,10 +406,10 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
             ray.get(call)
         except RayError as error:
             if is_lost(error):
-                told = f"{ENGINE_NAME(number)} {explain(error)}"
+                told = f"{ENGINE_NAME(number)} {explain_error(error)}"
                 lost[number] = failure if told in failure else f"{failure}; {told}"
     overdue = [name for name, call in ranks.items() if call not in over]
-    _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
+    _require_policy([RANK_NAME(rank) for rank in find_lost_calls(sends, 0.0)], "gone", failure)
     _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
     if not lost:  # otherwise ranks may hang in a library only until the lost engine is ended
         _require_policy(overdue, "stuck", failure)
@@ -418,4 +418,4 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
 
 def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
     if missing:
-        raise PolicyLostError(f"{failure}; {listed(missing)} is {state}, and no rank of the policy can be replaced")
+        raise PolicyLostError(f"{failure}; {join_names(missing)} is {state}, and no rank of the policy can be replaced")

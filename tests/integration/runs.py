@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from megatron_grpo.batch.rollout_files import read_rollouts
-from megatron_grpo.cluster.heartbeat import FOLDER
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 
 MARK = "MEGATRON_GRPO_TEST_RUN"
@@ -74,7 +74,7 @@ class TrainingRun:
     def stacks(self) -> str:
         """The ends of all logs, after every process was asked to write its stacks there."""
         logs = self.run_dir / LOGS_FOLDER
-        for request in (logs / FOLDER).glob("*.requests"):
+        for request in (logs / HEARTBEATS_FOLDER).glob("*.requests"):
             with request.open("ab") as file:
                 file.write(b"?")
         time.sleep(STACKS_S)

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
-from megatron_grpo.cluster.process_log import LOGS_FOLDER, log_file
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
+from megatron_grpo.cluster.process_log import LOGS_FOLDER, build_log_path
 from tests.integration.runs import TrainingRun
 
 DEADLINE_S = 40
@@ -55,7 +55,7 @@ def steps(run: TrainingRun) -> int:
 
 def stop(run: TrainingRun, name: str) -> Heartbeat:
     """Stop the process whose name begins so."""
-    beats = read_heartbeats(run.run_dir / LOGS_FOLDER / FOLDER)
+    beats = read_heartbeats(run.run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER)
     (found,) = [beat for beat in beats.values() if beat.name.startswith(name)]
     psutil.Process(found.pid).send_signal(signal.SIGSTOP)
     return found
@@ -82,13 +82,13 @@ def test_a_stopped_process_ends_the_run_within_its_deadline(run: TrainingRun, na
     assert summary["outcome"] == "failed"
     assert f"run failed: {summary['reason']}" == message
     assert summary["steps"] == steps(run)
-    log = log_file(run.run_dir / LOGS_FOLDER, name).read_text()
+    log = build_log_path(run.run_dir / LOGS_FOLDER, name).read_text()
     assert "is overdue and this process is stopped; its stacks" in log
 
 
 def test_a_stopped_engine_ends_the_run_within_its_deadline(run: TrainingRun) -> None:
     """The actor itself, which would have to end vLLM's processes."""
-    beats = read_heartbeats(run.run_dir / LOGS_FOLDER / FOLDER)
+    beats = read_heartbeats(run.run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER)
     psutil.Process(beats["generation engine 0"].pid).send_signal(signal.SIGSTOP)
     assert run.finish(timeout_s=DEADLINE_S + GRACE_S) == 1, run.log()
     run.assert_nothing_left(within_s=2.0)
@@ -122,7 +122,7 @@ def test_a_stopped_environment_process_is_replaced(run: TrainingRun) -> None:
     stopped, before = stop(run, "environment addition worker"), steps(run)
     run.wait_for(lambda: steps(run) >= before + 3, timeout_s=DEADLINE_S + GRACE_S)
     assert not psutil.pid_exists(stopped.pid)
-    log = log_file(run.run_dir / LOGS_FOLDER, "rollout worker 0").read_text()
+    log = build_log_path(run.run_dir / LOGS_FOLDER, "rollout worker 0").read_text()
     told = f"scoring: no answer from {stopped.name} within {SCORING_S} s; {stopped.name} (pid {stopped.pid} on "
     assert told in log
     assert ": its process is stopped (SIGSTOP)" in log

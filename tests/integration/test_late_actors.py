@@ -13,10 +13,10 @@ import psutil
 import pytest
 import ray
 
+from megatron_grpo.cluster.cleanup import cleanup_after_kill
 from megatron_grpo.cluster.futures import gather
-from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.process_log import begin_process_log, driver_log, log_file
+from megatron_grpo.cluster.process_log import begin_process_log, build_log_path, driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig
@@ -51,7 +51,7 @@ class Rank:
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Folder of the logs, with a Ray beneath this process whose workers log there."""
     cluster = RayCluster(ClusterConfig())
-    with guarded(), driver_log(tmp_path_factory.mktemp("run"), "info") as folder:
+    with cleanup_after_kill(), driver_log(tmp_path_factory.mktemp("run"), "info") as folder:
         cluster.start()
         yield folder
         cluster.shutdown()
@@ -73,7 +73,7 @@ def test_a_stopped_actor_is_named_with_its_phase(ranks: list[Any], logs: Path) -
     time.sleep(1.0)
     psutil.Process(pid).suspend()
     with pytest.raises(RunError) as raised:
-        gather(calls, deadline_s=3.0, what="training step", name=NAME)
+        gather(calls, deadline_s=3.0, phase_name="training step", name=NAME)
     message = str(raised.value)
     assert message.startswith(
         "training step: no answer from policy rank 0, policy rank 1 within 3 s; policy rank 1 (pid "
@@ -81,29 +81,29 @@ def test_a_stopped_actor_is_named_with_its_phase(ranks: list[Any], logs: Path) -
     assert f"policy rank 1 (pid {pid} on " in message
     assert ") is in phase 'train', entered " in message
     assert ": its process is stopped (SIGSTOP); policy rank 0 (pid " in message
-    assert "in train" in log_file(logs, NAME(0)).read_text(), "its stacks"
-    assert "training\n" in log_file(logs, NAME(0)).read_text(), "what it prints"
+    assert "in train" in build_log_path(logs, NAME(0)).read_text(), "its stacks"
+    assert "training\n" in build_log_path(logs, NAME(0)).read_text(), "what it prints"
     psutil.Process(pid).kill()
 
 
 @pytest.mark.slow
 def test_an_actor_that_holds_its_interpreter_writes_its_stacks(ranks: list[Any], logs: Path) -> None:
-    before = log_file(logs, NAME(0)).stat().st_size
+    before = build_log_path(logs, NAME(0)).stat().st_size
     call = ranks[0].train.remote(12.0, with_the_interpreter=True)
     with pytest.raises(RunError) as raised:
-        gather([call], deadline_s=8.0, what="training step", name=NAME)
+        gather([call], deadline_s=8.0, phase_name="training step", name=NAME)
     assert ": its interpreter does not respond; stacks are in " in str(raised.value)
-    with log_file(logs, NAME(0)).open() as log:
+    with build_log_path(logs, NAME(0)).open() as log:
         log.seek(before)
         assert "in train" in log.read()
 
 
 def test_an_actor_that_crashes_is_told_with_its_phase(ranks: list[Any], logs: Path) -> None:
     with pytest.raises(RunError) as raised:
-        gather([ranks[1].crash.remote()], deadline_s=60.0, what="training step", name=lambda _: NAME(1))
+        gather([ranks[1].crash.remote()], deadline_s=60.0, phase_name="training step", name=lambda _: NAME(1))
     message = str(raised.value)
     assert message.startswith("training step: policy rank 1 died (its process is gone); policy rank 1 (pid ")
     assert "is in phase 'crash', entered " in message
-    log = log_file(logs, NAME(1)).read_text()
+    log = build_log_path(logs, NAME(1)).read_text()
     assert "Segmentation fault" in log
     assert "in crash" in log

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
 
@@ -125,7 +125,7 @@ def steps(run: TrainingRun) -> int:
 
 
 def heartbeat(run: TrainingRun, name: str) -> Heartbeat:
-    return read_heartbeats(run.run_dir / LOGS_FOLDER / FOLDER)[name]
+    return read_heartbeats(run.run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER)[name]
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_killed_vllm_process_is_replaced_and_the_run_goes_on(
 
 
 def _is_of_engine(run: TrainingRun, process: psutil.Process) -> bool:
-    beats = read_heartbeats(run.run_dir / LOGS_FOLDER / FOLDER).values()
+    beats = read_heartbeats(run.run_dir / LOGS_FOLDER / HEARTBEATS_FOLDER).values()
     return process.pid in [beat.pid for beat in beats if beat.name.startswith("generation engine 0")]
 
 

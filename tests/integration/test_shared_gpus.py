@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from megatron_grpo.cluster.ray_cluster import RayCluster, assigned_gpus
+from megatron_grpo.cluster.ray_cluster import RayCluster, list_assigned_gpus
 from megatron_grpo.config.schema import ClusterConfig
 
 
@@ -17,7 +17,7 @@ class Process:
     """What a rank or an engine would find."""
 
     def gpus(self) -> list[str]:
-        return assigned_gpus()
+        return list_assigned_gpus()
 
     def visible(self) -> str | None:
         return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -33,12 +33,12 @@ def cluster() -> Iterator[RayCluster]:
 def test_engines_see_their_own_gpus_first_and_then_those_of_the_others(cluster: RayCluster) -> None:
     actor: Any = ray.remote(Process)
     cluster.reserve_shared(ranks=4, guests=2 + 2)
-    ranks = [actor.options(**cluster.policy_options(rank)).remote() for rank in range(4)]
+    ranks = [actor.options(**cluster.build_policy_options(rank)).remote() for rank in range(4)]
     devices = [device for found in ray.get([rank.gpus.remote() for rank in ranks], timeout=60) for device in found]
     assert len(set(devices)) == 4, "each rank has one of its own"
     cluster.share(devices, ranks_per_engine=2)
-    engines = [actor.options(**cluster.engine_options(engine)).remote() for engine in range(2)]
-    values = [actor.options(**cluster.value_options(rank)).remote() for rank in range(2)]
+    engines = [actor.options(**cluster.build_engine_options(engine)).remote() for engine in range(2)]
+    values = [actor.options(**cluster.build_value_options(rank)).remote() for rank in range(2)]
     assert ray.get([engine.visible.remote() for engine in engines], timeout=60) == [
         ",".join(devices),
         ",".join([*devices[2:], *devices[:2]]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3ForTokenClassification
 
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun
@@ -119,7 +119,7 @@ def three_steps(run: TrainingRun) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", config_groups()["variant"])
+@pytest.mark.parametrize("variant", list_config_groups()["variant"])
 def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
     about_the_ratio = variant in ("cispo", "gspo", "sapo")
     minibatches = ("policy.train_global_batch_samples=32",) if about_the_ratio else ()

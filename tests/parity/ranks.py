@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from torch.utils import _pytree as pytree
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.platform.device import environment, open_store, reach_store
+from megatron_grpo.platform.device import connect_store, environment, open_store
 from megatron_grpo.trainer.actor import ALLOCATOR
 from megatron_grpo.trainer.model import build  # noqa: F401  # loaded once by the fork server instead of by every rank
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
@@ -193,7 +193,7 @@ def _serve(number: int, connection: Connection) -> None:
                 initialize_parallel(
                     layout.parallel,
                     rank=number,
-                    store=reach_store("127.0.0.1", port, START_TIMEOUT_S),
+                    store=connect_store("127.0.0.1", port, START_TIMEOUT_S),
                     seed=SEED,
                     timeout_s=START_TIMEOUT_S,
                 )

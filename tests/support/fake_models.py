@@ -59,10 +59,10 @@ class FakeModel(ABC):
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
         self.log.append(f"{self.name} learns")
-        tokens = fetched(batch, sequences, loss_fn.reads)
+        tokens = fetched(batch, sequences, loss_fn.field_names)
         self.lessons.append(Lesson(sequences.tolist(), tokens))
         rectangles = in_rectangles(tokens)
-        _, metrics = loss_fn(self.output(rectangles), rectangles, GlobalCounts.of(batch, sequences))
+        _, metrics = loss_fn(self.output(rectangles), rectangles, GlobalCounts.count(batch, sequences))
         found = {name: float(value) for name, value in metrics.items()}
         return TrainResult(loss=found.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=found, gpu_memory_gib=3.5)
 

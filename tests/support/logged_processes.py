@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 
 BEGIN = """
 import ctypes, os, sys, threading, time, warnings
@@ -54,7 +54,7 @@ def _up(beat: Heartbeat | None, code: str) -> bool:
 def wait_for(folder: Path, condition, timeout_s: float = 30.0) -> dict[str, Heartbeat]:  # type: ignore[no-untyped-def]
     """The heartbeats in the folder of the logs, once they fulfil the condition."""
     end = time.monotonic() + timeout_s
-    while not condition(beats := read_heartbeats(folder / FOLDER)):
+    while not condition(beats := read_heartbeats(folder / HEARTBEATS_FOLDER)):
         assert time.monotonic() < end, beats
         time.sleep(0.05)
     return beats

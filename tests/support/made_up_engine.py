@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
-from megatron_grpo.cluster.futures import pickled
+from megatron_grpo.cluster.futures import wrap_for_pickling
 
 VERSION = 3
 
@@ -72,7 +72,7 @@ class MadeUpEngine:
             if self._yields == self.dies_after:
                 os._exit(1)
             self._yields += 1
-            yield pickled(answers[begin : begin + self.chunk])
+            yield wrap_for_pickling(answers[begin : begin + self.chunk])
             await asyncio.sleep(0)
         if stuck:
             await asyncio.sleep(600)

@@ -118,7 +118,7 @@ def fresh(run: RecordedRun, root: Path, *overrides: str) -> RecordedRun:
     if (run.run_dir / "checkpoints").is_dir():
         (root / "run" / "checkpoints").symlink_to(run.run_dir / "checkpoints")
     changed = with_overrides(replace(run, root=root), f"run_dir={root / 'run'}", *overrides)
-    return replace(changed, samples=changed.config.loop.num_generations_per_prompt)
+    return replace(changed, samples=changed.config.training_loop.num_generations_per_prompt)
 
 
 def with_overrides(run: RecordedRun, *overrides: str) -> RecordedRun:

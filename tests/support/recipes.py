@@ -5,13 +5,13 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import cache
 
-from megatron_grpo.config.overrides import RECIPES, config_groups
+from megatron_grpo.config.overrides import RECIPES, list_config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
 from tests.support.hf_configs import config_folder
 
 FP8 = "precision=fp8"
-GPU_RECIPES = [name for name in config_groups()[RECIPES] if not name.startswith("quickstart")]
+GPU_RECIPES = [name for name in list_config_groups()[RECIPES] if not name.startswith("quickstart")]
 """Recipes that need GPUs; the others train tiny models on a CPU."""
 COMMANDS = [
     *((f"+exp={name}",) for name in GPU_RECIPES),

@@ -15,7 +15,7 @@ from megatron_grpo.batch.replay_files import StepFigures, figures_file, sum_stat
 from megatron_grpo.batch.rollout_files import RunFacts, StepRecord, TrainedValues, rollouts_file, write_rollouts
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.batch.trajectory import Span, Trajectory
-from megatron_grpo.config.typed import typed
+from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.run.directory import record_start
 from megatron_grpo.trainer.rank import PolicyRank
@@ -48,7 +48,7 @@ def make_recorded_run(
     }
     for name, section in sections.items():
         values.setdefault(name, {}).update(section)
-    config, problems = typed(values, "grpo")
+    config, problems = convert_values(values, "grpo")
     assert config is not None
     assert not problems, problems
     run_dir = folder / "run"

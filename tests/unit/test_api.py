@@ -106,9 +106,9 @@ def test_datasets_and_rewards(started: list[tuple[Config, UserObjects]], tmp_pat
     entries = ["tests.integration.example_rewards.right", "given.mine"]
     assert (config.env["addition"].type, config.env["addition"].reward_funcs) == ("reward_functions", entries)
     assert given.rewards == {"given.mine": mine}
-    (training,) = config.data.training.values()
+    (training,) = config.data.training_sets.values()
     assert Path(training.path).is_file()
-    assert {key.split(".")[2] for key in config.data.validation} == {"easy", "hard"}
+    assert {key.split(".")[2] for key in config.data.validation_sets} == {"easy", "hard"}
     assert config.grpo.max_num_steps == 400
 
 
@@ -117,7 +117,7 @@ def test_a_dataset_without_answers_has_none(started: list[tuple[Config, UserObje
     base = ["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "checkpointing=none"]
     megatron_grpo.train(base, train_dataset=rows, rewards=[right])
     assert started[0][0].data.answer_key is None
-    assert started[0][0].data.validation == {}
+    assert started[0][0].data.validation_sets == {}
 
 
 def test_mistakes_are_told_and_leave_nothing(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_processor_has_the_tokenizer() -> None:
 @pytest.mark.parametrize("name", ["easy_2", "gsm-8k", "_x", "2024", 3])
 def test_names_of_validation_sets(started: list[tuple[Config, UserObjects]], tmp_path: Path, name: Any) -> None:
     megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], val_dataset={name: ROWS})
-    assert list(started[0][0].data.validation) == [f"data.val_sets.{name}.path"]
+    assert list(started[0][0].data.validation_sets) == [f"data.val_sets.{name}.path"]
 
 
 def test_environments_are_named_by_where_they_are(tmp_path: Path) -> None:

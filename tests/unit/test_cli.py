@@ -24,7 +24,7 @@ import megatron_grpo.__main__ as overview
 from megatron_grpo import command, doctor, evaluate, export, plan, refit_plan, replay, report, verify
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import COMMANDS
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import load_config
 from megatron_grpo.run.directory import lock_run_directory, record_start
@@ -67,7 +67,7 @@ def with_note(error: BaseException, note: str) -> BaseException:
 def test_help_names_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for group, options in config_groups().items():
+    for group, options in list_config_groups().items():
         assert group in text
         assert all(option in text for option in options)
     assert "policy.parallel.tensor (1)" in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 
 ROOT = Path(__file__).parents[2]
 FP8_PAGE = (ROOT / "docs" / "fp8.md").read_text()
@@ -33,7 +33,7 @@ def test_every_row_is_in_the_table(pattern: str) -> None:
 
 def test_defaults_every_preset_and_ppo_learn_to_add() -> None:
     reached = {run["name"]: run["accuracy_after"] for run in newest("*_variants_cpu.json")["runs"]}
-    assert reached.keys() == {"defaults", "ppo", *config_groups()["variant"]}
+    assert reached.keys() == {"defaults", "ppo", *list_config_groups()["variant"]}
     assert min(reached.values()) >= 0.8
 
 

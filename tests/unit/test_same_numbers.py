@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 2
@@ -143,7 +143,7 @@ def test_no_steps_are_not_the_same_steps(script: ModuleType, tmp_path: Path) -> 
 
 
 def test_every_preset_is_a_case(script: ModuleType) -> None:
-    assert set(config_groups()["variant"]) < script.CASES.keys()
+    assert set(list_config_groups()["variant"]) < script.CASES.keys()
     assert script.overrides_of("rloo", 3)[:3] == ["+exp=quickstart", "+variant=rloo", "grpo.max_num_steps=3"]
     assert script.overrides_of("ppo", 3)[:2] == ["+exp=quickstart_ppo", "ppo.max_num_steps=3"]
 

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families import deepseek_v3, gemma3, llama
 from megatron_grpo.models.families import mixtures as experts
 from megatron_grpo.models.families.options import refuse_folder
@@ -134,7 +134,7 @@ def _refuse_head_size(raw: dict[str, Any], shape: ModelShape) -> None:
     else:
         return
     if raw.get("head_dim", derived) != derived:
-        text = f"head_dim={shown(raw['head_dim'])} is not supported for {shape.family}: vLLM takes {formula}"
+        text = f"head_dim={to_text(raw['head_dim'])} is not supported for {shape.family}: vLLM takes {formula}"
         raise ValueError(f"{text} = {derived}; leave the key out")
 
 
@@ -155,7 +155,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
     """
     given = raw.get("architectures") or ["(none)"]
     if not isinstance(given, list) or not isinstance(given[0], str):
-        raise ValueError(f"architectures={shown(given)} must be a list of names")
+        raise ValueError(f"architectures={to_text(given)} must be a list of names")
     architecture = given[0]
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
     family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
@@ -165,7 +165,7 @@ def parse_model_shape(raw: dict[str, Any], *, reward_models: bool = False) -> Mo
         raise ValueError(f"architecture {architecture} is not supported{planned}; supported: {names}")
     model_type = family.model_type or family.name
     if raw.get("model_type", model_type) != model_type:
-        text = f"model_type={shown(raw['model_type'])} is not that of {architecture}: transformers goes by the one"
+        text = f"model_type={to_text(raw['model_type'])} is not that of {architecture}: transformers goes by the one"
         raise ValueError(f"{text}, vLLM by the other; write model_type={model_type} if the weights are its")
     if scores:
         labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # transformers' default is 2

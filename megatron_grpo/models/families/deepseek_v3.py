@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import MLP, read_dense
 from megatron_grpo.models.families.mixtures import QWEN_EXPERTS, chosen_experts, counted_experts
@@ -53,7 +53,7 @@ def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
 def _read(raw: dict[str, Any]) -> ModelShape:
     for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if raw.get(key, wanted) != wanted:
-            raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
+            raise ValueError(f"{key}={to_text(raw[key])} is not supported for deepseek_v3; only {wanted} is")
     for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if key not in raw:  # transformers assumes this value; vLLM would choose by softmax, or without the bias
             raise ValueError(f'has no {key}, without which vLLM would choose other experts; add "{key}": "{wanted}"')
@@ -88,9 +88,9 @@ def _refuse_rotary(rope: Mapping[str, Any]) -> None:
     """Raise a ValueError for settings of YaRN that vLLM's class for DeepSeek reads otherwise than transformers."""
     for key, neutral in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, neutral) != neutral:
-            raise ValueError(f"{key}={shown(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
+            raise ValueError(f"{key}={to_text(rope[key])} is not supported for deepseek_v3: vLLM ignores it; remove it")
     if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
-        text = f"mscale={shown(rope.get('mscale'))} and mscale_all_dim={shown(rope.get('mscale_all_dim'))}"
+        text = f"mscale={to_text(rope.get('mscale'))} and mscale_all_dim={to_text(rope.get('mscale_all_dim'))}"
         raise ValueError(f"{text}: transformers and vLLM agree only where both are above 0, or neither is there")
 
 
@@ -104,7 +104,7 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     width, top_k = size(raw, "moe_intermediate_size"), chosen_experts(raw, count)
     dense = raw.get("first_k_dense_replace", 3)
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
-        raise ValueError(f"first_k_dense_replace={shown(dense)} must be a number of layers")
+        raise ValueError(f"first_k_dense_replace={to_text(dense)} must be a number of layers")
     # A file without the keys has transformers' 8 and 4, which do not fit fewer than 16 experts.
     is_grouped = count >= 16 or "n_group" in raw
     default = {"n_group": 8, "topk_group": 4} if is_grouped else {"n_group": 1, "topk_group": 1}

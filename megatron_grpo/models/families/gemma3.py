@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, read_dense
 from megatron_grpo.models.families.rotary import read_rotary_by_kind
@@ -46,9 +46,11 @@ def read(raw: dict[str, Any]) -> ModelShape:
     """
     for key in _REFUSED:
         if raw.get(key):
-            raise ValueError(f"{key}={shown(raw[key])} is not supported for gemma3")
+            raise ValueError(f"{key}={to_text(raw[key])} is not supported for gemma3")
     if raw.get("hidden_activation", _ACTIVATION) != _ACTIVATION:
-        raise ValueError(f"hidden_activation={shown(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is")
+        raise ValueError(
+            f"hidden_activation={to_text(raw['hidden_activation'])} is not supported; only {_ACTIVATION} is"
+        )
     given = {**_DEFAULTS, **raw}
     local_theta, global_rope = read_rotary_by_kind(raw, _LOCAL, _GLOBAL, _THETA)
     # Gemma reads hidden_activation and ignores Llama's hidden_act.
@@ -79,7 +81,7 @@ def _windowed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
         pattern = size(raw, "sliding_window_pattern", 6)
         return tuple((layer + 1) % pattern > 0 for layer in range(layers))
     if not isinstance(types, list) or len(types) != layers or not set(types) <= {_LOCAL, _GLOBAL}:
-        raise ValueError(f"layer_types={shown(types)} must name {_LOCAL} or {_GLOBAL} for each of {layers} layers")
+        raise ValueError(f"layer_types={to_text(types)} must name {_LOCAL} or {_GLOBAL} for each of {layers} layers")
     return tuple(one == _LOCAL for one in types)
 
 

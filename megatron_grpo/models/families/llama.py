@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.options import WINDOW, Neutral, refuse_nulls, refuse_options, refuse_windowed_layers
 from megatron_grpo.models.families.rotary import read_rotary
@@ -80,7 +80,7 @@ def read_dense(
         ValueError: one of the model's options has no support, or a size is missing or invalid.
     """
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={shown(raw['hidden_act'])} is not supported; only silu is")
+        raise ValueError(f"hidden_act={to_text(raw['hidden_act'])} is not supported; only silu is")
     refuse_options(raw, family, options)
     refuse_nulls(raw, family, nullable)
     if not windows:

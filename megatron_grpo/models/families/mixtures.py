@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.family import Family
 from megatron_grpo.models.families.llama import ATTENTION, MLP, QK_NORM, QWEN_DEFAULTS, read_dense
 from megatron_grpo.models.shape import ExpertShape, ModelShape, flag, size
@@ -74,7 +74,7 @@ def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
     # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
     step, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
-        raise ValueError(f"mlp_only_layers={shown(dense)} must be a list of layer numbers")
+        raise ValueError(f"mlp_only_layers={to_text(dense)} must be a list of layer numbers")
     experts = ExpertShape(
         count=count,
         ffn_hidden=size(raw, "moe_intermediate_size"),
@@ -87,7 +87,7 @@ def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
 
 def _read_mixtral(raw: dict[str, Any]) -> ModelShape:
     if raw.get("sliding_window") is not None:
-        raise ValueError(f"sliding_window={shown(raw['sliding_window'])} is not supported for mixtral; only null is")
+        raise ValueError(f"sliding_window={to_text(raw['sliding_window'])} is not supported for mixtral; only null is")
     defaults = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,

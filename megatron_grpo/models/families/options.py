@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.families.rotary import refuse_partial_rotation
 
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -103,7 +103,7 @@ def refuse_windowed_layers(raw: Mapping[str, Any], family: str) -> None:
     types = raw.get("layer_types")
     others = [kind for kind in types if kind != "full_attention"] if isinstance(types, list) else []
     if others:
-        raise ValueError(f"layer_types with {shown(others[0])} is not supported for {family}; only full_attention is")
+        raise ValueError(f"layer_types with {to_text(others[0])} is not supported for {family}; only full_attention is")
 
 
 def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...]) -> None:
@@ -115,4 +115,4 @@ def refuse_nulls(raw: Mapping[str, Any], family: str, nullable: tuple[str, ...])
 
 def _as_json(value: Any) -> str:
     """A value as it is written in config.json, cut if it is long."""
-    return shown(json.dumps(value))
+    return to_text(json.dumps(value))

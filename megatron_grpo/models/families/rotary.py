@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.models.shape import number, section, size
 
 _FACTORS = {
@@ -44,11 +44,11 @@ def read_rotary(
         raise ValueError(f"rope_parameters has settings by kind of layer ({nested}); only gemma3 has two kinds of them")
     for key in _OF_VLLM:
         if rope.get(key):
-            raise ValueError(f"{key}={shown(rope[key])} of the rotary embedding is not supported; remove it")
+            raise ValueError(f"{key}={to_text(rope[key])} of the rotary embedding is not supported; remove it")
     refuse_partial_rotation(rope)
     if rope_type not in rope_types:
         *most, last = rope_types
-        raise ValueError(f"rope_type={shown(rope_type)} is not supported; {', '.join(most)} and {last} are")
+        raise ValueError(f"rope_type={to_text(rope_type)} is not supported; {', '.join(most)} and {last} are")
     for key in _FACTORS.get(rope_type, ()):
         if rope.get(key) is None:
             raise ValueError(f"rope_type={rope_type} needs {key}")
@@ -83,11 +83,11 @@ def read_rotary_by_kind(
     """
     by_kind = section(raw, "rope_parameters")
     if raw.get("rope_parameters") is not None and not {local, everywhere} & by_kind.keys():
-        raise ValueError(f"rope_parameters={shown(dict(by_kind))} must have {local} and {everywhere}")
+        raise ValueError(f"rope_parameters={to_text(dict(by_kind))} must have {local} and {everywhere}")
     kept = section(by_kind, local)
     refuse_partial_rotation(kept)
     if _rope_type(kept) != "default":
-        raise ValueError(f"rope_type={shown(_rope_type(kept))} of {local} is not supported; only default is")
+        raise ValueError(f"rope_type={to_text(_rope_type(kept))} of {local} is not supported; only default is")
     scaling = section(raw, "rope_scaling")
     # transformers fills in the rope_type of rope_parameters first, so that a "type" of rope_scaling changes nothing.
     settings = {"rope_type": "default", **section(by_kind, everywhere), **scaling}
@@ -104,14 +104,14 @@ def refuse_partial_rotation(raw: Mapping[str, Any]) -> None:
     """Raise a ValueError for heads of which only a part is rotated, which transformers and vLLM compute differently."""
     for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"):
         if raw.get(key) not in (None, 1):
-            raise ValueError(f"{key}={shown(raw[key])} is not supported; all of a head is rotated")
+            raise ValueError(f"{key}={to_text(raw[key])} is not supported; all of a head is rotated")
 
 
 def _rope_type(rope: Mapping[str, Any]) -> Any:
     """The kind of a rotary embedding; ValueError where its two spellings differ."""
     values = [rope[key] for key in ("rope_type", "type") if key in rope]
     if len(values) == 2 and values[0] != values[1]:
-        text = f"rope_type={shown(values[0])} and type={shown(values[1])} of the rotary embedding differ"
+        text = f"rope_type={to_text(values[0])} and type={to_text(values[1])} of the rotary embedding differ"
         raise ValueError(f"{text}; keep the one that is meant, as rope_type")
     return values[0] if values else "default"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.config.keys import leaves
+from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.page.trajectories import (
     TokenBytes,
@@ -143,7 +143,7 @@ def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Settings of a run by key; empty if its configuration cannot be read."""
-    return dict(leaves(_mapping(folder / CONFIG_FILE, yaml.safe_load)))
+    return dict(flatten(_mapping(folder / CONFIG_FILE, yaml.safe_load)))
 
 
 def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -158,7 +158,7 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(folder: Path) -> list[tuple[str, str, str | None]]:
     """Key, value and, where it differs, default of every setting, as texts."""
-    defaults = dict(leaves(asdict(Config())))
+    defaults = dict(flatten(asdict(Config())))
     return [
         (key, _text(value), _text(defaults[key]) if key in defaults and defaults[key] != value else None)
         for key, value in read_config(folder).items()

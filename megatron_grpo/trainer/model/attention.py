@@ -41,7 +41,7 @@ class TorchCoreAttention(torch.nn.Module):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if windowed else None
         """Tokens that each token sees, itself included; None: all before it."""
-        self._on_gpu = config.platform.like_cuda
+        self._on_gpu = config.platform.is_like_cuda
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(

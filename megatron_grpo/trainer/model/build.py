@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab
-from megatron_grpo.platform.device import Platform, current_platform
+from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, RotaryTable, scaled_rope
 from megatron_grpo.trainer.model.experts import mark_experts
 from megatron_grpo.trainer.model.layer_spec import layer_spec, uses_transformer_engine
@@ -93,7 +93,7 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
     Raises:
         RunError: this rank's device or packages have no FP8, and the configuration asks for it.
     """
-    platform = platform or current_platform()
+    platform = platform or detect_platform()
     require_fp8(config.fp8, shape, platform)
     settings = transformer_config(config, shape, platform)
     number = config.parallel.virtual_pipeline
@@ -129,7 +129,7 @@ def _build_chunk(
         model.embedding.register_forward_hook(lambda _module, _given, embedded: embedded * scale)
     if config.lora.rank:
         train_adapters_alone(model)
-    if config.fp8.simulated:
+    if config.fp8.is_simulated:
         keep_outer_layers(model, shape.layers, config.fp8)
     if shape.value_head is not None and model.post_process:
         model.output_layer = ValueHead(settings)

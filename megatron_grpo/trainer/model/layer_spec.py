@@ -74,7 +74,7 @@ def layer_spec(
     attention stays in use.
     """
     found = uses_transformer_engine(shape, settings.platform, config.precision)
-    engine = found and not (config.lora.rank or config.fp8.simulated or config.quantization)
+    engine = found and not (config.lora.rank or config.fp8.is_simulated or config.quantization)
     parts = _engine_parts(settings.platform) if found else None
     with_experts = dense = _one_layer(shape, None, parts, whole=engine)
     if shape.experts is not None:
@@ -83,7 +83,7 @@ def layer_spec(
     layers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm if parts and engine else RMSNorm)
-    if config.fp8.simulated:
+    if config.fp8.is_simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
         with_front(block, RoundedLinear, fp8=config.fp8)
     if config.quantization is not None:

@@ -16,10 +16,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.config.errors import Problem, RunError
-from megatron_grpo.config.passthrough import library_problems
+from megatron_grpo.config.passthrough import check_library_fields
 from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.platform.device import Platform, current_platform
+from megatron_grpo.platform.device import Platform, detect_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class DecoderSettings(TransformerConfig):
     """Megatron-Core's settings, which it hands to every module, and the platform that the modules are made for."""
 
-    platform: Platform = field(default_factory=current_platform)
+    platform: Platform = field(default_factory=detect_platform)
     single_expert_has_weight_one: bool = False
     """Whether the weight of a token's only expert is 1, before scaling, rather than its score."""
 
@@ -101,7 +101,7 @@ def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Pro
     for section, values in sections.items():
         kind = kinds[section]
         what = f"a field of Megatron-Core's {kind.__name__}"
-        problems += library_problems(section, values, typing.get_type_hints(kind), what)
+        problems += check_library_fields(section, values, typing.get_type_hints(kind), what)
     return problems
 
 
@@ -115,7 +115,7 @@ def transformer_fields(config: PolicyConfig, platform: Platform) -> dict[str, An
         # Read by Transformer Engine, which refuses deterministic_mode without it.
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         # On a CPU results repeat anyway, and the flag would only choose a slower embedding.
-        fields["deterministic_mode"] = platform.like_cuda
+        fields["deterministic_mode"] = platform.is_like_cuda
     if config.recompute_modules:
         fields |= {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules)}
     return fields | config.megatron
@@ -153,15 +153,15 @@ def _fuses_accumulation(config: PolicyConfig, platform: Platform) -> bool:
     """Whether the product that makes a weight's gradient also accumulates it, which apex's extension does on a GPU."""
     if config.gradient_accumulation_fusion is not None:
         return config.gradient_accumulation_fusion
-    if config.quantization is not None or config.fp8.simulated:
+    if config.quantization is not None or config.fp8.is_simulated:
         return False  # the product is with a rounded weight, which has no gradient buffer
     extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
-    return platform.like_cuda and extension is not None
+    return platform.is_like_cuda and extension is not None
 
 
 def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
     """TransformerConfig's fields for FP8; none when it is off or simulated."""
-    if not fp8.on_device:
+    if not fp8.is_on_device:
         return {}
     return {
         "fp8": fp8.format,
@@ -177,7 +177,7 @@ def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
 
 def require_fp8(fp8: Fp8Config, shape: ModelShape, platform: Platform) -> None:
     """Raise a RunError if this rank has no GPU or Transformer Engine for FP8, or its GPU is too old for the recipe."""
-    if not fp8.on_device:
+    if not fp8.is_on_device:
         return
     what = f"policy.fp8.format={fp8.format}"
     if not uses_transformer_engine(shape, platform):
@@ -249,7 +249,7 @@ def gelu_tanh(gate: Tensor) -> Tensor:
 
 def _platform_settings(shape: ModelShape, platform: Platform, *, engine: bool, interleaved: bool) -> dict[str, Any]:
     """Megatron-Core's settings of fused kernels and of communication between stages, for this platform."""
-    cuda = platform.like_cuda
+    cuda = platform.is_like_cuda
     return {
         "apply_rope_fusion": engine,
         "bias_activation_fusion": cuda and shape.activation == "silu",

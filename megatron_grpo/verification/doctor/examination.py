@@ -175,7 +175,7 @@ class Examination:
             recorded, _ = trainer_again(self._config, folder, evidence.tokens, hidden=False)
             self._diagnosis.remarks.append("the trainer's log-probabilities were computed again, on one rank")
         removed = recorded.isneginf()
-        if not removed.any() or removed.all() or not self._config.generation.filters_in_training:
+        if not removed.any() or removed.all() or not self._config.generation.has_training_filter:
             return version, recorded
         pieces = removed.split([len(rollout.kept) for rollout in evidence.rollouts])
         after = [rollout.without(piece) for rollout, piece in zip(evidence.rollouts, pieces, strict=True)]
@@ -190,7 +190,9 @@ class Examination:
         scored = evidence.rollouts
         diagnosis.rollouts, diagnosis.tokens = len(scored), sum(len(rollout.kept) for rollout in scored)
         stop_strings = bool(self._ends.strings)
-        samples = self._config.loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
+        samples = (
+            self._config.training_loop.num_generations_per_prompt if self._config.logger.rollouts == "all" else None
+        )
         diagnosis.findings += record_findings(evidence, self._stops, stop_strings=stop_strings, samples=samples)
         diagnosis.findings += self._prompts.findings()
         engine = self._side("engine", evidence.version, evidence.column("logprobs"), engine_law(self._config))

@@ -134,7 +134,7 @@ def engine_law(config: Config) -> Law:
 
 def training_law(config: Config) -> Law:
     """The distribution that the policy's log-probabilities are of in training."""
-    return _law(config, ("temperature", *(FILTERS if config.generation.filters_in_training else ())))
+    return _law(config, ("temperature", *(FILTERS if config.generation.has_training_filter else ())))
 
 
 def _law(config: Config, names: Sequence[str]) -> Law:

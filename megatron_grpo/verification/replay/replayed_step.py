@@ -19,10 +19,10 @@ from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices, repeat_per_token, require_field
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.losses.divergence import inconsistent_sequences
+from megatron_grpo.losses.divergence import find_inconsistent_sequences
 from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.preflight.config_checks import find_config_problems
 from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.preflight.rules import find_broken_rules
@@ -102,7 +102,7 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
     task = replay_task(record, hidden_tokens)
     config = record.config
     found = run_on_ranks(
-        replay_on_rank, task, config.policy.parallel, seed=config.loop.seed, timeout_s=timeout_s, gpus=gpus
+        replay_on_rank, task, config.policy.parallel, seed=config.training_loop.seed, timeout_s=timeout_s, gpus=gpus
     )
     captured = np.flatnonzero(task.captured)
     return Replayed(
@@ -121,12 +121,12 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     _require_replayable(record, settings)
     outcomes = [one.outcome for one in record.trajectories]
     step, batch = StepBatch.from_outcomes(config, outcomes), record.tokens()
-    threshold = config.loop.seq_logprob_error_threshold
+    threshold = config.training_loop.seq_logprob_error_threshold
     if threshold is not None:
         mask = require_field(batch.fields.sampled) & torch.from_numpy(np.repeat(step.in_loss, step.lengths))
         prev = torch.from_numpy(record.at_sampled(record.prev_logprobs))
         generation = require_field(batch.fields.generation_logprobs)
-        beyond, _ = inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
+        beyond, _ = find_inconsistent_sequences(mask.float(), prev, generation, batch.lengths, threshold)
         step.in_loss &= ~beyond.numpy()
     cost = derive_cost(settings.shape)
     step.partitions = partition_sequences(config, step, cost)
@@ -134,7 +134,10 @@ def replay_task(record: RecordedStep, hidden_tokens: int) -> ReplayTask:
     policy = config.policy
     forward_tokens = policy.logprob_microbatch_tokens or policy.microbatch_tokens
     steps = [
-        (assign_microbatches(policy, cost, step, sequences, policy.microbatch_tokens), GlobalCounts.of(step, sequences))
+        (
+            assign_microbatches(policy, cost, step, sequences, policy.microbatch_tokens),
+            GlobalCounts.count(step, sequences),
+        )
         for _ in range(config.passes_per_step)
         for sequences in step.split_minibatches(policy.train_global_batch_samples or len(step))
         if step.response_tokens[sequences][step.in_loss[sequences]].sum()
@@ -238,7 +241,7 @@ def _shared(task: ReplayTask, values: Tensor | None, places: NDArray[np.int64]) 
     Collective over all ranks; the result is on the host. One output rank of each replica has the outputs, and all
     ranks of the last pipeline stage need them for the loss.
     """
-    device = current_platform().device
+    device = detect_platform().device
     whole = torch.zeros(sum(task.batch.lengths), device=device)
     if values is not None:
         whole[torch.from_numpy(places).to(device)] = values.to(device)

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 import megatron_grpo
 import megatron_grpo_kernels
-from megatron_grpo.platform.hooks import Hook, hooks
+from megatron_grpo.platform.hooks import Hook, load_hooks
 from tests.cuda.contracts import Findings, check_module, check_source, override_problems
 
 FEWEST_CALLS = 120
@@ -34,7 +34,7 @@ def test_our_calls_and_overridden_methods_fit_the_installed_libraries() -> None:
     assert findings.checked >= FEWEST_CALLS
 
 
-OURS = [hook for hook in hooks() if hook.platform != "cpu"]
+OURS = [hook for hook in load_hooks() if hook.platform != "cpu"]
 
 
 @pytest.mark.parametrize("hook", OURS, ids=lambda hook: ".".join(hook.names))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.trainer.parallel import make_deterministic
 from tests.parity.policy_training import OPTIMIZER, expect_gradients_of_transformers, gradients_on_rank
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
@@ -122,7 +122,7 @@ def test_gradients_of_grouped_products(layout: Layout, precision: str, special: 
 
 def repeatable_on_rank(layout: Layout, body: Callable[..., Any], *arguments: Any) -> Any:
     """A body of a rank as an actor runs it with policy.deterministic."""
-    if current_platform().name == "cuda":
+    if detect_platform().name == "cuda":
         make_deterministic()
     try:
         return body(layout, *arguments)

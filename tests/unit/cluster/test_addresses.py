@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.paths import is_loopback, url_problem
+from megatron_grpo.config.paths import check_url, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_which_hosts_only_this_machine_reaches(host: str, local: bool) -> None:
     "url", ["http://127.0.0.1:8000", "https://node-3.cluster:443/", "http://[::1]:9", "http://host"]
 )
 def test_urls_of_servers(url: str) -> None:
-    assert url_problem(url) is None
+    assert check_url(url) is None
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,6 @@ def test_urls_of_servers(url: str) -> None:
     ],
 )
 def test_what_is_no_url_of_a_server(url: str, text: str) -> None:
-    problem = url_problem(url)
+    problem = check_url(url)
     assert problem is not None
     assert text in problem

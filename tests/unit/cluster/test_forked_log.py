@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_grpo.cluster.heartbeat import FOLDER, read_heartbeats
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, read_heartbeats
 from megatron_grpo.cluster.process_log import FOLDER_VARIABLE, LEVEL_VARIABLE
 
 FORKS = """
@@ -37,7 +37,7 @@ def test_a_forked_process_has_a_log_and_a_heartbeat_of_its_own(tmp_path: Path) -
     parent = (tmp_path / "parent.log").read_text()
     assert "the parent speaks" in parent
     assert "child" not in parent
-    heartbeats = read_heartbeats(tmp_path / FOLDER)
+    heartbeats = read_heartbeats(tmp_path / HEARTBEATS_FOLDER)
     for number in range(3):
         log = (tmp_path / f"child_{number}.log").read_text()
         assert f"child {number} speaks" in log

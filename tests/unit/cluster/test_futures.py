@@ -13,8 +13,8 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from megatron_grpo.cluster import futures
-from megatron_grpo.cluster.futures import NAMED, gather, listed
-from megatron_grpo.cluster.process_log import driver_log, log_file
+from megatron_grpo.cluster.futures import MAX_NAMES, gather, join_names
+from megatron_grpo.cluster.process_log import build_log_path, driver_log
 from megatron_grpo.config.errors import RunError
 from tests.support.logged_processes import SLEEPS, logged_processes
 
@@ -47,14 +47,14 @@ def play_ray(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> None:
 
 def test_results_come_in_the_order_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     play_ray(monkeypatch, {"b": 2, "a": 1})
-    assert gather(["a", "b"], deadline_s=1, what="training step") == [1, 2]
-    assert gather([], deadline_s=1, what="training step") == []
+    assert gather(["a", "b"], deadline_s=1, phase_name="training step") == [1, 2]
+    assert gather([], deadline_s=1, phase_name="training step") == []
 
 
 def test_late_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     play_ray(monkeypatch, {"a": 1, "b": NEVER})
     with pytest.raises(RunError, match=r"^training step: no answer from policy rank 1 within 0\.1 s$"):
-        gather(["a", "b"], deadline_s=0.1, what="training step", name="policy rank {}".format)
+        gather(["a", "b"], deadline_s=0.1, phase_name="training step", name="policy rank {}".format)
 
 
 def test_where_late_workers_are_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_where_late_workers_are_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with driver_log(tmp_path, "debug") as folder, logged_processes(folder, {process(1): SLEEPS}) as processes:
         processes[process(1)].send_signal(signal.SIGSTOP)
         with pytest.raises(RunError) as raised:
-            gather(["a", "b"], deadline_s=0.3, what="environment math", name=process)
+            gather(["a", "b"], deadline_s=0.3, phase_name="environment math", name=process)
     begin = "environment math: no answer from environment math worker 1 within 0.3 s; environment math worker 1 (pid "
     assert str(raised.value).startswith(begin)
     assert ": its process is stopped (SIGSTOP); stacks are in " in str(raised.value)
-    log = log_file(folder, "driver").read_text()
+    log = build_log_path(folder, "driver").read_text()
     assert "environment math: waits up to 0.3 s for environment math worker 0, environment math worker 1" in log
     assert "environment math: begins" in log, "the driver's own phase"
 
@@ -81,7 +81,7 @@ def test_a_failure_is_told_at_once_with_who_hangs_beside_it(monkeypatch: pytest.
         time.sleep(0.1)
         began = time.monotonic()
         with pytest.raises(RunError) as raised:
-            gather(["a", "b"], deadline_s=60, what="training step")
+            gather(["a", "b"], deadline_s=60, phase_name="training step")
         assert time.monotonic() - began < 10
     assert str(raised.value).startswith(
         "training step: rank 0 failed with RuntimeError: connection timed out; rank 1 (pid "
@@ -95,10 +95,10 @@ def test_a_death_is_told_with_what_the_process_last_did(monkeypatch: pytest.Monk
         processes["rank 0"].kill()
         processes["rank 0"].wait()
         with pytest.raises(RunError, match=r"rank 0 died .*; rank 0 \(pid .* is in phase 'train'.*: its process is go"):
-            gather(["a"], deadline_s=60, what="training step")
+            gather(["a"], deadline_s=60, phase_name="training step")
 
 
 def test_of_many_some_are_named() -> None:
     names = [f"rank {index}" for index in range(100)]
-    assert listed(names) == ", ".join(names[:NAMED]) + f" and {100 - NAMED} more"
-    assert listed(["worker 0", "worker 0"]) == "worker 0"
+    assert join_names(names) == ", ".join(names[:MAX_NAMES]) + f" and {100 - MAX_NAMES} more"
+    assert join_names(["worker 0", "worker 0"]) == "worker 0"

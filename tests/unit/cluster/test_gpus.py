@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.cluster import machines as gpus
 from megatron_grpo.cluster import ray_cluster
-from megatron_grpo.cluster.machines import find_gpus, too_few
+from megatron_grpo.cluster.machines import check_machines, fill_in_gpus
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig
@@ -38,16 +38,16 @@ def node(count: int, alive: bool = True) -> dict[str, object]:
 def test_gpus_of_this_machine_where_they_are_left_open(
     monkeypatch: pytest.MonkeyPatch, given: int | None, address: str | None, there: int, found: int | None
 ) -> None:
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: there)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: there)
     cluster = ClusterConfig(gpus_per_node=given, ray_address=address)
-    find_gpus(cluster)
+    fill_in_gpus(cluster)
     assert cluster.gpus_per_node == found
     assert cluster.gpus == (found or 0)
 
 
 def test_layouts_that_do_not_fit_what_is_found(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert compose_config(given).cluster.gpus == 0, "tests run on machines without GPUs"
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(gpus, "count_visible_gpus", lambda: 1)
     ((subject, text),) = problems_of(given).items()
     assert subject == "cluster.gpus_per_node=1"
     assert "1 node(s) have 1 GPUs, but policy.parallel takes 1 and generation.parallel 1" in text
@@ -57,7 +57,7 @@ def test_layouts_that_do_not_fit_what_is_found(given: list[str], monkeypatch: py
 def test_a_driver_without_gpus_does_not_guess_those_of_a_cluster(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.unreachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.check_reachable", lambda address: None)
     ((subject, text),) = problems_of([*given, f"cluster.ray_address={ADDRESS}"]).items()
     assert subject == "cluster.gpus_per_node=null"
     assert text.endswith("give their number, or 0 for CPU")
@@ -67,9 +67,9 @@ def test_a_driver_without_gpus_does_not_guess_those_of_a_cluster(
 
 def test_a_cluster_needs_enough_machines_with_enough_gpus() -> None:
     asked = ClusterConfig(num_nodes=2, gpus_per_node=8)
-    assert too_few(asked, [node(8), node(8), node(0)]) is None
-    assert too_few(ClusterConfig(num_nodes=1, gpus_per_node=0), [node(0)]) is None
-    text = too_few(asked, [node(8), node(4), node(8, alive=False)])
+    assert check_machines(asked, [node(8), node(8), node(0)]) is None
+    assert check_machines(ClusterConfig(num_nodes=1, gpus_per_node=0), [node(0)]) is None
+    text = check_machines(asked, [node(8), node(4), node(8, alive=False)])
     assert text is not None
     assert "the Ray cluster has 2 machine(s), with 8, 4 GPUs" in text
 

@@ -17,9 +17,9 @@ from megatron_grpo.cluster.heartbeat import (
     RECORD_BYTES,
     SHOWN_PHASES,
     HeartbeatWriter,
-    file_stem,
+    build_file_stem,
+    build_requests_path,
     read_heartbeats,
-    requests_file,
 )
 from megatron_grpo.cluster.phases import phase
 
@@ -110,7 +110,7 @@ def test_half_a_record_is_no_record(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("writer")
 def test_whoever_appends_to_the_requests_gets_the_stacks(tmp_path: Path) -> None:
-    with requests_file(tmp_path, "policy rank 3").open("ab") as file:
+    with build_requests_path(tmp_path, "policy rank 3").open("ab") as file:
         file.write(b"!")
     end = time.monotonic() + 5
     while "next_line_of_this_test" not in (tmp_path / "log").read_text() and time.monotonic() < end:
@@ -147,7 +147,7 @@ def test_debug_has_two_lines_a_phase_and_an_error_its_traceback(caplog: pytest.L
     ],
 )
 def test_file_names(name: str, stem: str) -> None:
-    assert file_stem(name) == stem
+    assert build_file_stem(name) == stem
 
 
 def test_a_beat_costs_little_more_than_its_write(tmp_path: Path) -> None:

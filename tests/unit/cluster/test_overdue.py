@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.cluster import overdue as late
-from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
+from megatron_grpo.cluster.heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.overdue import (
-    DESCRIBED,
+    MAX_DESCRIBED,
     ProcessStatus,
-    doing,
+    describe_activity,
     report_hanging,
     report_overdue,
     request_stacks,
 )
 from megatron_grpo.cluster.phases import Phase
-from megatron_grpo.cluster.process_log import current_log, driver_log, log_file
+from megatron_grpo.cluster.process_log import build_log_path, driver_log, find_current_log
 from tests.support.logged_processes import (
     HOLDS_THE_INTERPRETER,
     SLEEPS,
@@ -59,12 +59,12 @@ def test_a_stopped_process_is_told_from_one_that_waits_for_it(folder: Path) -> N
     assert second.startswith(f"policy rank 0 (pid {pids['policy rank 0']} on ")
     assert "last heartbeat" not in second
     assert text.endswith(f"; stacks are in {folder}")
-    stacks = log_file(folder, "policy rank 0").read_text()
+    stacks = build_log_path(folder, "policy rank 0").read_text()
     assert "[driver] training step is overdue; the stacks of the process's threads:" in stacks
     assert 'File "<string>"' in stacks
-    outside = log_file(folder, "policy rank 1").read_text()
+    outside = build_log_path(folder, "policy rank 1").read_text()
     assert "training step is overdue and this process is stopped; its stacks" in outside
-    assert "where the processes are" in log_file(folder, "driver").read_text()
+    assert "where the processes are" in build_log_path(folder, "driver").read_text()
 
 
 def test_a_process_that_holds_its_interpreter_is_found_and_writes_its_stacks(
@@ -76,20 +76,20 @@ def test_a_process_that_holds_its_interpreter_is_found_and_writes_its_stacks(
         text = report_overdue("training step", ["policy rank 0"])
     assert "is in phase 'train'" in text
     assert ": its interpreter does not respond" in text
-    assert 'File "<string>"' in log_file(folder, "policy rank 0").read_text()
+    assert 'File "<string>"' in build_log_path(folder, "policy rank 0").read_text()
 
 
 def test_stacks_are_waited_for_on_a_busy_machine(folder: Path) -> None:
     name = "policy rank 0"
-    log = current_log()
+    log = find_current_log()
     assert log is not None
     with logged_processes(folder, {name: SLEEPS}) as processes:
-        (beat,) = (beat for beat in read_heartbeats(folder / FOLDER).values() if beat.name == name)
+        (beat,) = (beat for beat in read_heartbeats(folder / HEARTBEATS_FOLDER).values() if beat.name == name)
         stop(processes[name])  # the machine has no time for the process
         later = threading.Timer(1.5, processes[name].send_signal, [signal.SIGCONT])
         later.start()
         request_stacks(log, "training step", [ProcessStatus(beat, state=late.ALIVE, silence_s=0.0)])
-        text = log_file(folder, name).read_text()
+        text = build_log_path(folder, name).read_text()
         later.join()
     assert 'File "<string>"' in text
 
@@ -99,7 +99,7 @@ def test_a_frozen_process_writes_its_stacks_unasked(folder: Path) -> None:
     """As on another node, to which no signal reaches."""
     with logged_processes(folder, {"policy rank 0": HOLDS_THE_INTERPRETER}):
         time.sleep(13.0)
-        assert 'File "<string>"' in log_file(folder, "policy rank 0").read_text()
+        assert 'File "<string>"' in build_log_path(folder, "policy rank 0").read_text()
 
 
 def test_a_process_that_is_gone_and_one_that_never_came(folder: Path) -> None:
@@ -127,10 +127,10 @@ def test_only_those_in_trouble_are_named_beside_another_s_failure(folder: Path) 
 
 def test_a_process_of_another_machine_is_asked_through_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with logged_processes(folder, {"policy rank 0": SLEEPS}):
-        monkeypatch.setattr(late, "this_machine", lambda: "another one")
+        monkeypatch.setattr(late, "identify_machine", lambda: "another one")
         text = report_overdue("training step", ["policy rank 0"])
         monkeypatch.undo()
-        log = log_file(folder, "policy rank 0").read_text()
+        log = build_log_path(folder, "policy rank 0").read_text()
     assert "is in phase 'train'" in text
     assert "the driver asks where this process is" in log
     assert 'File "<string>"' in log
@@ -138,12 +138,12 @@ def test_a_process_of_another_machine_is_asked_through_a_file(folder: Path, monk
 
 def test_a_pid_that_was_given_to_another_process_is_left_alone(folder: Path) -> None:
     with logged_processes(folder, {"policy rank 0": SLEEPS}) as processes:
-        path = folder / FOLDER / "policy_rank_0.json"
+        path = folder / HEARTBEATS_FOLDER / "policy_rank_0.json"
         record = json.loads(path.read_text())
         stop(processes["policy rank 0"])
         path.write_text(json.dumps({**record, "beat": record["beat"] - 3600.0}))
         assert ": its process is gone" in report_overdue("training step", ["policy rank 0"])
-        assert "SIGSTOP" not in log_file(folder, "policy rank 0").read_text()
+        assert "SIGSTOP" not in build_log_path(folder, "policy rank 0").read_text()
 
 
 def test_a_message_about_many_stays_short(folder: Path) -> None:
@@ -152,14 +152,14 @@ def test_a_message_about_many_stays_short(folder: Path) -> None:
     for rank, name in enumerate(names):
         beat = time.time() - (40 if rank == 300 else 1)
         record = {"name": name, "beat": beat, "idle_since": beat, **template}
-        (folder / FOLDER / f"policy_rank_{rank}.json").write_text(json.dumps(record))
+        (folder / HEARTBEATS_FOLDER / f"policy_rank_{rank}.json").write_text(json.dumps(record))
     text = report_overdue("training step", names)
     first, *_ = text.removeprefix("; ").split("; ")
     does = r"waits for work, for 4\d s after phase 'train', last heartbeat 4\d s ago"
     assert re.fullmatch(rf"policy rank 300 \(pid 4194305 on node7\) {does}: its process or its machine hangs", first)
-    assert f"; the driver's log lists {512 - DESCRIBED} more; " in text
+    assert f"; the driver's log lists {512 - MAX_DESCRIBED} more; " in text
     assert len(text) < 1000
-    assert log_file(folder, "driver").read_text().count("policy rank ") == 512
+    assert build_log_path(folder, "driver").read_text().count("policy rank ") == 512
 
 
 def test_without_a_log_nothing_is_known() -> None:
@@ -181,7 +181,7 @@ def test_without_a_log_nothing_is_known() -> None:
 )
 def test_what_a_process_does_in_words(phases: list[Phase], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 20.0)
-    assert doing(heartbeat(phases)) == text
+    assert describe_activity(heartbeat(phases)) == text
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_what_a_process_does_in_words(phases: list[Phase], text: str, monkeypatc
 )
 def test_who_hangs(state: str, silence_s: float, hangs: bool) -> None:
     """The clock of another machine may be off, so it gets more time."""
-    assert ProcessStatus(heartbeat([]), state, silence_s).hangs == hangs
+    assert ProcessStatus(heartbeat([]), state, silence_s).is_hanging == hangs
 
 
 def heartbeat(phases: list[Phase]) -> Heartbeat:
@@ -202,10 +202,10 @@ def test_the_last_error_of_a_process_that_is_gone_is_quoted(folder: Path) -> Non
     with logged_processes(folder, {name: SLEEPS}) as processes:
         processes[name].kill()
         processes[name].wait()
-        with log_file(folder, name).open("a") as log:
+        with build_log_path(folder, name).open("a") as log:
             log.write(
                 "ValueError: an earlier one\n(EngineCore pid=7) ERROR 11-24 [core.py:1] RuntimeError: no room\nend\n"
             )
         text = report_hanging(["generation engine 0"])
     assert "its process is gone" in text
-    assert text.endswith(f"; {log_file(folder, name)} ends with RuntimeError: no room")
+    assert text.endswith(f"; {build_log_path(folder, name)} ends with RuntimeError: no room")

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.cluster.futures import IN_BAND_BYTES, pickled
+from megatron_grpo.cluster.futures import IN_BAND_BYTES, wrap_for_pickling
 from tests.support.trajectories import make_trajectory, plain
 
 
 def sent(value: Any) -> tuple[Any, list[pickle.PickleBuffer]]:
     """What arrives, and the buffers that travelled beside it."""
     beside: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(pickled(value), protocol=5, buffer_callback=beside.append)
+    data = pickle.dumps(wrap_for_pickling(value), protocol=5, buffer_callback=beside.append)
     return pickle.loads(data, buffers=beside), beside
 
 

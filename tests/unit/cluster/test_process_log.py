@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.cluster.heartbeat import BEAT_S, BEAT_VARIABLE, FOLDER, SHARED_BEAT_S, beat_s
+from megatron_grpo.cluster.heartbeat import BEAT_S, BEAT_VARIABLE, HEARTBEATS_FOLDER, SHARED_BEAT_S, read_beat_s
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import (
     FOLDER_VARIABLE,
     begin_process_log,
-    current_log,
+    build_log_path,
+    choose_library_level,
     driver_log,
-    level_of_libraries,
-    log_environment,
-    log_file,
+    find_current_log,
+    read_log_environment,
 )
 from tests.support.logged_processes import BEGIN
 
@@ -33,7 +33,7 @@ def run_logged(run_dir: Path, code: str, level: str = "info") -> str:
     with driver_log(run_dir, level) as folder:
         done = subprocess.run([sys.executable, "-c", BEGIN + code, "policy rank 1"], check=False, capture_output=True)
     assert (done.stdout, done.stderr) == (b"", b"")
-    return log_file(folder, "policy rank 1").read_text()
+    return build_log_path(folder, "policy rank 1").read_text()
 
 
 def test_a_record_says_when_how_grave_and_who(tmp_path: Path) -> None:
@@ -48,11 +48,11 @@ def test_a_record_says_when_how_grave_and_who(tmp_path: Path) -> None:
 def test_processes_of_several_machines_write_heartbeats_less_often(
     one_machine: bool, seconds: float, tmp_path: Path
 ) -> None:
-    assert beat_s() == BEAT_S
+    assert read_beat_s() == BEAT_S
     with driver_log(tmp_path, "info", one_machine=one_machine):
-        assert beat_s() == seconds
-        assert log_environment()[BEAT_VARIABLE] == str(seconds), "processes of other machines know it"
-    assert BEAT_VARIABLE not in log_environment()
+        assert read_beat_s() == seconds
+        assert read_log_environment()[BEAT_VARIABLE] == str(seconds), "processes of other machines know it"
+    assert BEAT_VARIABLE not in read_log_environment()
 
 
 def test_what_is_printed_and_warned_is_in_the_log(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ os.write(1, b"ready\\n")
 ctypes.PyDLL(None).sleep(2)  # with the lock of the interpreter
 """
     with driver_log(tmp_path, "info") as folder:
-        path = log_file(folder, "policy rank 1")
+        path = build_log_path(folder, "policy rank 1")
         with subprocess.Popen([sys.executable, "-c", BEGIN + code, "policy rank 1"]) as process:
             while not (path.exists() and "ready" in path.read_text()):
                 time.sleep(0.02)
@@ -123,17 +123,17 @@ def test_the_driver_leaves_its_process_as_it_found_it(tmp_path: Path, capfd: pyt
     environment, threads = dict(os.environ), threading.active_count()
     handlers, on_signal = list(logging.getLogger().handlers), signal.getsignal(signal.SIGUSR1)
     with driver_log(tmp_path, "debug") as folder:
-        assert log_environment()[FOLDER_VARIABLE] == str(folder) == str(tmp_path / "logs")
-        assert level_of_libraries() == "INFO"
+        assert read_log_environment()[FOLDER_VARIABLE] == str(folder) == str(tmp_path / "logs")
+        assert choose_library_level() == "INFO"
         begin_process_log("policy rank 0")  # a part that runs in the driver, as in tests
-        current = current_log()
+        current = find_current_log()
         assert current is not None
         assert current.name == "driver"
         print("to the terminal")
         warnings.warn("to the log", stacklevel=1)
         with phase("waiting"):
             pass
-    assert current_log() is None
+    assert find_current_log() is None
     assert dict(os.environ) == environment
     assert logging.getLogger().handlers == handlers
     assert signal.getsignal(signal.SIGUSR1) == on_signal
@@ -141,7 +141,7 @@ def test_the_driver_leaves_its_process_as_it_found_it(tmp_path: Path, capfd: pyt
     while threading.active_count() > threads and time.monotonic() < end:
         time.sleep(0.05)
     assert threading.active_count() == threads
-    log = log_file(folder, "driver").read_text()
+    log = build_log_path(folder, "driver").read_text()
     assert capfd.readouterr().out == "to the terminal\n"
     assert "to the terminal" not in log
     assert "to the log" in log
@@ -151,14 +151,14 @@ def test_the_driver_leaves_its_process_as_it_found_it(tmp_path: Path, capfd: pyt
 def test_logs_are_kept_and_heartbeats_begin_anew(tmp_path: Path) -> None:
     """A run that is started again may have fewer processes; the ones of before must not look silent."""
     first = run_logged(tmp_path, "print('first start')")
-    (tmp_path / "logs" / FOLDER / "policy_rank_7.json").write_text("{}")
+    (tmp_path / "logs" / HEARTBEATS_FOLDER / "policy_rank_7.json").write_text("{}")
     second = run_logged(tmp_path, "print('second start')")
     assert second.startswith(first)
-    assert not (tmp_path / "logs" / FOLDER / "policy_rank_7.json").exists()
+    assert not (tmp_path / "logs" / HEARTBEATS_FOLDER / "policy_rank_7.json").exists()
 
 
 def test_without_a_driver_nothing_is_logged(tmp_path: Path) -> None:
-    assert level_of_libraries() == "ERROR"
+    assert choose_library_level() == "ERROR"
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + "print('here')", "rank"], check=True, capture_output=True, cwd=tmp_path
     )
@@ -170,7 +170,7 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytes
     logger = logging.getLogger("megatron_grpo.full")
     full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  # the log closes it
     with driver_log(tmp_path, "info"):
-        current = current_log()
+        current = find_current_log()
         assert current is not None
         assert isinstance(current.handler, logging.StreamHandler)
         current.handler.stream = current.stream = full

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from megatron_grpo.cluster.machines import malformed, unreachable
+from megatron_grpo.cluster.machines import check_address, check_reachable
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig
@@ -44,31 +44,31 @@ def settings_frame(connection: socket.socket) -> None:
 
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:6379", "head-node.cluster:1", "[::1]:65535"])
 def test_addresses_that_ray_knows(address: str) -> None:
-    assert malformed(address) is None
+    assert check_address(address) is None
 
 
 @pytest.mark.parametrize("address", ["nonsense", "", "local", "host:0", "host:99999", ":6379", "a b:3", "ray://host:1"])
 def test_addresses_of_no_known_form(address: str) -> None:
-    assert "give HOST:PORT" in (malformed(address) or "")
+    assert "give HOST:PORT" in (check_address(address) or "")
     with pytest.raises(RunError, match=r"no Ray cluster answers at cluster\.ray_address="):
         RayCluster(ClusterConfig(ray_address=address)).start()
 
 
 def test_a_head_that_answers() -> None:
     with listening(settings_frame) as address:
-        assert unreachable(address) is None
+        assert check_reachable(address) is None
 
 
 def test_a_server_of_another_kind() -> None:
     with listening(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as address:
-        assert unreachable(address) == "something other than Ray answers there"
+        assert check_reachable(address) == "something other than Ray answers there"
     with listening(lambda connection: connection.shutdown(socket.SHUT_RDWR)) as address:
-        assert unreachable(address) is not None
+        assert check_reachable(address) is not None
 
 
 def test_a_server_that_says_nothing() -> None:
     with listening(lambda connection: time.sleep(1)) as address:
-        assert unreachable(address, timeout_s=0.2) == "nothing answers within 0.2 s"
+        assert check_reachable(address, timeout_s=0.2) == "nothing answers within 0.2 s"
 
 
 def test_nobody_listens() -> None:
@@ -112,7 +112,7 @@ def test_the_address_in_the_environment_is_joined_as_ray_does(
         monkeypatch.setenv("RAY_ADDRESS", variable)
     inits: list[dict[str, Any]] = []
     monkeypatch.setattr(ray, "init", lambda **settings: inits.append(settings))
-    monkeypatch.setattr("megatron_grpo.cluster.ray_cluster.unreachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.cluster.ray_cluster.check_reachable", lambda address: None)
     monkeypatch.setattr(RayCluster, "_await_machines", lambda self: None)
     cluster = RayCluster(ClusterConfig(gpus_per_node=0, ray_address=given))
     cluster.start()
@@ -136,7 +136,7 @@ def test_an_address_in_the_environment_that_does_not_work_is_named(
 
 
 def test_a_run_that_joins_by_the_environment_says_so(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
-    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.unreachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.check_reachable", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     checked = check_overrides([*given, "cluster.gpus_per_node=0"])
     assert checked.require().cluster.ray_address == "10.0.0.1:6379"

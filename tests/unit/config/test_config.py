@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.config.overrides import RECIPES, config_groups
+from megatron_grpo.config.overrides import RECIPES, list_config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config, load_config
 from tests.support.config_problems import problems_of
@@ -23,7 +23,7 @@ def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> N
     assert config == expected
 
 
-OPTIONS = [(group, option) for group, found in config_groups().items() if group != RECIPES for option in found]
+OPTIONS = [(group, option) for group, found in list_config_groups().items() if group != RECIPES for option in found]
 OF_THE_MIXTURE = [
     "data=addition_moe",
     "env=addition",
@@ -71,7 +71,7 @@ def test_an_environment_that_is_named_takes_the_place_of_the_default_one(given: 
 def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_one(given: list[str]) -> None:
     sets = "data.train_sets={sums:{path:a.jsonl}}"
     recipe = ["+exp=qwen3_8b_8gpu", "policy.model.path=m"]
-    assert list(compose_config([*recipe, sets]).data.training) == ["data.train_sets.sums.path"]
+    assert list(compose_config([*recipe, sets]).data.training_sets) == ["data.train_sets.sums.path"]
     problems = problems_of([*recipe, sets, "data.train_path=b.jsonl"])
     assert problems == {"data.train_path=b.jsonl": "and data.train_sets say the same; give one of them"}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, Problem, format_problems
-from megatron_grpo.config.help import markdown
-from megatron_grpo.config.keys import groups, keys
-from megatron_grpo.config.overrides import RECIPES, config_groups
+from megatron_grpo.config.help import format_page
+from megatron_grpo.config.keys import read_keys, read_sections
+from megatron_grpo.config.overrides import RECIPES, list_config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config, load_config
 
@@ -19,19 +19,19 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_every_key_and_section_is_documented() -> None:
-    assert [key.name for key in keys().values() if not key.doc] == []
+    assert [key.name for key in read_keys().values() if not key.doc] == []
 
 
 def test_documented_defaults_are_those_of_the_schema() -> None:
     config: Any = Config()
-    for name, key in keys().items():
+    for name, key in read_keys().items():
         if "<" not in name:
             assert functools.reduce(getattr, name.split("."), config) == key.default, name
-    assert [group.name for group in groups() if not group.doc] == []
+    assert [group.name for group in read_sections() if not group.doc] == []
 
 
 def test_every_recipe_composes() -> None:
-    for recipe in config_groups()[RECIPES]:
+    for recipe in list_config_groups()[RECIPES]:
         assert compose_config([f"+exp={recipe}"]).name == recipe
 
 
@@ -55,4 +55,4 @@ def test_the_message_is_aligned() -> None:
 
 
 def test_the_reference_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "configuration.md").read_text() == markdown(), "run make docs"
+    assert (ROOT / "docs" / "configuration.md").read_text() == format_page(), "run make docs"

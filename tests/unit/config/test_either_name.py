@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 
 import megatron_grpo.conf
-from megatron_grpo.config.compose import compose_typed, schema_defaults, unite
+from megatron_grpo.config.compose import compose_typed, schema_defaults, unite_shared_keys
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.keys import groups, keys, known_key, known_section, leaves
-from megatron_grpo.config.loop_schema import LOOPS, is_shared, named_for
+from megatron_grpo.config.keys import find_key, flatten, is_section, read_keys, read_sections
+from megatron_grpo.config.loop_schema import LOOPS, is_shared, translate_key
 from megatron_grpo.config.schema import Config, LoopConfig
 from megatron_grpo.preflight.load import compose_config
 
@@ -29,21 +29,21 @@ def problems_of(*overrides: str) -> dict[str, str]:
 
 def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
     """Against the classes themselves: what LoopConfig defines, nested sections included."""
-    shared = [name for name, _ in leaves(dataclasses.asdict(LoopConfig()))]
+    shared = [name for name, _ in flatten(dataclasses.asdict(LoopConfig()))]
     for name in shared:
-        assert known_key(f"grpo.{name}") == known_key(f"ppo.{name}") == f"grpo.{name}"
-        assert f"ppo.{name}" not in keys()
-    assert sum(is_shared(name) for name in keys()) == len(shared)
-    own = {name for loop in LOOPS for name, _ in leaves(dataclasses.asdict(getattr(Config(), loop)), f"{loop}.")}
-    in_sections = {name for name in keys() if name.partition(".")[0] in LOOPS}
-    assert in_sections == {named_for("grpo", name) for name in own}
-    assert known_section("ppo.early_stop")
-    assert [group.name for group in groups()].count("grpo.early_stop") == 1
+        assert find_key(f"grpo.{name}") == find_key(f"ppo.{name}") == f"grpo.{name}"
+        assert f"ppo.{name}" not in read_keys()
+    assert sum(is_shared(name) for name in read_keys()) == len(shared)
+    own = {name for loop in LOOPS for name, _ in flatten(dataclasses.asdict(getattr(Config(), loop)), f"{loop}.")}
+    in_sections = {name for name in read_keys() if name.partition(".")[0] in LOOPS}
+    assert in_sections == {translate_key("grpo", name) for name in own}
+    assert is_section("ppo.early_stop")
+    assert [group.name for group in read_sections()].count("grpo.early_stop") == 1
 
 
 def test_ppos_own_default_is_documented() -> None:
-    assert keys()["grpo.num_generations_per_prompt"].default_text == "16, with ppo 1"
-    assert keys()["grpo.num_prompts_per_step"].default_text == "32"
+    assert read_keys()["grpo.num_generations_per_prompt"].default_text == "16, with ppo 1"
+    assert read_keys()["grpo.num_prompts_per_step"].default_text == "32"
 
 
 @pytest.mark.parametrize(("recipe", "loop"), [(GRPO, "grpo"), (PPO, "ppo")])
@@ -55,12 +55,14 @@ def test_both_names_set_what_the_algorithm_reads(recipe: str, loop: str) -> None
             f"{name}.reward_scaling={{source_max: 2}}",
         ]
         config = compose_config([recipe, *given])
-        assert config.loop is getattr(config, loop)
-        assert (config.loop.max_num_steps, config.loop.early_stop.patience) == (77, 3)
-        assert config.loop.reward_scaling.source_max == 2
-        expected = dataclasses.asdict(compose_config([recipe]).loop)
+        assert config.training_loop is getattr(config, loop)
+        assert (config.training_loop.max_num_steps, config.training_loop.early_stop.patience) == (77, 3)
+        assert config.training_loop.reward_scaling.source_max == 2
+        expected = dataclasses.asdict(compose_config([recipe]).training_loop)
         changed = {
-            key for key, value in leaves(dataclasses.asdict(config.loop)) if value != dict(leaves(expected))[key]
+            key
+            for key, value in flatten(dataclasses.asdict(config.training_loop))
+            if value != dict(flatten(expected))[key]
         }
         assert changed == {"max_num_steps", "early_stop.patience", "reward_scaling.source_max"}
 
@@ -143,10 +145,10 @@ def test_of_two_recipes_the_later_one_counts(
     files: dict[str, Any], seed: int, problems: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "megatron_grpo.config.compose.settings_of", lambda path: dict(leaves(files[path])), raising=True
+        "megatron_grpo.config.compose.read_settings", lambda path: dict(flatten(files[path])), raising=True
     )
     composed = OmegaConf.merge(OmegaConf.create(schema_defaults()), *files.values())
-    _, contradictions = unite(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
+    _, contradictions = unite_shared_keys(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
     assert composed.ppo.seed == composed.grpo.seed == seed
     assert len(contradictions) == problems
 

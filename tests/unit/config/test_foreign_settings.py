@@ -12,8 +12,8 @@ import yaml
 from trl import GRPOConfig, GRPOTrainer
 from trl.scripts.vllm_serve import ScriptArguments
 
-from megatron_grpo.config.keys import known_key
-from megatron_grpo.config.suggestions import NOTHING_ALIKE, counterpart, unknown_key
+from megatron_grpo.config.keys import find_key
+from megatron_grpo.config.suggestions import NOTHING_ALIKE, describe_counterpart, describe_unknown_key
 from megatron_grpo.preflight.script_checks import find_argument_problems
 from tests.support.config_problems import problems_of
 
@@ -25,7 +25,7 @@ SERVER = [field.name for field in dataclasses.fields(ScriptArguments)]
 
 def told(names: list[str], algorithm: str) -> dict[str, str]:
     """What a command line with all of these is told of each, other than keys of the schema."""
-    foreign = [name for name in names if known_key(name) is None]
+    foreign = [name for name in names if find_key(name) is None]
     return problems_of(["+exp=quickstart", f"algorithm={algorithm}", *(f"{name}=1" for name in foreign)])
 
 
@@ -38,7 +38,7 @@ def test_every_setting_of_a_page_is_told_what_it_is(page: str, algorithm: str) -
     names = [name for name in names if not name.startswith(other)]
     problems = told(names, algorithm)
     for name in names:
-        if known_key(name) is None:
+        if find_key(name) is None:
             text = problems.get(name) or problems[f"{name}=1"]
             assert text != NOTHING_ALIKE, name
             assert "is a section" not in text or name == "debug", name
@@ -48,7 +48,9 @@ def test_only_settings_without_a_counterpart_are_left_out() -> None:
     """A general argument of transformers may have none; a setting of the algorithm has a key or a reason."""
     general = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     bare = {
-        name for name in INSTALLED if (counterpart(name, "grpo") or "").endswith("no counterpart here; leave it out")
+        name
+        for name in INSTALLED
+        if (describe_counterpart(name, "grpo") or "").endswith("no counterpart here; leave it out")
     }
     assert bare - general == {
         *("pad_to_multiple_of", "log_multimodal", "log_unique_prompts", "cache_implementation", "top_entropy_quantile"),
@@ -62,7 +64,7 @@ def test_only_settings_without_a_counterpart_are_left_out() -> None:
 @pytest.mark.parametrize("name", ["model", "tensor_parallel_size", "gpu_memory_utilization", "dtype"])
 def test_options_of_trls_server_have_keys_of_engines(name: str) -> None:
     assert name in SERVER
-    assert counterpart(name, "grpo") is not None
+    assert describe_counterpart(name, "grpo") is not None
 
 
 @pytest.mark.parametrize(
@@ -100,20 +102,20 @@ def test_options_of_trls_server_have_keys_of_engines(name: str) -> None:
     ],
 )
 def test_what_is_said_of_a_name(name: str, text: str) -> None:
-    assert unknown_key(name, "grpo").text.startswith(f"unknown key; {text}")
+    assert describe_unknown_key(name, "grpo").text.startswith(f"unknown key; {text}")
 
 
 @pytest.mark.parametrize("name", ["push_to_hub", "hub_model_id", "hub_private_repo", "push_to_hub_token"])
 def test_a_model_is_pushed_when_it_is_exported(name: str) -> None:
     text = "python -m megatron_grpo.export checkpoint=... output=... push_to_hub=ORGANISATION/NAME sends the model"
-    assert unknown_key(name, "grpo").text.startswith(f"unknown key; {text}")
+    assert describe_unknown_key(name, "grpo").text.startswith(f"unknown key; {text}")
 
 
 def test_the_best_model_is_a_checkpoint_that_is_kept() -> None:
-    text = unknown_key("load_best_model_at_end", "grpo").text
+    text = describe_unknown_key("load_best_model_at_end", "grpo").text
     assert "checkpointing.keep_top_k=1" in text
-    assert known_key("checkpointing.keep_top_k")
-    assert known_key("checkpointing.metric_name")
+    assert find_key("checkpointing.keep_top_k")
+    assert find_key("checkpointing.metric_name")
 
 
 def test_every_argument_of_trls_trainer_is_told_what_it_is() -> None:

@@ -31,7 +31,7 @@ def test_they_fit_their_models_and_use_all_gpus(command: tuple[str, ...], monkey
     config = recipe_config(*command)
     assert problems(config, monkeypatch).startswith("this machine has no CUDA GPU")
     policy, engines = config.policy.parallel.world_size, engine_ranks(config)
-    used = max(policy, engines) if config.generation.colocated else policy + engines
+    used = max(policy, engines) if config.generation.is_colocated else policy + engines
     assert used == config.cluster.num_nodes * config.cluster.gpus
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.metric_names import all_step_metrics, sometimes_absent, step_metrics
+from megatron_grpo.config.metric_names import list_optional_metrics, list_possible_metrics, list_step_metrics
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
 from tests.support.documented import PAGE, undocumented
@@ -15,7 +15,7 @@ from tests.support.documented import PAGE, undocumented
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
 
 
-ALL_STEP_METRICS = all_step_metrics(Config())
+ALL_STEP_METRICS = list_possible_metrics(Config())
 
 
 def test_the_names_are_those_of_the_documented_page() -> None:
@@ -56,11 +56,11 @@ def test_a_metric_that_no_step_has_is_refused_before_the_run(name: str, text: st
 
 def test_a_metric_that_a_switch_brings() -> None:
     penalty = "loss_fn.reference_policy_kl_penalty=0.1"
-    assert "kl_penalty" in step_metrics(compose_config([QUICKSTART, penalty]))
-    assert "value_loss" in step_metrics(compose_config([PPO]))
+    assert "kl_penalty" in list_step_metrics(compose_config([QUICKSTART, penalty]))
+    assert "value_loss" in list_step_metrics(compose_config([PPO]))
     functions = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[a.mine]"]
     config = compose_config([QUICKSTART, *functions, "checkpointing.metric_name=reward/mine"])
-    assert sometimes_absent(config) <= step_metrics(config)
+    assert list_optional_metrics(config) <= list_step_metrics(config)
 
 
 def test_figures_of_environments_rank_by_their_whole_name() -> None:

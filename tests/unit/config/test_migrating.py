@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from trl import GRPOConfig
 
-from megatron_grpo.config.keys import keys
-from megatron_grpo.config.suggestions import foreign_names
+from megatron_grpo.config.keys import read_keys
+from megatron_grpo.config.suggestions import load_foreign_names
 from megatron_grpo.preflight.load import compose_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"
@@ -46,7 +46,7 @@ def test_defaults_that_differ_are_told_as_they_are() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     for name, value, ours, key, wanted in rows:
         assert theirs[name] == ast.literal_eval(value), name
-        assert keys()[key].default_text.partition(",")[0] == ours.partition(",")[0] != wanted
+        assert read_keys()[key].default_text.partition(",")[0] == ours.partition(",")[0] != wanted
 
 
 ON_THE_PAGE = {
@@ -88,7 +88,7 @@ def test_the_defaults_of_trls_page_compose_together(given: list[str]) -> None:
     config = compose_config([*given, *overrides])
     for name, value in ON_THE_PAGE.items():
         if name not in ("max_steps", "eval_strategy", "epsilon"):
-            key = {"seed": "grpo.seed"}.get(name) or foreign_names()["TRL"][name].partition(";")[0].split()[0]
+            key = {"seed": "grpo.seed"}.get(name) or load_foreign_names()["TRL"][name].partition(";")[0].split()[0]
             assert attrgetter(key)(config) == value, name
     assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.2, None), "both sides are clipped at it"
     assert config.grpo.max_num_steps > 10**9

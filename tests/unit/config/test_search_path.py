@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import problems_of
 
@@ -30,7 +30,7 @@ def test_a_recipe_outside_the_package_is_found(folder: Path, form: str) -> None:
     assert (config.name, config.grpo.max_num_steps, config.grpo.seed) == ("mine", 7, 3)
     assert (config.loss_fn.ratio_clip_min, config.loss_fn.clip_max) == (0.05, 0.05)
     assert config.policy.parallel.pipeline == 2, "it builds on a recipe of the package"
-    assert "mine" not in config_groups()["exp"], "the folder counts for its command line only"
+    assert "mine" not in list_config_groups()["exp"], "the folder counts for its command line only"
 
 
 def test_what_is_wrong_with_a_folder_is_told(folder: Path, tmp_path: Path) -> None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.keys import keys, known_key, known_section
+from megatron_grpo.config.keys import find_key, is_section, read_keys
 from megatron_grpo.config.loop_schema import is_foreign_to
-from megatron_grpo.config.suggestions import NONE, NOTHING_ALIKE, foreign_names, nearest, unknown_key
+from megatron_grpo.config.suggestions import (
+    NONE,
+    NOTHING_ALIKE,
+    describe_unknown_key,
+    find_similar_keys,
+    load_foreign_names,
+)
 
 
 def test_every_foreign_name_leads_to_a_key_of_the_schema() -> None:
-    tables = foreign_names()
+    tables = load_foreign_names()
     assert tables.keys() == {"TRL", "NeMo RL", "verl", NONE, "GrpoParameters"}
     for framework, table in tables.items():
         assert isinstance(table, dict)
         for foreign, names in table.items():
-            assert known_key(foreign) is None, f"{foreign} is a key here and needs no translation"
+            assert find_key(foreign) is None, f"{foreign} is a key here and needs no translation"
             for setting in names.partition("; ")[0].split() if framework != NONE else ():
                 name = setting.partition("=")[0]
-                assert known_key(name) or known_section(name), f"{foreign} -> {name}"
+                assert find_key(name) or is_section(name), f"{foreign} -> {name}"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def test_every_foreign_name_leads_to_a_key_of_the_schema() -> None:
     ],
 )
 def test_names_of_other_frameworks_are_translated(name: str, here: str) -> None:
-    problem = unknown_key(name, "grpo")
+    problem = describe_unknown_key(name, "grpo")
     assert problem.subject == name
     assert problem.text.endswith(f" is {here} here")
 
@@ -59,7 +65,7 @@ def test_names_of_other_frameworks_are_translated(name: str, here: str) -> None:
     ],
 )
 def test_a_run_of_ppo_is_told_its_own_names(name: str, here: str) -> None:
-    assert unknown_key(name, "ppo").text.endswith(f" is {here} here")
+    assert describe_unknown_key(name, "ppo").text.endswith(f" is {here} here")
 
 
 @pytest.mark.parametrize(
@@ -84,20 +90,20 @@ def test_a_run_of_ppo_is_told_its_own_names(name: str, here: str) -> None:
     ],
 )
 def test_what_is_like_a_name_in_a_run_of_grpo(name: str, suggested: list[str]) -> None:
-    assert nearest(name, "grpo") == suggested
+    assert find_similar_keys(name, "grpo") == suggested
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_nothing_is_suggested_that_would_be_refused(algorithm: str) -> None:
-    for name in keys():
+    for name in read_keys():
         for typo in (f"{name}s", name.replace("_", "-"), name.rpartition(".")[2], name[:-1]):
-            found = nearest(typo, algorithm)
-            assert [one for one in found if known_key(one) is None or is_foreign_to(algorithm, one)] == [], typo
+            found = find_similar_keys(typo, algorithm)
+            assert [one for one in found if find_key(one) is None or is_foreign_to(algorithm, one)] == [], typo
 
 
 def test_what_there_is_not_is_said_not_to_be_there() -> None:
     for name in ("load_in_4bit", "load_in_8bit"):
-        assert unknown_key(name, "grpo").text == "unknown key; quantised training is not supported"
+        assert describe_unknown_key(name, "grpo").text == "unknown key; quantised training is not supported"
 
 
 OPTIMIZER_STEPS = "TRL counts optimizer steps, and a step here may have several"
@@ -200,13 +206,13 @@ TOKENIZER = "policy.model.path here: the tokenizer is in the folder of the model
     ],
 )
 def test_every_name_has_its_own_suggestion(name: str, text: str) -> None:
-    assert unknown_key(name, "grpo").text == f"unknown key; {text}"
+    assert describe_unknown_key(name, "grpo").text == f"unknown key; {text}"
 
 
 @pytest.mark.parametrize("name", ["sampler.name", "my.path", "policy.model.learning_rate", "engine.enabled"])
 def test_the_last_word_of_a_name_suggests_nothing(name: str) -> None:
-    assert unknown_key(name, "grpo").text == NOTHING_ALIKE
+    assert describe_unknown_key(name, "grpo").text == NOTHING_ALIKE
 
 
 def test_what_is_like_nothing_is_left_alone() -> None:
-    assert unknown_key("qqq", "grpo").text == "unknown key; --cfg job shows all keys"
+    assert describe_unknown_key("qqq", "grpo").text == "unknown key; --cfg job shows all keys"

@@ -336,7 +336,7 @@ def test_a_resumed_stream_continues_exactly(tokenizer: PreTrainedTokenizerFast, 
     def make() -> StreamLoader:
         data = DataConfig(train_path="some/name", streaming=True, shuffle_buffer=5, apply_chat_template=False)
         process = AllTaskProcessedDataset([], tokenizer, SPEC, {"math": (SPEC, math_data_processor)}, 10)
-        (config,) = data.training.values()
+        (config,) = data.training_sets.values()
         return StreamLoader(
             rows, config=config, data=data, environments={"math": "math"}, process=process, prompts_per_batch=3, seed=1
         )
@@ -367,4 +367,4 @@ def test_a_resumed_stream_continues_exactly(tokenizer: PreTrainedTokenizerFast, 
 def test_visits_are_known_before_the_order_is_drawn(weight: float) -> None:
     for rows in (1, 5, 40):
         order = Visits([rows], [weight], shuffle=False, seed=3)
-        assert DatasetConfig(weight=weight).visits(rows) == len(order) == len(list(order))
+        assert DatasetConfig(weight=weight).count_visits(rows) == len(order) == len(list(order))

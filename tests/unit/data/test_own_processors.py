@@ -111,7 +111,7 @@ def test_a_stream_treats_processors_as_files_do(bad_rows: Any) -> None:
         return None if row["prompt"] == "no" else nemo_rl(row, *others)
 
     data = DataConfig(train_path="some/name", streaming=True, bad_rows=bad_rows, shuffle=False, processor="my.picky")
-    (config,) = data.training.values()
+    (config,) = data.training_sets.values()
     loader = StreamLoader(
         [ROW, {"prompt": "no"}, ROW],
         config=config,

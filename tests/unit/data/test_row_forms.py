@@ -72,7 +72,7 @@ def test_a_recipe_reads_rows_of_its_dataset(given: list[str], recipe: str) -> No
     others = [one for one in given if not one.startswith("data.train_path")]
     config = compose_config([*others, f"data={recipe}", *FURTHER.get(recipe, [])])
     data, task = config.data, config.data.task_name
-    (one,) = data.training.values()
+    (one,) = data.training_sets.values()
     environments = {name: env.type for name, env in config.env.items()}
     formed = RowCheck(one, data, environments).in_form(row)
     assert isinstance(formed, dict), formed

@@ -90,7 +90,7 @@ def final(name: str, prompt: int, response: int, routed: Any = None) -> Any:
 
 
 def on_platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(device, "current_platform", lambda: SimpleNamespace(name=name))
+    monkeypatch.setattr(device, "detect_platform", lambda: SimpleNamespace(name=name))
 
 
 def test_stages_of_a_cpu_engine_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:

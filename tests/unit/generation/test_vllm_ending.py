@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_grpo.cluster.guardian import shared_files
+from megatron_grpo.cluster.cleanup import find_shared_files
 from megatron_grpo.generation.shutdown import EngineProcesses, end_processes
 
 FAMILY = """
@@ -94,5 +94,5 @@ def test_all_kinds_of_shared_memory_that_vllm_leaves_are_found() -> None:
             file.write_bytes(bytes(mmap.PAGESIZE))
             stack.enter_context(mmap.mmap(stack.enter_context(file.open("r+b")).fileno(), 0))
         own = psutil.Process()
-        assert shared_files(own) & {*files} == {files[0]}
-        assert shared_files(own, killed=True) & {*files} == {*files[:2]}
+        assert find_shared_files(own) & {*files} == {files[0]}
+        assert find_shared_files(own, killed=True) & {*files} == {*files[:2]}

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_grpo.losses.divergence import divergences, effective_sample_size, inconsistent_sequences
+from megatron_grpo.losses.divergence import divergences, effective_sample_size, find_inconsistent_sequences
 
 
 def exact_kl(p: torch.Tensor, q: torch.Tensor) -> float:
@@ -61,9 +61,9 @@ def test_inconsistent_responses_are_found() -> None:
     prev[4] -= math.log(4.0)  # response 1: mean (4 + 1 + 1) / 3, also when the training framework finds it unlikelier
     prev[7] += 50.0  # response 2: outside the mask, so nothing of it counts
     prev[10] = math.nan
-    found, metrics = inconsistent_sequences(mask, prev, generation, lengths, threshold=1.3)
+    found, metrics = find_inconsistent_sequences(mask, prev, generation, lengths, threshold=1.3)
     assert found.tolist() == [False, True, False, True]
     assert metrics["num_masked_seqs"] == 2
-    all_but_nan, metrics = inconsistent_sequences(mask[:9], prev[:9], generation[:9], lengths[:3], threshold=2.0)
+    all_but_nan, metrics = find_inconsistent_sequences(mask[:9], prev[:9], generation[:9], lengths[:3], threshold=2.0)
     assert all_but_nan.tolist() == [False, False, False]
     assert metrics == {"max_seq_mult_prob_error": pytest.approx(2.0, rel=1e-6), "num_masked_seqs": 0}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenFields
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.losses.divergence import inconsistent_sequences
+from megatron_grpo.losses.divergence import find_inconsistent_sequences
 from megatron_grpo.losses.loss import Segments
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.support.loss_oracle import CONFIGS, counts_of, random_batch
@@ -114,6 +114,6 @@ def test_removed_tokens_do_not_make_a_response_inconsistent() -> None:
     mask = torch.ones(5)
     generation = torch.full((5,), -1.0)
     prev = torch.tensor([-1.0, -math.inf, -1.0 + math.log(1.5), -math.inf, -math.inf])
-    beyond, metrics = inconsistent_sequences(mask, prev, generation, [3, 2], threshold=1.3)
+    beyond, metrics = find_inconsistent_sequences(mask, prev, generation, [3, 2], threshold=1.3)
     assert beyond.tolist() == [False, False]
     assert metrics["max_seq_mult_prob_error"] == pytest.approx(1.25)

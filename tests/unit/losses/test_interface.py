@@ -42,7 +42,7 @@ def test_counts_are_sums_of_weights() -> None:
         [(2, 3, True, True), (1, 4, True, False), (1, 5, False, True), (1, 0, True, True)], correct_known=True
     )
     batch.weights = np.array([0.5, 1.0, 0.25, 0.75], dtype=np.float32)
-    assert GlobalCounts.of(batch, np.arange(4)) == GlobalCounts(
+    assert GlobalCounts.count(batch, np.arange(4)) == GlobalCounts(
         tokens=7.0, sequences=1.5, all_sequences=2.5, positive_tokens=1.5, token_weight=5.5 / 7
     )
 
@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_masks(responses: list[Response], correct_known:
     chosen = data.draw(st.lists(st.sampled_from(range(len(responses))), unique=True) if responses else st.just([]))
     masks = [mask_of(responses[number]) for number in chosen]
     assume(any(map(sum, masks)))
-    counts = GlobalCounts.of(make_step(responses, correct_known=correct_known), np.array(chosen, dtype=np.int64))
+    counts = GlobalCounts.count(make_step(responses, correct_known=correct_known), np.array(chosen, dtype=np.int64))
     correct = [mask for number, mask in zip(chosen, masks, strict=True) if correct_known and responses[number][3]]
     assert counts == GlobalCounts(
         tokens=sum(map(sum, masks)),
@@ -74,9 +74,9 @@ def test_counts_are_those_of_the_masks(responses: list[Response], correct_known:
 def test_a_step_without_a_token_in_the_loss_is_a_defect(responses: list[Response]) -> None:
     batch = make_step(responses, correct_known=True)
     with pytest.raises(AssertionError, match="a token to learn from"):
-        GlobalCounts.of(batch, np.arange(len(responses)))
+        GlobalCounts.count(batch, np.arange(len(responses)))
     with pytest.raises(AssertionError, match="a token to learn from"):
-        GlobalCounts.of(batch, np.array([], dtype=np.int64))
+        GlobalCounts.count(batch, np.array([], dtype=np.int64))
 
 
 SHARES = st.lists(
@@ -141,10 +141,10 @@ def test_a_loss_looks_at_what_it_says_that_it_reads(kind: str) -> None:
         watched = Watched(**tokens.as_dict())
         loss_fn(curr, watched, counts_of(tokens))
         looked_at |= watched.seen
-        assert watched.seen <= {*loss_fn.reads, *OF_THE_RANK}
+        assert watched.seen <= {*loss_fn.field_names, *OF_THE_RANK}
         # loss_mask is made on the rank, of "sampled".
-        assert {"sampled"} <= set(loss_fn.reads) <= STORED_DTYPES.keys()
-    assert looked_at >= {*LOSSES[kind][0].reads} - {"sampled"}
+        assert {"sampled"} <= set(loss_fn.field_names) <= STORED_DTYPES.keys()
+    assert looked_at >= {*LOSSES[kind][0].field_names} - {"sampled"}
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -152,5 +152,5 @@ def test_entries_that_a_loss_does_not_read_change_nothing(kind: str) -> None:
     curr, tokens = everything(21)
     counts = counts_of(tokens)
     for loss_fn in LOSSES[kind]:
-        fetched = replace(tokens, **dict.fromkeys(NAMES - {*loss_fn.reads, *OF_THE_RANK}))
+        fetched = replace(tokens, **dict.fromkeys(NAMES - {*loss_fn.field_names, *OF_THE_RANK}))
         torch.testing.assert_close(loss_fn(curr, fetched, counts), loss_fn(curr, tokens, counts), atol=0, rtol=0)

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.platform import hooks as registry
-from megatron_grpo.platform.hooks import LIBRARIES, Hook, check_hooks, hooks, untried_versions
+from megatron_grpo.platform.hooks import LIBRARIES, Hook, check_hooks, find_untried_versions, load_hooks
 
 ROOT = Path(__file__).parents[3]
 OWN_METHODS = {"_convert", "_replace", "_fields", "_link_", "_mark_", "_number_"}
@@ -56,8 +56,8 @@ def used_hooks(tree: ast.AST) -> Iterator[str]:
 
 def test_rows_of_installed_libraries_are_there() -> None:
     missing = []
-    for hook in hooks():
-        if LIBRARIES[hook.library].installed() is None:
+    for hook in load_hooks():
+        if LIBRARIES[hook.library].find_installed() is None:
             continue
         try:
             importlib.import_module(hook.module)
@@ -68,11 +68,11 @@ def test_rows_of_installed_libraries_are_there() -> None:
     assert not missing
     check_hooks("cpu")
     check_hooks("cuda")
-    assert not list(untried_versions())
+    assert not list(find_untried_versions())
 
 
 def test_every_hook_of_the_package_has_a_row() -> None:
-    rows = {name for hook in hooks() for name in hook.names}
+    rows = {name for hook in load_hooks() for name in hook.names}
     without = {
         f"{file.relative_to(ROOT)}: {name}"
         for file in [*ROOT.glob("megatron_grpo/**/*.py"), *ROOT.glob("kernels/**/*.py")]
@@ -84,7 +84,7 @@ def test_every_hook_of_the_package_has_a_row() -> None:
 
 def test_every_row_is_used() -> None:
     text = "".join(file.read_text() for file in ROOT.glob("megatron_grpo/**/*.py"))
-    assert not [hook for hook in hooks() if hook.names[-1] not in text]
+    assert not [hook for hook in load_hooks() if hook.names[-1] not in text]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_missing_symbol_is_one_clear_error(
     monkeypatch.setitem(sys.modules, "made_up", ModuleType("made_up"))
     del sys.modules["made_up"]
     monkeypatch.setitem(LIBRARIES, "made-up", registry.Library("made_up", ">=1,<2", ("pytest",)))
-    monkeypatch.setattr(registry, "hooks", lambda: (Hook("made-up", "both", module, names, "a reason"),))
+    monkeypatch.setattr(registry, "load_hooks", lambda: (Hook("made-up", "both", module, names, "a reason"),))
     check_hooks("cuda")  # not imported here: nothing to look for
     importlib.import_module("made_up")
     if not missing:
@@ -124,7 +124,7 @@ def test_a_missing_symbol_is_one_clear_error(
 
 def test_an_untried_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIBRARIES, "made-up", registry.Library("made_up", "<1", ("pytest",)))
-    assert [name for name, _, _ in untried_versions()] == ["pytest"]
+    assert [name for name, _, _ in find_untried_versions()] == ["pytest"]
 
 
 def test_dependencies_stay_within_the_tried_versions() -> None:

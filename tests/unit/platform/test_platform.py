@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.platform.megatron_on_cpu import CUDA_MODULES, FACTORIES, apply_patches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is only used without CUDA")
@@ -122,5 +122,5 @@ def test_rng_tracker_draws_from_its_own_states() -> None:
 
 
 def test_platform_is_the_cpu_here() -> None:
-    platform = current_platform()
+    platform = detect_platform()
     assert (platform.name, platform.backend, platform.device) == ("cpu", "gloo", torch.device("cpu"))

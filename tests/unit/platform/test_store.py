@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from megatron_grpo.platform.device import open_store, reach_store
+from megatron_grpo.platform.device import connect_store, open_store
 
 
 def test_a_store_is_reached_at_its_address() -> None:
     store = open_store("127.0.0.1", 10.0)
-    reach_store(store.host, store.port, 10.0).set("key", "value")
+    connect_store(store.host, store.port, 10.0).set("key", "value")
     assert store.get("key") == b"value"
 
 
@@ -21,5 +21,5 @@ def test_a_closed_store_is_noticed_at_once() -> None:
     del store
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=f"no store listens at {host}:{port}"):
-        reach_store(host, port, 10.0)
+        connect_store(host, port, 10.0)
     assert time.monotonic() - began < 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, Problem
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.preflight.load import compose_config
 
@@ -24,7 +24,7 @@ def problems_of(*overrides: str) -> list[Problem]:
 
 
 def test_the_published_variants_are_presets() -> None:
-    assert config_groups()["variant"] == VARIANTS
+    assert list_config_groups()["variant"] == VARIANTS
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -33,7 +33,7 @@ def test_every_variant_composes_with_the_quickstart(variant: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", config_groups()["exp"])
+@pytest.mark.parametrize("recipe", list_config_groups()["exp"])
 def test_every_variant_composes_with_the_recipes(recipe: str) -> None:
     if compose_config([f"+exp={recipe}"]).algorithm == "grpo":
         for variant in VARIANTS:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.algorithms.grpo import async_grpo_train
-from megatron_grpo.config.metric_names import step_metrics
+from megatron_grpo.config.metric_names import list_step_metrics
 from megatron_grpo.preflight.load import compose_config, summarize_run
 from megatron_grpo.preflight.remarks import find_remarks
 from tests.support.config_problems import problems_of
@@ -28,8 +28,8 @@ def test_the_recipe_and_the_algorithm() -> None:
     assert config.loss_fn.use_importance_sampling_correction
     assert list(find_remarks(config)) == []
     assert "quickstart_async, asynchronous GRPO, up to 400 steps" in summarize_run(config, None)
-    assert "trajectory_age" in step_metrics(config)
-    assert "trajectory_age" not in step_metrics(compose_config(["+exp=quickstart"]))
+    assert "trajectory_age" in list_step_metrics(config)
+    assert "trajectory_age" not in list_step_metrics(compose_config(["+exp=quickstart"]))
 
 
 def test_samples_of_earlier_weights_need_a_correction() -> None:
@@ -97,5 +97,5 @@ def test_a_factor_that_leaves_no_choice(factor: float, age: int, text: str) -> N
 def test_oversampling_has_metrics_of_its_own() -> None:
     config = compose_config(["+exp=quickstart_async", "grpo.async_grpo.oversampling_factor=1.5"])
     assert list(find_remarks(config)) == []
-    assert "oversampling_resumed" in step_metrics(config)
-    assert "oversampling_resumed" not in step_metrics(compose_config(["+exp=quickstart_async"]))
+    assert "oversampling_resumed" in list_step_metrics(config)
+    assert "oversampling_resumed" not in list_step_metrics(compose_config(["+exp=quickstart_async"]))

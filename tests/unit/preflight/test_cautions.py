@@ -46,7 +46,7 @@ def test_reward_ranks_checkpoints_where_nothing_is_validated() -> None:
     assert said(QUICKSTART, *off) == {subject: "is of a validation, and this run has none; reward ranks checkpoints"}
     assert said(QUICKSTART, *off, "checkpointing.metric_name=null") == {}
     config = compose_config([QUICKSTART, *off, "checkpointing.higher_is_better=false"])
-    assert (config.keeping.metric_name, config.keeping.higher_is_better) == ("reward", True)
+    assert (config.ranked_checkpointing.metric_name, config.ranked_checkpointing.higher_is_better) == ("reward", True)
 
 
 def test_reinforce_on_several_optimizer_steps() -> None:

@@ -148,8 +148,8 @@ def test_a_hub_name_in_the_cache_is_found(
 
 def test_a_driver_without_a_gpu_cannot_estimate_advantages_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cluster has GPUs, and may be elsewhere."""
-    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.visible_gpus", lambda: 0)
-    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.unreachable", lambda address: None)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.count_visible_gpus", lambda: 0)
+    monkeypatch.setattr("megatron_grpo.preflight.machine_checks.check_reachable", lambda address: None)
     config = compose_config(["+exp=quickstart_ppo", "cluster.gpus_per_node=8", "cluster.ray_address=10.0.0.1:6379"])
     assert examine_machine(config)[0] == []
     config.ppo.calculate_advantages_on_gpu = True

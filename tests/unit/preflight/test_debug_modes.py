@@ -135,7 +135,7 @@ def test_without_training_no_checkpoint_is_ranked_and_no_gpu_of_a_policy_needed(
     keys = ["checkpointing.keep_top_k=2", "checkpointing.metric_name=nothing", "cluster.gpus_per_node=1"]
     keys.append("policy.parallel.data=4")
     config = compose_config([*given, "debug.train=false", *keys, "generation.parallel.data=1"])
-    assert not config.saves
+    assert not config.has_checkpoints
     assert "nothing is trained" in summarize_run(config, None)
     assert "checkpointing.metric_name=nothing" in problems_of([*given, *keys[:2]])
 

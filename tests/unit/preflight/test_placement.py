@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron_grpo.config.suggestions import counterpart
+from megatron_grpo.config.suggestions import describe_counterpart
 from megatron_grpo.models.families import parse_model_shape
 from megatron_grpo.preflight.config_checks import find_config_problems
 from megatron_grpo.preflight.engine_checks import find_length_problems, find_placement_problems
@@ -94,7 +94,7 @@ def test_nothing_samples_ahead_of_training() -> None:
     for algorithm in ("grpo", "ppo"):
         config = compose_config(["+exp=quickstart", COLOCATED])
         config.algorithm = algorithm  # type: ignore[assignment]
-        config.loop.async_grpo.enabled = True
+        config.training_loop.async_grpo.enabled = True
         (problem,) = find_placement_problems(config)
         assert problem.subject == COLOCATED
         assert f"use separate, or {algorithm}.async_grpo.enabled=false" in problem.text
@@ -102,11 +102,11 @@ def test_nothing_samples_ahead_of_training() -> None:
 
 def test_on_a_cpu_layouts_are_free() -> None:
     """There is no device that two could want."""
-    assert compose_config(["+exp=quickstart", COLOCATED, "generation.parallel.data=2"]).generation.colocated
+    assert compose_config(["+exp=quickstart", COLOCATED, "generation.parallel.data=2"]).generation.is_colocated
 
 
 @pytest.mark.parametrize(
     "name", ["policy.generation.colocated.enabled", "vllm_mode", "actor_rollout_ref.hybrid_engine"]
 )
 def test_other_frameworks_have_other_names_for_it(name: str) -> None:
-    assert str(counterpart(name, "grpo")).endswith(" is generation.placement here")
+    assert str(describe_counterpart(name, "grpo")).endswith(" is generation.placement here")

@@ -137,7 +137,7 @@ def test_filters_that_training_repeats_go_with_what_compares(
     given: list[str], filters: list[str], options: list[str]
 ) -> None:
     config = compose_config([*given, *filters, *options])
-    assert config.generation.filters_in_training
+    assert config.generation.has_training_filter
     assert not any(one.key.startswith("generation.") for one in find_remarks(config))
 
 
@@ -155,7 +155,7 @@ def test_filters_that_training_repeats_go_with_what_compares(
 )
 def test_when_training_repeats_the_filter(given: list[str], overrides: list[str], repeats: bool) -> None:
     config = compose_config([*given, *overrides])
-    assert config.generation.filters_in_training == repeats
+    assert config.generation.has_training_filter == repeats
     known = training_filter(config.generation)
     assert (known is not None) == repeats
     if known is not None:

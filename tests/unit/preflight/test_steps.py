@@ -64,8 +64,8 @@ def test_other_negative_numbers_are_none(given: list[str]) -> None:
 
 @pytest.mark.parametrize(("ratio", "steps", "warmup"), [(0.1, 100, 10), (0.1, 101, 11), (0.0, 9, 0), (1.0, 7, 7)])
 def test_a_warm_up_is_a_share_of_the_schedule(ratio: float, steps: int, warmup: int) -> None:
-    assert OptimizerConfig(warmup_ratio=ratio).warmup(steps) == warmup
-    assert OptimizerConfig(warmup_steps=5).warmup(steps) == 5
+    assert OptimizerConfig(warmup_ratio=ratio).count_warmup_steps(steps) == warmup
+    assert OptimizerConfig(warmup_steps=5).count_warmup_steps(steps) == 5
 
 
 def test_two_ways_to_say_how_long_the_warm_up_is(given: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.config.overrides import list_config_groups
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.remarks import find_unused_settings
 
@@ -20,7 +20,7 @@ def test_nothing_in_the_recipes_is_unused(recipe: str) -> None:
     assert unused(f"+exp={recipe}") == {}
 
 
-@pytest.mark.parametrize("variant", config_groups()["variant"])
+@pytest.mark.parametrize("variant", list_config_groups()["variant"])
 def test_with_minibatches_nothing_in_a_preset_is_unused(variant: str) -> None:
     assert unused("+exp=quickstart", f"+variant={variant}", MINIBATCHES) == {}
 

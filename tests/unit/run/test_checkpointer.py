@@ -110,7 +110,7 @@ def test_a_value_that_is_not_finite_ranks_last(tmp_path: Path, higher_is_better:
 def test_checkpoints_that_a_replay_needs_are_kept_besides(tmp_path: Path) -> None:
     for step in range(1, 8):
         checkpointer = Checkpointer(tmp_path, CheckpointingConfig(keep_top_k=1, metric_name=None))
-        checkpointer.keep_forever = LoggerConfig(replay_every=3).needed_by_a_replay
+        checkpointer.keep_forever = LoggerConfig(replay_every=3).is_replay_start
         checkpointer.begin(step, state_of(step, None), {}, fake_models(step, "megatron"))
         checkpointer.finish()
     assert checkpointer.list_steps() == [2, 5, 7]

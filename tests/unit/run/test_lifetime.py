@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.cluster.guardian import keep_sigterm_handler, sigterm_interrupts
+from megatron_grpo.cluster.cleanup import interrupt_on_sigterm, keep_sigterm_handler
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.observability.summary import RunEnd, write_summary
 from megatron_grpo.run.lifetime import Startup, record_end
@@ -128,9 +128,9 @@ def test_a_full_disk_does_not_hide_why_a_run_ended(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from megatron_grpo.cluster.guardian import guarded
+from megatron_grpo.cluster.cleanup import cleanup_after_kill
 from megatron_grpo.observability.summary import make_killed_run_command
-with guarded(if_killed=make_killed_run_command(Path(sys.argv[1]), 4, report=True)):
+with cleanup_after_kill(if_killed=make_killed_run_command(Path(sys.argv[1]), 4, report=True)):
     print("up", flush=True)
     sys.stdin.readline()
 """
@@ -162,7 +162,7 @@ def test_the_guardian_writes_for_a_driver_that_was_killed(killed: bool, tmp_path
 
 
 def test_sigterm_interrupts_whatever_a_library_made_of_it() -> None:
-    with sigterm_interrupts():
+    with interrupt_on_sigterm():
         with keep_sigterm_handler():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):

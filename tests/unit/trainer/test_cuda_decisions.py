@@ -230,8 +230,8 @@ def test_a_deterministic_rank_asks_torch_cublas_and_nccl(
         asked.append(torch.are_deterministic_algorithms_enabled())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_grpo.platform.device.current_platform", lambda: CUDA)
-    monkeypatch.setattr("megatron_grpo.platform.device.reach_store", lambda *_: None)
+    monkeypatch.setattr("megatron_grpo.platform.device.detect_platform", lambda: CUDA)
+    monkeypatch.setattr("megatron_grpo.platform.device.connect_store", lambda *_: None)
     monkeypatch.setattr(parallel, "initialize_parallel", initialize)
     monkeypatch.setattr(PolicyActor, "import_packages", lambda _: None)
     (tmp_path / "config.json").write_text("{}")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.trainer.model.attention import TorchCoreAttention
 from megatron_grpo.trainer.model.packed_sequences import PackedLayout, lay_out, packed_sequences
 
@@ -93,7 +93,7 @@ def test_attention_is_that_of_each_sequence(
     placed = ranks(lengths, size)
     sources = torch.from_numpy(np.concatenate([one.source for one in placed])).clamp(min=0)
     windows = {"window_size": window and (window - 1, 0), "window_attn_skip_freq": [0, 1]}
-    config: Any = SimpleNamespace(context_parallel_size=1, platform=current_platform(), **windows)
+    config: Any = SimpleNamespace(context_parallel_size=1, platform=detect_platform(), **windows)
     attention = TorchCoreAttention(config, layer_number=2)
     assert attention.window == window
     assert TorchCoreAttention(config, layer_number=1).window is None

@@ -47,4 +47,4 @@ def test_half_of_the_cores_are_left_to_engines_that_sample_meanwhile(
 
 @pytest.mark.parametrize(("enabled", "age", "ahead"), [(True, 1, True), (True, 0, False), (False, 1, False)])
 def test_without_age_nothing_is_sampled_meanwhile(enabled: bool, age: int, ahead: bool) -> None:
-    assert AsyncGRPOConfig(enabled=enabled, max_trajectory_age_steps=age).samples_ahead == ahead
+    assert AsyncGRPOConfig(enabled=enabled, max_trajectory_age_steps=age).can_sample_ahead == ahead

@@ -74,7 +74,7 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(transport, "SETTLE_S", SETTLE_S)
     timeout_s = DEADLINE_S if request.node.callspec.params["fault"] in SILENT else LONG_S
     config = RefitConfig(bucket_mib=0.006, timeout_s=timeout_s, retries=1, shared_memory=False)
-    monkeypatch.setattr(reshard, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(reshard, "find_node_address", lambda: "127.0.0.1")
     policy, generation = Policy(request.param, ParallelConfig(tensor=2)), Generation(request.param, engines=2, ranks=2)
     made: Any = FaultyReshard(policy, generation, config)  # type: ignore[arg-type]
     yield Scene(policy, generation, made)

@@ -103,7 +103,7 @@ def test_a_kernel_whose_tensors_graphs_have_captured_stays_on_a_gpu(monkeypatch:
     kernel = object()
     layer: Any = SimpleNamespace(quant_method=SimpleNamespace(moe_kernel=kernel))
     platform = Platform("cuda", torch.device("cuda", 0), "nccl")
-    monkeypatch.setattr(engine_layers, "current_platform", lambda: platform)
+    monkeypatch.setattr(engine_layers, "detect_platform", lambda: platform)
     assert engine_layers.forget_kernel(layer) is None
     assert layer.quant_method.moe_kernel is kernel
 

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import in_words, keys, known_key, leaves, members
+from megatron_grpo.config.errors import Problem, to_text
+from megatron_grpo.config.keys import describe_type, find_key, flatten, list_members, read_keys
 from megatron_grpo.config.schema import MISSING, Config
-from megatron_grpo.config.suggestions import unknown_key, unknown_names
+from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_keys
 
 _ADAPTER = TypeAdapter(Config)
 
@@ -22,7 +22,7 @@ _OF_LISTS = {
 """Advice where a list is given instead of one path."""
 
 
-def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
+def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
     """The values as a Config (None if defaults do not make them valid), and their problems.
 
     Args:
@@ -41,7 +41,7 @@ def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[P
     return None, problems
 
 
-def converted(name: str, text: str, kind: Any) -> Any:
+def convert_argument(name: str, text: str, kind: Any) -> Any:
     """The value of a command's own argument NAME=TEXT, for a type of the schema; a list is written [a,b].
 
     Raises:
@@ -51,16 +51,16 @@ def converted(name: str, text: str, kind: Any) -> Any:
     try:
         return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except ValidationError:
-        raise ValueError(f"{name}={shown(text)} must be {in_words(kind)}") from None
+        raise ValueError(f"{name}={to_text(text)} must be {describe_type(kind)}") from None
 
 
-def missing(values: dict[str, Any], already: set[str]) -> list[Problem]:
+def find_missing_keys(values: dict[str, Any], already: set[str]) -> list[Problem]:
     """Required keys without a value that no other problem names."""
-    given = dict(leaves(values))
+    given = dict(flatten(values))
     replaced = {"data.train_path"} if any(name.startswith("data.train_sets") for name in given) else set()
     return [
         Problem(name, f"is required: {' '.join(key.doc.split())}")
-        for name, key in keys().items()
+        for name, key in read_keys().items()
         if name not in already | replaced and "<" not in name and given.get(name) == MISSING
     ]
 
@@ -68,10 +68,10 @@ def missing(values: dict[str, Any], already: set[str]) -> list[Problem]:
 def _booleans(values: dict[str, Any]) -> list[Problem]:
     """Remove booleans given for numbers or texts, which pydantic would read as 1 and 0, and report them."""
     wrong = []
-    for name, value in list(leaves(values)):
-        key = known_key(name) if isinstance(value, bool) else None
-        if key is not None and "true or false" not in keys()[key].type:
-            wrong.append(Problem(f"{name}={value}", f"must be {keys()[key].type}"))
+    for name, value in list(flatten(values)):
+        key = find_key(name) if isinstance(value, bool) else None
+        if key is not None and "true or false" not in read_keys()[key].type:
+            wrong.append(Problem(f"{name}={value}", f"must be {read_keys()[key].type}"))
             _remove(values, tuple(name.split(".")))
     return wrong
 
@@ -80,22 +80,22 @@ def _problems(detail: ErrorDetails, algorithm: str) -> list[Problem]:
     """The problems in words: of an unknown section of another framework, one for each of its settings."""
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         name = ".".join(str(part) for part in detail["loc"])
-        return [unknown_key(one, algorithm) for one in unknown_names(name, detail["input"])]
+        return [describe_unknown_key(one, algorithm) for one in list_unknown_keys(name, detail["input"])]
     return [_misfit(detail)]
 
 
 def _misfit(detail: ErrorDetails) -> Problem:
     """The problem of a value that does not fit its key."""
     name = ".".join(str(part) for part in detail["loc"])
-    subject = f"{name}={shown(detail['input'])}"
-    key = known_key(name)
+    subject = f"{name}={to_text(detail['input'])}"
+    key = find_key(name)
     if key is not None:
         hint = _OF_LISTS.get(name, "") if isinstance(detail["input"], list) else ""
-        return Problem(subject, f"must be {keys()[key].type}{hint}")
-    whole = known_key(".".join(str(part) for part in detail["loc"][:-1]))
+        return Problem(subject, f"must be {read_keys()[key].type}{hint}")
+    whole = find_key(".".join(str(part) for part in detail["loc"][:-1]))
     if whole is not None:
-        return Problem(subject, f"is an element of what must be {keys()[whole].type}")
-    found = members(name)
+        return Problem(subject, f"is an element of what must be {read_keys()[whole].type}")
+    found = list_members(name)
     return Problem(subject, f"must be a section with keys of its own{': ' if found else ''}{', '.join(found)}")
 
 

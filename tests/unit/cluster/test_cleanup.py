@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_grpo.cluster.guardian import REFRESH_S
+from megatron_grpo.cluster.cleanup import REFRESH_S
 
 # The child ignores SIGTERM and has a session of its own; its child outlives it.
 CHILD = "import subprocess, time; subprocess.Popen(['sleep', '300'], start_new_session=True); time.sleep(300)"
 DRIVER = f"""
 import subprocess, sys, time
-from megatron_grpo.cluster.guardian import guarded
-with guarded():
+from megatron_grpo.cluster.cleanup import cleanup_after_kill
+with cleanup_after_kill():
     child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True)
     print("up", flush=True)
     sys.stdin.readline()
@@ -33,7 +33,9 @@ def let_look(driver: int) -> None:
     while "psutil" not in maps and time.monotonic() < deadline:
         time.sleep(0.1)
         guardians = [
-            one for one in psutil.Process(driver).children() if any("guardian" in part for part in one.cmdline()[1:3])
+            one
+            for one in psutil.Process(driver).children()
+            if any("cluster.cleanup" in part for part in one.cmdline()[1:3])
         ]
         maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in guardians)
     time.sleep(2 * REFRESH_S)
@@ -52,7 +54,7 @@ def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     assert driver.stdout.readline() == "up\n"
     let_look(driver.pid)
     family = psutil.Process(driver.pid).children(recursive=True)
-    sleepers = [process for process in family if "guardian" not in " ".join(process.cmdline())]
+    sleepers = [process for process in family if "cluster.cleanup" not in " ".join(process.cmdline())]
     assert len(sleepers) == 2
     if not killed:
         driver.stdin.write("\n")
@@ -76,8 +78,8 @@ time.sleep(300)
 """
 FORGETFUL_DRIVER = f"""
 import subprocess, sys
-from megatron_grpo.cluster.guardian import guarded
-with guarded() as remove_if_killed:
+from megatron_grpo.cluster.cleanup import cleanup_after_kill
+with cleanup_after_kill() as remove_if_killed:
     remove_if_killed(sys.argv[1])
     subprocess.Popen([sys.executable, "-c", {SHARING!r}], start_new_session=True)
     sys.stdin.readline()
@@ -117,8 +119,8 @@ def test_what_a_killed_driver_made_is_removed(killed: bool, tmp_path: Path) -> N
 
 LOSING_DRIVER = f"""
 import subprocess, sys
-from megatron_grpo.cluster.guardian import guarded
-with guarded():
+from megatron_grpo.cluster.cleanup import cleanup_after_kill
+with cleanup_after_kill():
     children = [subprocess.Popen([sys.executable, "-c", {SHARING!r}]) for _ in range(2)]
     sys.stdin.readline()
     children[0].kill()
@@ -152,8 +154,8 @@ def test_what_a_lost_process_shared_is_freed_and_nothing_else() -> None:
 
 ORPHANING_DRIVER = f"""
 import os, signal, subprocess, sys, time
-from megatron_grpo.cluster.guardian import guarded
-with guarded():
+from megatron_grpo.cluster.cleanup import cleanup_after_kill
+with cleanup_after_kill():
     child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True)
     print("up", flush=True)
     sys.stdin.readline()

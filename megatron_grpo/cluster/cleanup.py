@@ -42,7 +42,7 @@ _SEMAPHORES = "/dev/shm/sem.mp-"
 """Beginning of the names of semaphores that the end of a process by a signal leaves behind."""
 
 
-def shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
+def find_shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
     """Files of the shared memory that a process has mapped; empty if the process is gone.
 
     With `killed` semaphores too, which a process that ends by itself removes.
@@ -55,18 +55,18 @@ def shared_files(process: psutil.Process, *, killed: bool = False) -> set[Path]:
     return {Path(file) for file in files if _SEGMENTS.match(file) or (killed and file.startswith(_SEMAPHORES))}
 
 
-def free(segments: Iterable[Path]) -> None:
+def remove_segments(segments: Iterable[Path]) -> None:
     """Remove the segments' files; memory is freed when the last process that has mapped it ends."""
     for segment in segments:
         segment.unlink(missing_ok=True)
 
 
-Remove = Callable[[str], None]
+FolderRemover = Callable[[str], None]
 """Tells the guardian of a folder that it removes if the driver is killed."""
 
 
 @contextmanager
-def guarded(if_killed: Sequence[str] = ()) -> Iterator[Remove]:
+def cleanup_after_kill(if_killed: Sequence[str] = ()) -> Iterator[FolderRemover]:
     """Kill all processes that this process started in the body if it is killed there.
 
     If the body ends by itself, the guardian kills only orphans: processes whose parent was started by the body and
@@ -125,7 +125,7 @@ def main(driver: int, if_killed: Sequence[str]) -> None:
 
 
 def _mapped(processes: Iterable[psutil.Process]) -> set[Path]:
-    return set().union(*(shared_files(process, killed=True) for process in processes))
+    return set().union(*(find_shared_files(process, killed=True) for process in processes))
 
 
 def _end(driver: int, started: set[psutil.Process], shared: set[Path], *, spare: bool) -> None:
@@ -151,7 +151,7 @@ def _end(driver: int, started: set[psutil.Process], shared: set[Path], *, spare:
             process.kill()
     if spare and psutil.pid_exists(driver):
         spared.add(psutil.Process(driver))
-    free(shared - _mapped(spared))
+    remove_segments(shared - _mapped(spared))
 
 
 def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
@@ -160,7 +160,7 @@ def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
             children[process.ppid()].append(process)
-    waiting = [process for process in known if lives(process)]
+    waiting = [process for process in known if is_alive(process)]
     family = set(waiting)
     waiting += children[driver]
     while waiting:
@@ -170,7 +170,7 @@ def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
     return {process for process in family if process.pid not in (driver, os.getpid())}
 
 
-def lives(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """Whether a process still runs; a zombie does not."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -178,7 +178,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """Let SIGTERM (Slurm's preemption, `kill`) unwind like Ctrl-C, so that every process is ended."""
 
     def interrupt(*_: Any) -> None:
