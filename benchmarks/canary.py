@@ -26,7 +26,7 @@ from megatron_grpo.cluster.machines import prepare_ray_environment
 prepare_ray_environment()  # before anything imports Ray
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
-from megatron_grpo.algorithms.loop import StepReport  # noqa: E402
+from megatron_grpo.algorithms.step_report import StepReport  # noqa: E402
 from megatron_grpo.config.generation_schema import RefitConfig  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
 

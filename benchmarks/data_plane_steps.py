@@ -15,10 +15,12 @@ import ray
 import torch
 from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, start_ray
 
-from megatron_grpo.algorithms.context import GRPORun, Placement, make_save_state
+from megatron_grpo.algorithms.context import GRPORun, make_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
-from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.loop import train_steps
+from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.algorithms.records import RolloutDumps, describe_run
+from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.batch.trajectory import Span

@@ -33,11 +33,13 @@ from simulated_cluster import LogicalRay, start_hosts
 from simulated_engine import SimulatedEngine
 from simulated_parts import SimulatedRank, Times
 
-from megatron_grpo.algorithms.context import GRPORun, Placement, make_save_state
+from megatron_grpo.algorithms.context import GRPORun, make_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
-from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.loop import train_steps
+from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.algorithms.records import RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
+from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config

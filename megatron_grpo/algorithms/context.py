@@ -2,108 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar
 
+from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.algorithms.prob_error import ProbErrorState
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepCheck
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup
-from megatron_grpo.cluster.futures import is_lost
-from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
 from megatron_grpo.run.user_objects import Callbacks
 from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue, ModelRanks
 from megatron_grpo.weight_sync.transport import WeightTransport
-
-logger = logging.getLogger(__name__)
-
-
-class Placement:
-    """Moves models and engines into and out of devices that they share; without shared devices its calls do nothing.
-
-    Device memory holds either models or engines, and the weights of both during a refit. At construction the engines
-    sleep and the models are on the devices.
-
-    Args:
-        engines: engines that share the devices of the models; None: engines have devices of their own.
-        policy: the model whose weights a refit sends; needed with engines.
-        others: other trained models.
-    """
-
-    def __init__(
-        self, engines: VllmGeneration | None = None, policy: ModelRanks | None = None, others: Sequence[ModelRanks] = ()
-    ) -> None:
-        self._engines, self._policy, self._others = engines, policy, others
-        self._sampling = False
-        self._unsettled = False
-        """True during a refit and after a failure, when engines may be partly awake or not answer."""
-
-    def wake_engines(self, timer: StepTimer) -> None:
-        """Make engines ready to sample until `offload_engines`, with their previous weights from host memory."""
-        if not self._sampling:
-            with self.refit(timer):
-                pass
-
-    def offload_engines(self, timer: StepTimer) -> None:
-        """Put engines to sleep and load the models onto the devices, to compute or to be saved.
-
-        Raises:
-            SamplingError: an engine failed. A second call loads the models in spite of it, so that they can be saved.
-            RunError: a rank of a model failed.
-        """
-        if self._engines is None or self._policy is None or not (self._sampling or self._unsettled):
-            return
-        with timer.phase("sleep"):
-            try:
-                self._engines.sleep()
-            except RunError as error:
-                if not self._unsettled and not is_lost(error.__cause__):  # a lost engine holds no memory
-                    self._unsettled = True
-                    raise SamplingError(str(error)) from error
-                logger.warning("the models come back to the devices, although %s", error)
-        with timer.phase("onload"):
-            for model in (self._policy, *self._others):
-                model.onload()
-        self._sampling = self._unsettled = False
-
-    @contextmanager
-    def refit(self, timer: StepTimer) -> Iterator[None]:
-        """Scope of a refit: on entry the models are on the devices, on exit the engines are ready to sample.
-
-        The optimizer and the other models are offloaded before the body, the policy's weights after it.
-        """
-        if self._engines is None or self._policy is None:
-            yield
-            return
-        self._unsettled = True  # until every part has succeeded
-        with timer.phase("offload"):
-            self._policy.offload(weights=False)
-            for model in self._others:
-                model.offload(weights=True)
-        with timer.phase("wake"):
-            self._engines.wake("weights")
-        yield
-        with timer.phase("offload"):
-            self._policy.offload(weights=True)
-        with timer.phase("wake"):
-            self._engines.wake("kv_cache")
-        self._sampling, self._unsettled = True, False
 
 
 class EarlyStopState(TypedDict):
@@ -231,3 +152,14 @@ class PPORun(GRPORun):
 
 
 SomeRun = TypeVar("SomeRun", bound=SamplingRun)
+
+
+def count_step(run: SamplingRun, metrics: Mapping[str, float]) -> None:
+    """Advance the progress of a run by a step with these metrics."""
+    state, epoch = run.state, run.loader_state()["epoch"]
+    if epoch > state["current_epoch"]:
+        state["current_epoch"] = epoch
+        state["current_step"] = 0
+    state["total_steps"] += 1
+    state["current_step"] += 1
+    state["total_valid_tokens"] += int(metrics["valid_tokens"])

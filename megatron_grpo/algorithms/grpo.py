@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState
-from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
     add_logprobs,
     build_batch,
-    compute_learning_metrics,
-    compute_sampling_metrics,
     learn,
-    make_report,
-    publish,
-    refit_policy_generation,
+    publish_and_report,
 )
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.advantages import scale_rewards
 from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.weight_sync.transport import TransferReport, WeightTransport
 
 __all__ = [
     "GRPORun",
@@ -59,6 +57,11 @@ def async_grpo_train(run: GRPORun) -> None:
     grpo_train(run)
 
 
+def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
+    """Send the policy's weights to the engines as `version`: NeMo RL's name for `WeightTransport.publish`."""
+    return transport.publish(version)
+
+
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
     """Do one step: sample, score, learn, publish. Returns None when no prompts are left.
 
@@ -89,6 +92,5 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         learned = learn(config, batch, policy, run.loss_fn, check)
     of_learning = compute_learning_metrics(learned, batch)
     assessment = assess_agreement(run, number, of_learning, samples.outcomes)
-    transfer = publish(run.transport, run.placement, number, timer)
     metrics = {**compute_sampling_metrics(config, samples, scores), **of_logprobs, **of_learning}
-    return make_report(run, samples, metrics, learned, transfer, timer.seconds, assessment)
+    return publish_and_report(run, samples, metrics, learned, assessment, timer)

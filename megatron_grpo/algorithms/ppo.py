@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import PPORun, PPOSaveState
-from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.prob_error import assess_agreement, compute_oldest_age
 from megatron_grpo.algorithms.samples import dynamic_sampling, sample
 from megatron_grpo.algorithms.setup import setup
 from megatron_grpo.algorithms.stages import (
     add_logprobs,
     build_batch,
-    compute_learning_metrics,
-    compute_sampling_metrics,
     learn,
     learn_values,
-    make_report,
-    publish,
+    publish_and_report,
 )
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
@@ -74,6 +72,5 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         of_values = learn_values(config, batch, run.value, run.value_loss_fn, check)
     of_learning = compute_learning_metrics(learned, batch)
     assessment = assess_agreement(run, number, of_learning, samples.outcomes)
-    transfer = publish(run.transport, run.placement, number, timer)
     metrics = {**compute_sampling_metrics(config, samples, scores), **of_logprobs, **of_learning, **of_values}
-    return make_report(run, samples, metrics, learned, transfer, timer.seconds, assessment)
+    return publish_and_report(run, samples, metrics, learned, assessment, timer)

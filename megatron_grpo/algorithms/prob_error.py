@@ -176,7 +176,7 @@ class Assessment:
 
     metrics: Mapping[str, float]
     remarks: Sequence[str] = ()
-    saves: bool = False
+    needs_checkpoint: bool = False
     """Whether a checkpoint after the step lets the doctor examine the next one."""
 
 
@@ -215,7 +215,7 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         run.transport.require_checks()
     can_examine = step == 1 or step - 1 in run.checkpointer.list_steps()
     remarks.append(_warning(run, step, metrics, seen, can_examine))
-    return Assessment(seen.metrics, remarks, saves=config.has_checkpoints and not can_examine)
+    return Assessment(seen.metrics, remarks, needs_checkpoint=config.has_checkpoints and not can_examine)
 
 
 def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.algorithms.context import SamplingRun
-from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.loop import train_steps
 from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.stages import compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.algorithms.step_advantages import score
+from megatron_grpo.algorithms.step_report import StepReport, compute_learning_metrics, compute_sampling_metrics
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer, compute_rates

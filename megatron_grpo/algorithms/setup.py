@@ -15,11 +15,11 @@ from typing import Any
 from megatron_grpo.algorithms.context import (
     GRPORun,
     GRPOSaveState,
-    Placement,
     PPORun,
     SamplingRun,
     make_save_state,
 )
+from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.batch.generation_requests import sampling_settings
@@ -121,9 +121,7 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
             placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
     if transport is not None:
         with startup.part("refit"):
-            with placement.refit(StepTimer()):
-                report = transport.publish(progress.state["total_steps"])
-            transport.start_serving(report)
+            publish(transport, placement, progress.state["total_steps"], StepTimer())
     sampling = _sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     if models is None:
         return sampling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -11,31 +11,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.context import GRPORun, Placement
-from megatron_grpo.algorithms.loop import StepReport
-from megatron_grpo.algorithms.prob_error import NO_FINDING, Assessment, refuse_step, require_agreement
+from megatron_grpo.algorithms.context import GRPORun
+from megatron_grpo.algorithms.placement import publish
+from megatron_grpo.algorithms.prob_error import Assessment, refuse_step, require_agreement
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
-from megatron_grpo.algorithms.step_advantages import Scores
+from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, make_report
 from megatron_grpo.batch.packing import OF_TOKENS, Cost
 from megatron_grpo.batch.replay_files import StepFigures, figures_file, write_figures
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
-from megatron_grpo.batch.trajectory import Outcome, SampledGroup
-from megatron_grpo.config.errors import ModelLostError, RunError
+from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.divergence import find_inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
-from megatron_grpo.observability.timing import StepTimer, compute_throughput, find_peak_tflops
+from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.rollout_metrics import (
-    compute_group_metrics,
-    compute_length_metrics,
-    compute_reward_function_metrics,
-    compute_rollout_metrics,
-    compute_task_metrics,
-)
 from megatron_grpo.trainer.model_ranks import (
     MegatronPolicy,
     MegatronValue,
@@ -44,7 +36,7 @@ from megatron_grpo.trainer.model_ranks import (
     RefusedStepError,
     TrainResult,
 )
-from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
+from megatron_grpo.weight_sync.transport import RefitError
 
 
 def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS) -> StepBatch:
@@ -249,142 +241,25 @@ def combine_results(results: Sequence[TrainResult], tokens: Sequence[float]) -> 
     )
 
 
-def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
-    """Make generation sample from the policy's current weights, as `version`.
-
-    Raises:
-        RefitError: a worker did not receive or verify the weights; generation refuses to sample until a refit succeeds.
-    """
-    return transport.publish(version)
-
-
-def publish(
-    transport: WeightTransport | None, placement: Placement, version: int, timer: StepTimer
-) -> TransferReport | RefitError | None:
-    """Publish the weights at the end of a step. A failure is returned, not raised; None: there are no engines.
-
-    The models have already learnt from the step, so the loop reports and saves it before a failure ends the run.
-
-    Raises:
-        ModelLostError: a rank that had to make room for the engines is gone.
-    """
-    if transport is None:
-        return None
-    try:
-        with placement.refit(timer), timer.phase("refit"):
-            report = refit_policy_generation(transport, version)
-        with timer.phase("refit"):
-            return transport.start_serving(report)
-    except CanaryFailedError as error:
-        return RefitError(f"{error}; {_differing_weights(transport, placement, timer)}")
-    except RefitError as error:
-        return error
-    except ModelLostError:
-        raise
-    except RunError as error:  # an engine did not wake up
-        return RefitError(f"publishing version {version}: {error}")
-
-
-def _differing_weights(transport: WeightTransport, placement: Placement, timer: StepTimer) -> str:
-    """The tensors in which engines differ from the policy, after a failed canary, or why they cannot be compared."""
-    try:
-        placement.offload_engines(timer)  # the models' weights may be in host memory
-        with placement.refit(timer):
-            return transport.differing_weights()
-    except RunError as error:
-        return f"the weights could not be compared: {error}"
-
-
-def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
-    """Metrics of all sampled rollouts; groups_without_signal and filtered_reward cover only those that are trained on.
-
-    groups_without_signal is the share of prompts whose samples all got the same reward (with GDPO, the same advantage);
-    it is left out with one sample to a prompt.
-    """
-    sampled: list[Outcome] = samples.sampled
-    generations = config.training_loop.num_generations_per_prompt
-    metrics = {
-        **compute_rollout_metrics(sampled),
-        **compute_length_metrics(sampled),
-        **compute_group_metrics(sampled, generations),
-        **compute_reward_function_metrics(sampled),
-        **compute_task_metrics(sampled, config.env),
-        **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
-        "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
-        **samples.metrics,
-    }
-    if config.training_loop.use_dynamic_sampling:
-        metrics["filtered_reward"] = compute_rollout_metrics(samples.outcomes)["reward"]
-    return metrics
-
-
-def compute_learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
-    """Metrics of the policy's optimizer steps; `learned` is None if there were none."""
-    valid_tokens = float(batch.loss_tokens)
-    if learned is None:
-        return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
-    return {
-        "loss": learned.loss,
-        "grad_norm": learned.grad_norm,
-        "learning_rate": learned.learning_rate,
-        **learned.metrics,
-        "optimizer_steps": float(learned.optimizer_steps),
-        "valid_tokens": valid_tokens,
-    }
-
-
-def make_report(
+def publish_and_report(
     run: GRPORun,
     samples: StepSamples,
     metrics: Mapping[str, float],
     learned: TrainResult | None,
-    transfer: TransferReport | RefitError | None,
-    timing: Mapping[str, float],
-    assessment: Assessment = NO_FINDING,
+    assessment: Assessment,
+    timer: StepTimer,
 ) -> StepReport:
-    """Build the report of a step for the loop: the given metrics, and figures of the refit and of throughput.
+    """Publish the weights at the end of a step, and report the step; the arguments are those of `make_report`.
 
-    Args:
-        run: the run, whose model and layout determine throughput.
-        samples: the samples of the step.
-        metrics: metrics of sampling and learning.
-        learned: result of the policy's optimizer steps; None: there were none.
-        transfer: report of the refit, or its error; None: there are no engines.
-        timing: seconds of the step by phase, and of the whole step as "total".
-        assessment: judgement of the step's probability error.
+    Raises:
+        UnpublishedStepError: the engines do not serve the weights; the error has the report.
+        ModelLostError: a rank that had to make room for the engines is gone.
     """
-    config, policy = run.config, run.policy
-    passes = 0.0
-    if learned is not None:  # minibatches without a token in the loss had no optimizer step
-        passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
-    peak = find_peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device)
-    speed = compute_throughput(
-        policy.shape,
-        [outcome.tokens for outcome in samples.outcomes],
-        timing,
-        passes=passes,
-        devices=config.policy.parallel.world_size,
-        peak=peak,
-    )
-    if learned is not None and learned.gpu_memory_gib:
-        speed["gpu_memory_gib"] = learned.gpu_memory_gib
-    done = StepReport(
-        {**metrics, **assessment.metrics},
-        dict(timing),
-        {**speed, **samples.engines},
-        samples.sampled,
-        remarks=assessment.remarks,
-        saves=assessment.saves,
-    )
-    if isinstance(transfer, RefitError):
-        return replace(done, failure=transfer)
-    if transfer is None:
-        return done
-    sent = {
-        "refit_bytes": float(transfer.bytes_sent),
-        "refit_retries": float(transfer.retries),
-        "engine_restarts": float(len(transfer.replaced)),
-    }
-    figures = {**done.throughput, **transfer.checks}
-    remarks = (*assessment.remarks, *transfer.replaced)
-    return replace(done, metrics={**done.metrics, **sent}, throughput=figures, remarks=remarks)
+    transfer = None
+    if run.transport is not None:
+        try:
+            transfer = publish(run.transport, run.placement, run.state["total_steps"] + 1, timer)
+        except RefitError as failure:
+            report = make_report(run, samples, metrics, learned, assessment, timer.seconds, transfer)
+            raise UnpublishedStepError(report, failure) from failure
+    return make_report(run, samples, metrics, learned, assessment, timer.seconds, transfer)

@@ -14,8 +14,7 @@ import ray
 import torch
 from transformers import Qwen3MoeConfig
 
-from megatron_grpo.algorithms.context import Placement
-from megatron_grpo.algorithms.stages import publish
+from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.engine_group import VllmGeneration
@@ -27,7 +26,7 @@ from megatron_grpo.trainer.model_ranks import MegatronPolicy
 from megatron_grpo.weight_sync import reshard
 from megatron_grpo.weight_sync.canary import Canary, canary_sequences
 from megatron_grpo.weight_sync.reshard import ReshardTransport
-from megatron_grpo.weight_sync.transport import RefitError, TransferReport
+from megatron_grpo.weight_sync.transport import RefitError
 from tests.integration.test_refit import ray_cluster
 from tests.integration.vllm_helpers import START_S, VOCAB, engines, generate, gpus, make_model, request
 
@@ -123,16 +122,16 @@ def test_the_canary_alone_finds_it_and_the_weights_are_compared_then(
     pair: tuple[MegatronPolicy, VllmGeneration],
 ) -> None:
     transport = _transport(pair, weight_check_period=None)
-    assert isinstance(publish(transport, Placement(), 20, StepTimer()), TransferReport)
+    publish(transport, Placement(), 20, StepTimer())
     _plant(pair[1], "swapped")
-    failure = publish(transport, Placement(), 21, StepTimer())
-    assert isinstance(failure, RefitError)
-    assert "generation engine 0 must not serve: with version 21 of the weights" in str(failure)
-    assert "worker 1: model.layers.1.mlp.experts.1 differs" in str(failure)
+    with pytest.raises(RefitError) as error:
+        publish(transport, Placement(), 21, StepTimer())
+    assert "generation engine 0 must not serve: with version 21 of the weights" in str(error.value)
+    assert "worker 1: model.layers.1.mlp.experts.1 differs" in str(error.value)
     with pytest.raises(RuntimeError, match="version 21 of the weights has not passed the canary"):
         _answer(pair[1])
     _plant(pair[1], "none")
-    assert isinstance(publish(transport, Placement(), 22, StepTimer()), TransferReport)
+    publish(transport, Placement(), 22, StepTimer())
     _answer(pair[1])
 
 
@@ -141,23 +140,24 @@ def test_an_engine_that_mixes_up_the_sequences_of_a_batch_never_serves(
 ) -> None:
     """All its weights are right, and a sequence alone is computed rightly."""
     transport = _transport(pair)
-    assert isinstance(publish(transport, Placement(), 24, StepTimer()), TransferReport)
+    publish(transport, Placement(), 24, StepTimer())
     _plant(pair[1], "positions")
-    failure = publish(transport, Placement(), 25, StepTimer())
-    assert "generation engine 0 must not serve: with version 25 of the weights" in str(failure)
-    assert "sequence by sequence, in the order in which they are packed" in str(failure)
-    assert "all weights are the policy's as the kernels hold them, so the computation differs" in str(failure)
+    with pytest.raises(RefitError) as error:
+        publish(transport, Placement(), 25, StepTimer())
+    assert "generation engine 0 must not serve: with version 25 of the weights" in str(error.value)
+    assert "sequence by sequence, in the order in which they are packed" in str(error.value)
+    assert "all weights are the policy's as the kernels hold them, so the computation differs" in str(error.value)
 
 
 @pytest.mark.parametrize("period", [1, None], ids=["weights", "canary"])
 def test_adapters_that_are_not_merged(period: int | None, pair: tuple[MegatronPolicy, VllmGeneration]) -> None:
     transport = _transport(pair, weight_check_period=period)
     ray.get(pair[0].submit(_merge_adapters, False))
-    failure = publish(transport, Placement(), 30, StepTimer())
-    assert isinstance(failure, RefitError)
+    with pytest.raises(RefitError) as error:
+        publish(transport, Placement(), 30, StepTimer())
     named = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkvo"}
-    assert all(f"worker 0: {name} differs" in str(failure) for name in named), failure
-    assert str(failure).count("differs from the policy's by") == 2 * len(named), "on two workers, and nothing else"
+    assert all(f"worker 0: {name} differs" in str(error.value) for name in named), error
+    assert str(error.value).count("differs from the policy's by") == 2 * len(named), "on two workers, and nothing else"
 
 
 @pytest.mark.parametrize("fault", ["left out", "twice", "without scale", "stale", "in the first layer alone"])
@@ -166,15 +166,15 @@ def test_adapters_that_are_merged_wrongly_are_named_before_anything_is_served(
 ) -> None:
     """Both sides' fingerprints are then those of the wrong weights, and need not be taken."""
     transport = _transport(pair, weight_check_period=None, canary=False)
-    assert isinstance(publish(transport, Placement(), 40, StepTimer()), TransferReport)
+    publish(transport, Placement(), 40, StepTimer())
     ray.get(pair[0].submit(_merge_wrongly, fault))
-    failure = publish(transport, Placement(), 41, StepTimer())
-    assert isinstance(failure, RefitError)
+    with pytest.raises(RefitError) as error:
+        publish(transport, Placement(), 41, StepTimer())
     named = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkvo"}
     if fault == "in the first layer alone":
         named = {name for name in named if "layers.1." in name}
-    assert str(failure).startswith("version 41 is not served: policy rank ")
-    assert set(re.findall(r"model\.[a-z0-9_.]+", str(failure))) == named
+    assert str(error.value).startswith("version 41 is not served: policy rank ")
+    assert set(re.findall(r"model\.[a-z0-9_.]+", str(error.value))) == named
     with pytest.raises(RuntimeError, match="version 41 was not committed"):
         _answer(pair[1])
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.algorithms.context import GRPORun, Placement, PPORun, SamplingRun, make_save_state
+from megatron_grpo.algorithms.context import GRPORun, PPORun, SamplingRun, make_save_state
+from megatron_grpo.algorithms.placement import Placement
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.rollout_files import StepFacts
 from megatron_grpo.batch.trajectory import SampledGroup
@@ -81,7 +82,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
         **vars(make_sampling_run(config, folder, rollouts, log)),
         "policy": FakePolicy(shape, log),
         "transport": SimpleNamespace(
-            publish=publish, admit=lambda report: report, require_checks=lambda: log.append("checks are due")
+            publish=publish, start_serving=lambda report: report, require_checks=lambda: log.append("checks are due")
         ),
         "checkpointer": SimpleNamespace(list_steps=list),
         "loss_fn": ClippedPGLossFn(config.loss_fn),

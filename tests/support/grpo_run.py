@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.algorithms import grpo
-from megatron_grpo.algorithms.loop import StepReport
+from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.preflight.load import compose_config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import loop as train_loop
-from megatron_grpo.algorithms.context import Placement, make_save_state
-from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.context import make_save_state
+from megatron_grpo.algorithms.loop import train_steps
+from megatron_grpo.algorithms.placement import Placement
+from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import CheckpointingConfig, Config, GRPOConfig, LossConfig
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
@@ -79,7 +80,9 @@ class Run:
                 number = self.state["total_steps"] + 1
                 self.dumps.hold(number, [], None, make_facts())
                 self.dumps.begin()
-                return replace(self.report, failure=self.refit_fails.get(number))
+                if number in self.refit_fails:
+                    raise UnpublishedStepError(self.report, self.refit_fails[number])
+                return self.report
             self.batch_cache[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
             if error is not None:

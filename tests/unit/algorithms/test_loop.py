@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_grpo.algorithms.loop import StepReport
+from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
 from megatron_grpo.config.schema import EarlyStopConfig, LossConfig
@@ -56,7 +56,7 @@ def test_a_refused_step_has_a_line_and_the_steps_before_are_saved(tmp_path: Path
 
 def test_a_step_that_is_off_leaves_weights_by_which_the_next_one_is_examined(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.report = replace(run.report, saves=True)
+    run.report = replace(run.report, needs_checkpoint=True)
     run.train(steps=1)
     assert run.checkpointer.list_steps() == [1], "whatever checkpointing.save_period says"
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from megatron_grpo.algorithms.context import Placement
-from megatron_grpo.algorithms.stages import publish
+from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError
@@ -109,9 +108,8 @@ def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> N
     """Engines that do not go to sleep then are no obstacle."""
     events = Events(fails)
     placement = colocated(events)
-    failure = publish_with(placement, events)
-    assert isinstance(failure, RefitError)
-    assert f"{fails}: failed" in str(failure)
+    with pytest.raises(RefitError, match=f"{fails}: failed"):
+        publish_with(placement, events)
     assert events.taken()[-1] == fails
     events.fails = "engines sleep"
     placement.offload_engines(StepTimer())
@@ -121,8 +119,8 @@ def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> N
 @pytest.mark.parametrize("shared", [True, False])
 def test_weights_are_compared_after_a_failed_canary_with_both_models_on_the_devices(shared: bool) -> None:
     events = Events("canary")
-    failure = publish_with(colocated(events) if shared else Placement(), events)
-    assert str(failure) == "engine 0 must not serve; model.norm.weight differs"
+    with pytest.raises(RefitError, match=r"^engine 0 must not serve; model\.norm\.weight differs$"):
+        publish_with(colocated(events) if shared else Placement(), events)
     compared = ["comparison" if event == "refit" else event for event in REFIT]
     assert events.taken() == ([*REFIT, *TO_TRAINING, *compared] if shared else ["refit", "comparison"])
 
@@ -133,8 +131,8 @@ def test_a_comparison_that_fails_hides_nothing() -> None:
             raise RunError("no memory")
 
     events = Broken("canary")
-    failure = publish_with(colocated(events), events)
-    assert str(failure) == "engine 0 must not serve; the weights could not be compared: no memory"
+    with pytest.raises(RefitError, match=r"^engine 0 must not serve; the weights could not be compared: no memory$"):
+        publish_with(colocated(events), events)
 
 
 def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> None:

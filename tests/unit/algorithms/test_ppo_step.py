@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import ppo
-from megatron_grpo.algorithms.loop import StepReport
+from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.source import find_model_shape

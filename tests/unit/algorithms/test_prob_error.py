@@ -184,12 +184,12 @@ def test_there_is_one_message_an_episode_and_the_checks_follow_the_next_refit(tm
     )
     assert "This step's refit compares the canary and all weights." in text
     assert f"a checkpoint is saved after this step, so that python -m megatron_grpo.doctor {tmp_path} step=4" in text
-    assert [one.saves for one in reports[:4]] == [False, False, True, False]
+    assert [one.needs_checkpoint for one in reports[:4]] == [False, False, True, False]
 
 
 def test_the_first_step_can_be_examined_at_once(tmp_path: Path) -> None:
     (report,) = Judged(tmp_path, TWO_PASSES, "refit.canary=false", "refit.weight_check_period=null").steps(0.1)
-    assert not report.saves
+    assert not report.needs_checkpoint
     (text,) = report.remarks
     assert f" would be noise. python -m megatron_grpo.doctor {tmp_path} step=1 names the reason" in text
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.samples import StepSamples
-from megatron_grpo.algorithms.stages import compute_sampling_metrics
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
+from megatron_grpo.algorithms.step_report import compute_sampling_metrics
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.algorithms.stages import compute_sampling_metrics
+from megatron_grpo.algorithms.step_report import compute_sampling_metrics
 from megatron_grpo.batch.figures import MOST_FIGURES
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.schema import Config

@@ -1,0 +1,86 @@
+"""The unhappy end of a run: what is reported and saved when a step fails, and where the run can continue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
+
+from megatron_grpo.algorithms.context import SamplingRun
+from megatron_grpo.algorithms.saves import Snapshot, note_failures, save_finished_steps
+from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
+from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunError, SamplingError
+
+
+@contextmanager
+def complete_files(run: SamplingRun) -> Iterator[None]:
+    """Complete rollouts and checkpoint if the body fails, and say where the run can continue.
+
+    Raises:
+        RunError: the error of the body; a file that cannot be written is one, too.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note(_describe_continuation(run))
+        raise
+    except OSError as error:  # a full disk, or the run's folder is gone
+        file, reason = error.filename or run.run_dir, error.strerror or error
+        raise RunError(f"{file} cannot be written: {reason}; {_describe_continuation(run)}") from error
+    except RunError as error:
+        with note_failures(run, "the rollouts of the step that failed could not be written"):
+            run.dumps.write_all()
+        with note_failures(run, "the checkpoint that was being written could not be completed"):
+            run.checkpointer.finish()
+        if isinstance(error, ModelLostError):
+            raise ModelLostError(f"{error}; {_describe_continuation(run)}") from error
+        if isinstance(error, DisagreementError):
+            raise DisagreementError(f"{error}; {_describe_continuation(run)}", error.metrics) from error
+        raise
+
+
+@contextmanager
+def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Iterator[None]:
+    """Save the finished steps if the body, a step, fails before it changes a weight.
+
+    Args:
+        run: the run before the step.
+        metrics: metrics of the last finished step.
+    """
+    # Sampling advances the counts and the loader, so the state to save is that from before the step.
+    before, began = Snapshot.from_run(run), time.monotonic()
+    try:
+        yield
+    except SamplingError as error:
+        save_finished_steps(run, metrics, before)
+        if isinstance(error, DisagreementError):
+            step, seconds = before.state["total_steps"] + 1, time.monotonic() - began
+            run.logger.log_step(step, error.metrics, {"total": seconds}, {})
+        raise
+
+
+def end_unpublished(run: SamplingRun, error: UnpublishedStepError) -> NoReturn:
+    """Report and save a step that was learnt, and raise the failure of its refit."""
+    step, failure = run.state["total_steps"], error.failure
+    # Noted first, because saving waits for ranks that may be busy.
+    result = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
+    run.logger.note(f"the weights of step {step} were not published; the step {result}")
+    end_after_step(run, error.report, failure)
+
+
+def end_after_step(run: SamplingRun, report: StepReport, failure: RunError) -> NoReturn:
+    """Report and save the step that was counted last, and raise the failure that ends the run after it."""
+    with note_failures(run, "the rollouts of the last step could not be written"):
+        log_step(run, report, report.metrics)
+    if not isinstance(failure, ModelLostError):
+        save_finished_steps(run, report.metrics)
+    raise failure
+
+
+def _describe_continuation(run: SamplingRun) -> str:
+    """Name the checkpoint from which a run that ends now can continue."""
+    steps = run.checkpointer.list_steps()
+    if not steps:
+        return "there is no checkpoint: the run begins anew when it is started again"
+    return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"

@@ -1,0 +1,132 @@
+"""Which side has the devices, the models or the engines, and the refit that needs both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_grpo.cluster.futures import is_lost
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
+from megatron_grpo.generation.engine_group import VllmGeneration
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.trainer.model_ranks import ModelRanks
+from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, TransferReport, WeightTransport
+
+logger = logging.getLogger(__name__)
+
+
+class Placement:
+    """Moves models and engines into and out of shared devices.
+
+    Device memory holds either models or engines, and the weights of both during a refit. At construction the engines
+    sleep and the models are on the devices. With devices of their own, engines and models stay where they are, and
+    every call does nothing.
+
+    Args:
+        engines: engines that share the devices of the models; None: engines have devices of their own.
+        policy: the model whose weights a refit sends; needed with engines.
+        other_models: further models that are trained.
+    """
+
+    def __init__(
+        self,
+        engines: VllmGeneration | None = None,
+        policy: ModelRanks | None = None,
+        other_models: Sequence[ModelRanks] = (),
+    ) -> None:
+        self._engines, self._policy, self._other_models = engines, policy, other_models
+        self._sampling = False
+        # True during a refit and after a failure, when engines may be partly awake or not answer.
+        self._unsettled = False
+
+    def wake_engines(self, timer: StepTimer) -> None:
+        """Wake the engines with the weights they already had.
+
+        The models leave the devices, optimizers included, and engines can sample until `offload_engines`.
+        """
+        if not self._sampling:
+            self._load_engine_weights(timer)
+            self._start_sampling(timer)
+
+    @contextmanager
+    def refit(self, timer: StepTimer) -> Iterator[None]:
+        """Hold both sides' weights on the devices in the body; afterwards engines can sample."""
+        self._load_engine_weights(timer)
+        yield
+        self._start_sampling(timer)
+
+    def _load_engine_weights(self, timer: StepTimer) -> None:
+        """Load the engines' weights beside the policy's, where optimizers and other models were."""
+        if self._engines is None or self._policy is None:
+            return
+        self._unsettled = True  # until every part has succeeded
+        with timer.phase("offload"):
+            self._policy.offload(weights=False)
+            for model in self._other_models:
+                model.offload(weights=True)
+        with timer.phase("wake"):
+            self._engines.wake("weights")
+
+    def _start_sampling(self, timer: StepTimer) -> None:
+        """Offload the policy's weights, and give their memory to the engines' caches."""
+        if self._engines is None or self._policy is None:
+            return
+        with timer.phase("offload"):
+            self._policy.offload(weights=True)
+        with timer.phase("wake"):
+            self._engines.wake("kv_cache")
+        self._sampling, self._unsettled = True, False
+
+    def offload_engines(self, timer: StepTimer) -> None:
+        """Put engines to sleep and load the models, to compute or to be saved.
+
+        Raises:
+            SamplingError: an engine failed. A second call loads the models in spite of it, so that they can be saved.
+            RunError: a rank of a model failed.
+        """
+        if self._engines is None or self._policy is None or not (self._sampling or self._unsettled):
+            return
+        with timer.phase("sleep"):
+            try:
+                self._engines.sleep()
+            except RunError as error:
+                if not self._unsettled and not is_lost(error.__cause__):  # a lost engine holds no memory
+                    self._unsettled = True
+                    raise SamplingError(str(error)) from error
+                logger.warning("the models come back to the devices, although %s", error)
+        with timer.phase("onload"):
+            for model in (self._policy, *self._other_models):
+                model.onload()
+        self._sampling = self._unsettled = False
+
+
+def publish(transport: WeightTransport, placement: Placement, version: int, timer: StepTimer) -> TransferReport:
+    """Send the policy's weights to all engines, which serve them as `version`.
+
+    Raises:
+        RefitError: the engines do not serve the version; the models are as before.
+        ModelLostError: a rank that had to make room for the engines is gone.
+    """
+    try:
+        with placement.refit(timer), timer.phase("refit"):
+            report = transport.publish(version)
+        # The canary needs memory to compute, which engines on shared devices get only after the refit.
+        with timer.phase("refit"):
+            return transport.start_serving(report)
+    except CanaryFailedError as error:
+        raise RefitError(f"{error}; {_describe_differing_weights(transport, placement, timer)}") from error
+    except (RefitError, ModelLostError):
+        raise
+    except RunError as error:  # an engine did not wake up
+        raise RefitError(f"publishing version {version}: {error}") from error
+
+
+def _describe_differing_weights(transport: WeightTransport, placement: Placement, timer: StepTimer) -> str:
+    """Name the tensors in which engines differ from the policy, or say why that is not known."""
+    try:
+        placement.offload_engines(timer)  # the models' weights may be in host memory
+        with placement.refit(timer):
+            return transport.differing_weights()
+    except RunError as error:
+        return f"the weights could not be compared: {error}"

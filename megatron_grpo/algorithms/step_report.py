@@ -1,0 +1,183 @@
+"""The report of a step: its metrics, times and remarks, and how a run logs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.algorithms.context import GRPORun, SamplingRun
+from megatron_grpo.algorithms.prob_error import Assessment
+from megatron_grpo.algorithms.samples import StepSamples
+from megatron_grpo.algorithms.step_advantages import Scores
+from megatron_grpo.batch.step_batch import StepBatch
+from megatron_grpo.batch.trajectory import Outcome
+from megatron_grpo.config.schema import Config
+from megatron_grpo.observability.timing import compute_throughput, find_peak_tflops
+from megatron_grpo.rollouts.failures import describe_failures
+from megatron_grpo.rollouts.rollout_metrics import (
+    compute_group_metrics,
+    compute_length_metrics,
+    compute_reward_function_metrics,
+    compute_rollout_metrics,
+    compute_task_metrics,
+)
+from megatron_grpo.trainer.model_ranks import TrainResult
+from megatron_grpo.weight_sync.transport import RefitError, TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Metrics and samples of one step, for the files and the progress line."""
+
+    metrics: dict[str, float]
+    timing: dict[str, float]
+    """Seconds by phase, and of the step as "total"."""
+    throughput: dict[str, float]
+    sampled: list[Outcome]
+    """Outcomes of all sampled responses, including those that dynamic sampling dropped."""
+    remarks: Sequence[str] = ()
+    """Messages for the progress output."""
+    needs_checkpoint: bool = False
+    """True: a checkpoint is written after the step, whatever its number."""
+
+
+class UnpublishedStepError(Exception):
+    """A step was learnt and its weights were not published; the loop reports and saves it."""
+
+    def __init__(self, report: StepReport, failure: RefitError) -> None:
+        super().__init__(str(failure))
+        self.report, self.failure = report, failure
+
+
+def compute_sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
+    """Compute the metrics of all sampled rollouts.
+
+    groups_without_signal and filtered_reward cover only those that are trained on: the share of prompts whose samples
+    all got the same reward (with GDPO, the same advantage), absent with one sample to a prompt, and the mean reward.
+    """
+    sampled = samples.sampled
+    generations = config.training_loop.num_generations_per_prompt
+    metrics = {
+        **compute_rollout_metrics(sampled),
+        **compute_length_metrics(sampled),
+        **compute_group_metrics(sampled, generations),
+        **compute_reward_function_metrics(sampled),
+        **compute_task_metrics(sampled, config.env),
+        **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
+        "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
+        **samples.metrics,
+    }
+    if config.training_loop.use_dynamic_sampling:
+        metrics["filtered_reward"] = compute_rollout_metrics(samples.outcomes)["reward"]
+    return metrics
+
+
+def compute_learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
+    """Compute the metrics of the policy's optimizer steps; None: there were none."""
+    valid_tokens = float(batch.loss_tokens)
+    if learned is None:
+        return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
+    return {
+        "loss": learned.loss,
+        "grad_norm": learned.grad_norm,
+        "learning_rate": learned.learning_rate,
+        **learned.metrics,
+        "optimizer_steps": float(learned.optimizer_steps),
+        "valid_tokens": valid_tokens,
+    }
+
+
+def make_report(
+    run: GRPORun,
+    samples: StepSamples,
+    metrics: Mapping[str, float],
+    learned: TrainResult | None,
+    assessment: Assessment,
+    timing: Mapping[str, float],
+    transfer: TransferReport | None,
+) -> StepReport:
+    """Build the report of a step.
+
+    Args:
+        run: the run, whose model and layout determine throughput.
+        samples: the samples of the step.
+        metrics: metrics of sampling and learning.
+        learned: result of the policy's optimizer steps; None: there were none.
+        assessment: assessment of the step's probability error.
+        timing: seconds of the step by phase, and of the whole step as "total".
+        transfer: report of the refit; None: it failed, or there are no engines.
+    """
+    metrics = {**metrics, **assessment.metrics}
+    figures = {**_compute_throughput(run, samples, learned, timing), **samples.engines}
+    remarks = [*assessment.remarks]
+    if transfer is not None:
+        metrics["refit_bytes"] = float(transfer.bytes_sent)
+        metrics["refit_retries"] = float(transfer.retries)
+        metrics["engine_restarts"] = float(len(transfer.replaced))
+        figures |= transfer.checks
+        remarks += transfer.replaced
+    return StepReport(metrics, dict(timing), figures, samples.sampled, remarks, assessment.needs_checkpoint)
+
+
+def _compute_throughput(
+    run: GRPORun, samples: StepSamples, learned: TrainResult | None, timing: Mapping[str, float]
+) -> dict[str, float]:
+    config, policy = run.config, run.policy
+    passes = 0.0
+    if learned is not None:  # minibatches without a token in the loss had no optimizer step
+        passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
+    figures = compute_throughput(
+        policy.shape,
+        [outcome.tokens for outcome in samples.outcomes],
+        timing,
+        passes=passes,
+        devices=config.policy.parallel.world_size,
+        peak=find_peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device),
+    )
+    if learned is not None and learned.gpu_memory_gib:
+        figures["gpu_memory_gib"] = learned.gpu_memory_gib
+    return figures
+
+
+def log_step(run: SamplingRun, report: StepReport, metrics: Mapping[str, float]) -> None:
+    """Log the step that was counted last, once its rollouts are on disk.
+
+    Raises:
+        RunError: the rollouts could not be written; the step was logged all the same.
+    """
+    step = run.state["total_steps"]
+    try:
+        run.dumps.finish(step)
+    finally:
+        run.logger.log_step(step, metrics, report.timing, report.throughput)
+        _log_remarks(run, step, report)
+
+
+def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
+    """Note replaced processes, a step without tokens in the loss, failed rollouts and, once, unscored responses."""
+    for text in (*run.rollouts.remarks, *report.remarks):
+        run.logger.note(f"step {step}: {text}")
+    run.rollouts.remarks.clear()
+    if not report.metrics["valid_tokens"]:
+        run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
+    failed = [outcome for outcome in report.sampled if outcome.failure is not None]
+    if failed:
+        run.logger.note(
+            f"step {step}: {len(failed)} of {len(report.sampled)} rollouts failed: {describe_failures(failed)}"
+        )
+    errors = sum(outcome.reward_errors for outcome in report.sampled)
+    if errors:
+        run.logger.note_once(
+            "reward errors",
+            f"reward functions failed {errors} times in step {step}, and their rewards count as None "
+            "(env.NAME.on_reward_error=none): logs/environment_*.log name function, exception and line; reward_errors "
+            "counts them",
+        )
+    unscored = [outcome for outcome in report.sampled if outcome.is_unscored]
+    if unscored:
+        run.logger.note_once(
+            "unscored",
+            f"no reward function gave a reward for {len(unscored)} of {len(report.sampled)} responses (row "
+            f"{unscored[0].prompt_idx} of data.train_path for one): they are left out of baselines and loss; "
+            "unscored_rate counts them",
+        )
