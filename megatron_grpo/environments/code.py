@@ -18,49 +18,52 @@ from megatron_grpo.environments.code_blocks import extract_program
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
+# Expressions with which programs inspect, change or leave the interpreter that runs them.
 _HARNESS = re.compile(
     r"_getframe|currentframe|f_back|f_globals|f_locals|tb_frame|inspect\.stack|__globals__|__subclasses__|\bgc\b|/proc\b|"
     r"ptrace|\bctypes\b|settrace|setprofile|sys\.monitoring|sys\.modules|__builtins__|\bbuiltins\b|__main__\.|"
     r"\bos\._exit|\bunittest\b"
 )
-"""Expressions with which programs inspect, change or leave the interpreter that runs them."""
+# Fewest cases with different inputs whose equal outputs are reported as suspect.
 _EQUAL_CASES = 3
-"""Fewest cases with different inputs whose equal outputs are reported as suspect."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Verdict:
-    """Result of a row's tests for one program."""
+    """Results of a row's tests for one program."""
 
     passed: int = 0
+    """Tests that passed."""
     tests: int = 0
+    """All tests."""
     idle: int = 0
     """Tests that passed without a request to the program."""
     equal_outputs: bool = False
-    """Whether three or more different inputs all gave the same output."""
+    """Three or more different inputs all gave the same output."""
     touched: bool = False
-    """Whether the program inspected the interpreter that ran it, or tried to."""
+    """The program inspected the interpreter that ran it, or tried to."""
     untrusted: list[str] = field(default_factory=list)
     """Reasons why verdicts of tests cannot be trusted."""
 
 
 class CodeEnvironment(Environment):
-    """Reward for a program that passes its row's tests: the response's last Python block, or all of it without a block.
+    """Reward for a program that passes its row's tests.
 
-    The answer column holds Python tests, as one text or a list of texts, each of which passes when it does not raise;
-    or cases of input and output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of
-    any of these is accepted. Outputs are compared line by line without trailing blanks. Python tests run in a process
-    of their own, which asks the program's process for the results of calls; the program's process has neither tests nor
-    expected outputs.
+    The program is the response's last Python block, or the whole response without a block. The answer column holds
+    Python tests, as one text or a list of texts, each of which passes when it does not raise; or cases of input and
+    output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of any of these is
+    accepted. Outputs are compared line by line without trailing blanks. Python tests run in a process of their own,
+    which asks the program's process for the results of calls; the program's process has neither tests nor expected
+    outputs.
 
     Args:
         settings: settings of the run, among them the sandbox.
         reward: "all": 1 when every test passes, else 0; "share": the share of tests that pass.
         programs_at_once: programs that one environment process runs concurrently.
-        untrusted_tests: treatment of a test whose verdict the program itself would decide, because the test compares
-            live objects of the program: "refuse": it fails; "allow": the program's answer counts.
+        untrusted_tests: what to do with a test that compares live objects of the program, so that the program itself
+            would decide its verdict. "refuse": it fails; "allow": the program's answer counts.
     """
 
     def __init__(
@@ -109,14 +112,14 @@ class CodeEnvironment(Environment):
 def check_program(
     sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool, allow: bool = False
 ) -> Verdict:
-    """Run the tests of a row against a Python program: statements that do not raise, or (input, output) pairs.
+    """Run the tests of a row against a Python program.
 
     Args:
-        sandbox: where the program runs.
-        program: its source.
-        tests: all of one kind.
-        every: whether to continue after a failed test; an endless program uses its whole time limit in each pair.
-        allow: whether tests count even if their verdict cannot be trusted.
+        sandbox: sandbox for the program and the tests.
+        program: source of the program.
+        tests: Python statements, or (input, output) pairs.
+        every: continue after a failed test; an endless program uses its whole time limit in each pair.
+        allow: count tests whose verdict cannot be trusted.
     """
     texts = tuple(test for test in tests if isinstance(test, str))
     if texts:
@@ -124,33 +127,34 @@ def check_program(
             prepared = prepare(texts)
         except ValueError as error:
             return Verdict(tests=len(texts), untrusted=[f"a text that {error}"])
-        return _of_python(sandbox, program, prepared, every, allow)
+        return _run_python_tests(sandbox, program, prepared, every, allow)
     verdict = Verdict(tests=len(tests))
     outputs: dict[str, str] = {}
     for test in tests:
         assert isinstance(test, tuple)
-        given, expected = test
-        finished = sandbox.run_python(program, given)
-        outputs[given] = finished.stdout
-        right = finished.succeeded and _lines(finished.stdout) == _lines(expected)
-        verdict.passed += right
-        if not right and not every:
+        stdin, expected = test
+        result = sandbox.run_python(program, stdin)
+        outputs[stdin] = result.stdout
+        is_right = result.succeeded and _split_lines(result.stdout) == _split_lines(expected)
+        verdict.passed += is_right
+        if not is_right and not every:
             break
     verdict.equal_outputs = len(outputs) >= _EQUAL_CASES and len(set(outputs.values())) == 1
     return verdict
 
 
-def _of_python(sandbox: Sandbox, program: str, tests: PreparedTests, every: bool, allow: bool) -> Verdict:
-    """Run Python tests and read their process's report (`sandbox.test_process`); one malformed line discards it."""
-    finished = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
+def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, every: bool, allow: bool) -> Verdict:
+    """Run Python tests and read the report of their process (`sandbox.test_process`)."""
+    result = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
     verdict, passed = Verdict(tests=tests.counted), set()
+    # A report with one malformed line is discarded as a whole: what wrote that line may have written the others.
     try:
-        for line in map(json.loads, finished.stdout.splitlines()):
+        for line in map(json.loads, result.stdout.splitlines()):
             if isinstance(line, list):
-                number, passes, asked, untrusted = line
+                number, passes, has_requests, untrusted = line
                 if tests.tests[number].counted and passes:
                     passed.add(number)
-                    verdict.idle += not asked
+                    verdict.idle += not has_requests
                 verdict.untrusted += [untrusted] if untrusted else []
             else:
                 verdict.touched, verdict.equal_outputs = line["touched"], line["equal_outputs"]
@@ -161,5 +165,5 @@ def _of_python(sandbox: Sandbox, program: str, tests: PreparedTests, every: bool
     return verdict
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,4 +1,4 @@
-"""Finds the Python program in a response: fenced blocks as models write them."""
+"""Finds the Python program in a response, in fenced blocks as models write them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+# Info string of a Python block: python, py3, Python 3, {.python .numberLines}, python title="a.py", main.py.
 _PYTHON = re.compile(r"\W*(?:(?:i?python|pypy|py)\s?[\d.]*(?![\w-])|[\w./-]*\.py\b)", re.IGNORECASE)
-"""Info string of a Python block: python, py3, Python 3, {.python .numberLines}, python title="a.py", main.py."""
-_MARK = re.compile(r"`{3,}")
-_MARKER = re.compile(r"(?:[ \t]|[-*+>]|\d{1,4}[.)])*")
-"""What may stand before a fence at the beginning of a line: blanks, marks of lists and quotations."""
-_MOST_ENDS = 8
-"""Most places that are tried as the end of one block."""
+_BACKTICKS = re.compile(r"`{3,}")
+# Text before a fence at the beginning of a line: blanks, marks of lists and quotations.
+_LINE_PREFIX = re.compile(r"(?:[ \t]|[-*+>]|\d{1,4}[.)])*")
+_MAX_ENDS = 8  # candidates for the end of one block
+# Characters of blocks that are parsed at most; after that, a block ends at its first closing fence. A parse costs at
+# least _MIN_COST characters.
 _PARSED_CHARACTERS = 200_000
-"""Most characters of blocks that are parsed; after that, a block ends at its first closing fence."""
-_LEAST_COST = 500
-"""Characters that a shorter text counts as when it is parsed."""
+_MIN_COST = 500
 
 _SOURCE = "<response>"
 warnings.filterwarnings("ignore", module=re.escape(_SOURCE))  # SyntaxWarnings of programs that models wrote
@@ -29,24 +28,25 @@ Kind = Literal["python", "untagged", "other"]
 
 
 def extract_program(response: str) -> str:
-    """The program of a response: its last Python block, or the whole response without any block.
+    """Find the program: the last Python block, or the whole response without any block.
 
     Without a block that is tagged as Python, it is the last untagged block that is a program, else the last untagged
     block, else the last block of another tag that is a program. So output in a block of its own is not taken for the
     program. A block that is not closed ends with the response. Empty blocks do not count.
     """
     reader = _Reader(response)
-    blocks = [(kind, code) for kind, code in reader.blocks() if code.strip()]
+    blocks = [(kind, code) for kind, code in reader.read_blocks() if code.strip()]
     if not blocks or reader.is_program(response):  # fences may stand in the strings of a program without a block
         return response
-    by_kind = {kind: [code for other, code in blocks if other == kind] for kind, _ in blocks}
-    for code in reversed(by_kind.get("python", [])):
-        return code
-    for kind in ("untagged", "other"):
-        for code in reversed(by_kind.get(kind, [])):
-            if reader.is_program(code):
-                return code
-    return by_kind["untagged"][-1] if "untagged" in by_kind else response
+    by_kind: dict[Kind, list[str]] = {"python": [], "untagged": [], "other": []}
+    for kind, code in blocks:
+        by_kind[kind].append(code)
+    if by_kind["python"]:
+        return by_kind["python"][-1]
+    for code in (*reversed(by_kind["untagged"]), *reversed(by_kind["other"])):
+        if reader.is_program(code):
+            return code
+    return by_kind["untagged"][-1] if by_kind["untagged"] else response
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class _Fence:
 
     kind: Kind
     mark: str
-    """The fence: backticks or tildes, three or more."""
+    """Three or more backticks or tildes."""
     indent: int
-    """Blanks before it."""
-    at_start: bool
-    """Whether only blanks and marks of lists and quotations stand before it."""
+    """Blanks before the mark."""
+    is_at_start: bool
+    """Only blanks and marks of lists and quotations stand before the mark."""
 
 
 class _Reader:
@@ -69,15 +69,15 @@ class _Reader:
         self._lines = response.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         self._budget = _PARSED_CHARACTERS + len(response)
 
-    def blocks(self) -> Iterator[tuple[Kind, str]]:
-        """Kind and content of each block in order."""
+    def read_blocks(self) -> Iterator[tuple[Kind, str]]:
+        """Yield kind and content of each block in order."""
         number = 0
         while number < len(self._lines):
-            fence = _opening(self._lines[number])
+            fence = _parse_opening(self._lines[number])
             number += 1
             if fence is not None:
-                end = self._end(fence, number)
-                yield fence.kind, self._content(fence, number, end)
+                end = self._find_end(fence, number)
+                yield fence.kind, self._join_content(fence, number, end)
                 number = end.next_line
                 if end.rest:  # text after the closing fence, in its line, may open the next block
                     number -= 1
@@ -92,16 +92,14 @@ class _Reader:
         has_call = any(isinstance(node, ast.Call) for statement in expressions for node in ast.walk(statement))
         return has_call or len(expressions) < len(tree.body)
 
-    def _end(self, fence: _Fence, start: int) -> _End:
-        """The end of a block whose content begins at a line.
-
-        A fence in a string of the program does not end the block, which ends where it is whole Python: at the first
-        fence that begins a line, or else at one within a line. If it nowhere is, the first closing fence ends it.
-        """
+    def _find_end(self, fence: _Fence, start: int) -> _End:
+        # A fence in a string of the program does not end the block, which ends where its content is Python without
+        # errors: at the first such fence that begins a line, or else at one within a line. Where there is none, the
+        # first closing fence ends the block.
         ends: list[_End] = []
         within_lines: list[_End] = []
         for number in range(start, len(self._lines)):
-            end = _end_in(self._lines[number], number, fence)
+            end = _parse_end(self._lines[number], number, fence)
             if end is None:
                 continue
             ends.append(end)
@@ -109,22 +107,21 @@ class _Reader:
                 within_lines.append(end)
             elif self._is_python(fence, start, end):
                 return end
-            if len(ends) == _MOST_ENDS or fence.kind == "other" or (end.is_closing and self._budget <= 0):
+            if len(ends) == _MAX_ENDS or fence.kind == "other" or (end.is_closing and self._budget <= 0):
                 break
         last = _End(len(self._lines), None, is_closing=False, next_line=len(self._lines))
-        for end in [*([] if len(ends) == _MOST_ENDS else [last]), *within_lines]:
+        for end in [*([] if len(ends) == _MAX_ENDS else [last]), *within_lines]:
             if self._is_python(fence, start, end):
                 return end
         return next((end for end in ends if end.is_closing), ends[0] if ends else last)
 
     def _is_python(self, fence: _Fence, start: int, end: _End) -> bool:
-        """Whether a block that ends here is whole Python."""
         if fence.kind == "other" or self._budget <= 0:
             return False
-        return self._parse(self._content(fence, start, end)) is not None
+        return self._parse(self._join_content(fence, start, end)) is not None
 
-    def _content(self, fence: _Fence, start: int, end: _End) -> str:
-        """Text of a block without the indent of its fence."""
+    def _join_content(self, fence: _Fence, start: int, end: _End) -> str:
+        """Join the lines of a block without the indent of its fence."""
         lines = self._lines[start : end.line]
         if end.column is not None:
             lines = [*lines, self._lines[end.line][: end.column]]
@@ -132,13 +129,13 @@ class _Reader:
             lines = [*lines, ""]
         first = next((line for line in lines if line.strip()), "")
         if first[: fence.indent].isspace():
-            lines = [_without_indent(line, fence.indent) for line in lines]
-            first = _without_indent(first, fence.indent)
+            lines = [_cut_indent(line, fence.indent) for line in lines]
+            first = _cut_indent(first, fence.indent)
         code = "\n".join(lines)
         return textwrap.dedent(code) if first[:1].isspace() else code
 
     def _parse(self, code: str) -> ast.Module | None:
-        self._budget -= max(len(code), _LEAST_COST)
+        self._budget -= max(len(code), _MIN_COST)
         if self._budget < 0:
             return None
         try:
@@ -149,22 +146,22 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A place where a block may end."""
+    """A candidate for the end of a block."""
 
     line: int
     """Line that the content ends before, or in."""
     column: int | None
     """Column of that line at which a fence ends the content; None: the content ends before the line."""
     is_closing: bool
-    """Whether the line is a closing fence and no more, or opens a Python block."""
+    """The line is a closing fence and no more, or opens a Python block."""
     next_line: int
     """Line after the block."""
     rest: str = ""
-    """Text after the fence with backticks in it."""
+    """Text after the fence, if it has another fence."""
 
 
-def _opening(line: str) -> _Fence | None:
-    """The fence with which a line opens a block; None: it opens none."""
+def _parse_opening(line: str) -> _Fence | None:
+    """Parse the fence with which a line opens a block; None: it opens none."""
     text = line.lstrip(" \t")
     if text.startswith("~~~"):
         info = text.lstrip("~")
@@ -175,30 +172,31 @@ def _opening(line: str) -> _Fence | None:
             return None
         mark = backticks + "`" * (len(before) - len(before.rstrip("`")))
         before = before.rstrip("`")
-        if len(_MARK.findall(before)) % 2:  # the end of a span within the line
+        if len(_BACKTICKS.findall(before)) % 2:  # the end of a span within the line
             return None
     is_python = _PYTHON.match(info[:100]) is not None
-    at_start = _MARKER.fullmatch(before) is not None
-    if not (at_start or is_python or not info.strip()):
+    is_at_start = _LINE_PREFIX.fullmatch(before) is not None
+    if not (is_at_start or is_python or not info.strip()):
         return None
     kind: Kind = "python" if is_python else "untagged" if not info.strip() else "other"
-    return _Fence(kind, mark, len(line) - len(text) if at_start else 0, at_start)
+    return _Fence(kind, mark, len(line) - len(text) if is_at_start else 0, is_at_start)
 
 
-def _end_in(line: str, number: int, fence: _Fence) -> _End | None:
-    """The end of a block in a line of it; None: the line does not end it."""
-    opening = _opening(line)
-    if opening is not None and opening.kind == "python" and opening.at_start:
+def _parse_end(line: str, number: int, fence: _Fence) -> _End | None:
+    """Parse the end of a block; None: the line does not end it."""
+    opening = _parse_opening(line)
+    if opening is not None and opening.kind == "python" and opening.is_at_start:
         return _End(number, None, is_closing=True, next_line=number)
     column = line.find(fence.mark)
     if column < 0:
         return None
     before, after = line[:column], line[column:].lstrip(fence.mark[0])
-    within = None if not before.strip() else column
+    end_column = column if before.strip() else None
+    is_closing = end_column is None and not after.strip()
     rest = after if "```" in after else ""
-    return _End(number, within, is_closing=within is None and not after.strip(), next_line=number + 1, rest=rest)
+    return _End(number, end_column, is_closing=is_closing, next_line=number + 1, rest=rest)
 
 
-def _without_indent(line: str, indent: int) -> str:
-    """The line without at most `indent` blanks before its text."""
+def _cut_indent(line: str, indent: int) -> str:
+    """Cut up to `indent` blanks off the beginning of a line."""
     return line[min(indent, len(line) - len(line.lstrip(" \t"))) :]

@@ -1,4 +1,4 @@
-"""The processes of an environment: started by the driver, used and replaced by the rollout workers."""
+"""Processes of an environment: started by the driver, used and replaced by rollout workers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STARTUP_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStatus:
-    """What an environment process answers once it is up."""
+    """Answer of an environment process that is ready."""
 
     node_id: str
-    """Ray's id of the machine."""
+    """Ray's id of its machine."""
     pid: int
     multi_turn: bool
     has_agent: bool
@@ -35,7 +35,7 @@ class EnvironmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentProcess:
-    """A running process of an environment."""
+    """A ready process of an environment."""
 
     actor: Any
     """Ray actor (`EnvironmentWorker`)."""
@@ -51,23 +51,23 @@ class EnvironmentProcess:
 
 @dataclass(slots=True)
 class EnvironmentHandle:
-    """The processes of one environment that belong to one rollout worker. It is sent to the worker."""
+    """One rollout worker's share of an environment's processes. The driver sends it to the worker."""
 
     name: str
     """Task name of the environment."""
     timeout_s: float
-    """Deadline of one call of a process, in seconds."""
+    """Deadline of one call, in seconds."""
     leave_out_suspects: list[str]
-    """Names of figures (without suspect/): a response with one of these above 0 loses its reward."""
+    """Figures, without "suspect/", that take the reward of a response away when above 0."""
     prompts: PromptFormat
-    """Rendering of the task's conversations, for its agents."""
+    """Rendering of the task's conversations, for agents."""
     actors: list[Any]
     """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
     arguments: tuple[Any, ...] = field(repr=False)
-    """Arguments of `EnvironmentWorker`: name, configuration, settings, reference to reward functions of a script."""
+    """Arguments of `EnvironmentWorker`; the last is a Ray reference to reward functions, or None."""
 
     def spawn(self) -> Any:
-        """Start another process of the environment; it ends with the calling process."""
+        """Start another process, which ends with the calling process."""
         from megatron_grpo.environments.environment_worker import EnvironmentWorker
 
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(EnvironmentWorker)
@@ -76,32 +76,33 @@ class EnvironmentHandle:
 
 @dataclass(slots=True)
 class EnvironmentPool:
-    """All processes of one environment."""
+    """All processes of one environment, held by the driver."""
 
     name: str
-    """Task name, for messages."""
+    """Task name of the environment."""
     config: EnvironmentConfig
-    """Type, options, processes (num_workers) and deadline of a call."""
     settings: EnvironmentSettings
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that a script passed, by their entry in reward_funcs; they are not imported."""
     _actors: list[Any] = field(default_factory=list, init=False)
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
-        """Begin to start the processes, and divide them among `shares` rollout workers; each gets at least one."""
+        """Begin to start processes for `shares` rollout workers; each gets at least one."""
         count = max(self.config.num_workers, shares)
-        arguments = (self.name, self.config, self.settings, self._references())
+        arguments = (self.name, self.config, self.settings, self._store_rewards())
         settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects, self.settings.prompts)
         handles = [EnvironmentHandle(*settings, [], arguments) for _ in range(shares)]
-        for number in range(count):
+        for index in range(count):
             actor = handles[0].spawn()
             self._actors.append(actor)
-            handles[number % shares].actors.append(actor)
+            handles[index % shares].actors.append(actor)
         return handles
 
-    def _references(self) -> Any:
-        """Store the script's reward functions and clients of reward models as a Ray object; starts these models."""
-        rewards: dict[str, Any] = {name: one for name, one in self.rewards.items() if name in self.config.reward_funcs}
+    def _store_rewards(self) -> ray.ObjectRef | None:
+        """Store the script's reward functions and clients of reward models; starts these models."""
+        rewards: dict[str, Any] = {
+            name: function for name, function in self.rewards.items() if name in self.config.reward_funcs
+        }
         if self.config.reward_model_folders:
             from megatron_grpo.environments.reward_model import start_reward_model
 
@@ -122,11 +123,11 @@ def build_environments(
     settings: Callable[[str], EnvironmentSettings] = lambda _: EnvironmentSettings(),
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, EnvironmentPool]:
-    """Make a pool for each entry of the configuration's `env`, by task name; the pools are not started yet.
+    """Make a pool for each environment of the configuration; starts nothing.
 
     Args:
-        config: type and options of each environment, by task name.
-        settings: function from a task name to the settings of its environment.
+        config: the section `env`, by task name.
+        settings: maps a task name to the settings of its environment.
         rewards: reward functions that a script passed, by their entry in reward_funcs.
     """
     return {

@@ -33,10 +33,11 @@ REWARD_MODEL_STARTUP_S = STARTUP_S - 100.0
 
 
 class EnvironmentWorker:
-    """Ray actor that is synchronous, so that the environment runs on the main thread, where Python delivers signals.
+    """Ray actor of one environment.
 
-    An exception of the environment is returned as a line of text, so that other requests of the same call keep their
-    results. States travel pickled, so that only environment processes need their classes.
+    It is synchronous, so that the environment runs on the main thread, where Python delivers signals. A method returns
+    an exception of the environment as a line of text, so that other requests of the same call keep their results.
+    States travel pickled, so that only environment processes need their classes.
     """
 
     def __init__(
@@ -48,9 +49,7 @@ class EnvironmentWorker:
     ) -> None:
         """
         Args:
-            name: task name of the environment, for messages.
-            config: type and options of the environment.
-            settings: settings of the run.
+            name: task name, for messages.
             rewards: reward functions of a script and clients of reward models, by their entry in reward_funcs.
         """
         begin_process_log(f"environment {name} worker {os.getpid()}")
@@ -76,18 +75,18 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-        """Call several methods of this class, each with its arguments; returns the list of results."""
+        """Call several methods of this class, each with its arguments; returns their results."""
         return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
-        """Return the first state of a rollout, pickled, or the message of an exception."""
+        """Return the first state of a rollout, pickled, or an error message."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> Turn | str:
-        """Return the turn after a response, with its observation as tokens, or the message of an exception."""
-        return self._attempt(lambda: self._turn(state, response, last_token))
+        """Answer a response, whose last token is `last_token`; the observation is tokens."""
+        return self._attempt(partial(self._make_turn, state, response, last_token))
 
-    def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
+    def _make_turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
         observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may return a list
         # With a chat template an empty text (such as the output of a program) is a message too: without it the model
@@ -101,12 +100,12 @@ class EnvironmentWorker:
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
     ) -> bytes | str:
-        """Run the agent; returns the state of the rollout, pickled, or the message of an exception."""
+        """Run the agent; returns the state of the rollout, pickled, or an error message."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """Return a score or an error message for each sample. If scoring them together raises, each is scored alone."""
-        requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in requests]
+        """Score each sample; after an exception, each one by itself."""
+        requests = [replace(request, state=request.state and cloudpickle.loads(request.state)) for request in requests]
         scores = self._attempt(partial(self._score, requests))
         if not isinstance(scores, str):
             return list(scores)
@@ -114,10 +113,10 @@ class EnvironmentWorker:
         return [attempt if isinstance(attempt, str) else attempt[0] for attempt in attempts]
 
     def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        returns = self._environment.score(requests)
-        if len(returns) != len(requests):
-            raise RunError(f"{len(returns)} scores for {len(requests)} responses")
-        return [_plain(one) for one in returns]
+        scores = self._environment.score(requests)
+        if len(scores) != len(requests):
+            raise RunError(f"{len(scores)} scores for {len(requests)} responses")
+        return [_convert_score(score) for score in scores]
 
     def _attempt(self, call: Callable[[], Value]) -> Value | str:
         try:
@@ -128,11 +127,11 @@ class EnvironmentWorker:
             return f"environment {self._name}: {type(error).__name__}: {error}"
 
 
-def _plain(given: EnvironmentReturn) -> EnvironmentReturn:
-    """Convert a score to Python's own types, since those of NumPy or torch would fail in files; rename its figures."""
-    reward = None if given.reward is None else float(given.reward)
-    correct = None if given.correct is None else bool(given.correct)
-    parts = {name: float(part) for name, part in given.parts.items()}
-    notes = {str(name): note if isinstance(note, str) else repr(note) for name, note in given.notes.items()}
-    metrics = reported_figures(given.metrics)
-    return replace(given, reward=reward, correct=correct, parts=parts, metrics=metrics, notes=notes)
+def _convert_score(score: EnvironmentReturn) -> EnvironmentReturn:
+    """Convert to Python's own types, since files refuse those of NumPy and torch."""
+    reward = None if score.reward is None else float(score.reward)
+    correct = None if score.correct is None else bool(score.correct)
+    parts = {name: float(part) for name, part in score.parts.items()}
+    notes = {str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()}
+    metrics = reported_figures(score.metrics)
+    return replace(score, reward=reward, correct=correct, parts=parts, metrics=metrics, notes=notes)

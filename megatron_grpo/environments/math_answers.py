@@ -1,4 +1,4 @@
-"""Compares mathematical answers by value with math-verify, in a process that is killed when it hangs."""
+"""Compares mathematical answers by value, in a process that is killed when it hangs."""
 
 from __future__ import annotations
 
@@ -23,54 +23,50 @@ from megatron_grpo.data.math_text import AnswerText, rewrite_answer, rewrite_tai
 from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5
-"""Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""
+"""Seconds for parsing one answer, and again for comparing it; an answer that takes longer is wrong."""
 
 _BOX = "\\boxed{"
-_OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 TAIL_CHARACTERS = 2000
-"""Characters at the end of a response in which the answer is searched if there is no box."""
+"""Length of a response's end in which the answer is searched without a box."""
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
 
 
 def is_correct(response: str, answer: str) -> bool:
-    """Whether the response's final answer equals the reference answer in value.
+    """Compare the response's final answer with the reference answer by value.
 
     Main thread only: math-verify limits its time with SIGALRM, which Python delivers there.
 
     Args:
         response: text of the model.
         answer: the reference answer: a number, expression or LaTeX, without a box. Both are brought to one form first
-            (`data.math_text`). An answer that math-verify cannot read is compared as text.
+            (`data.math_text`). An answer that math-verify cannot parse is compared as text.
     """
-    return _equal(find_final_answer(response), answer)
+    return _are_equal(find_final_answer(response), answer)
 
 
-@lru_cache(maxsize=1024)
-def _equal(final: str, answer: str) -> bool:
-    # Cached, because samples of a group often agree. parse and verify treat sympy's errors and timeouts as "not equal".
+@lru_cache(maxsize=1024)  # samples of a group often agree
+def _are_equal(final: str, answer: str) -> bool:
     is_boxed = final.startswith(_BOX)
     content = final.removeprefix(_BOX).removesuffix("}") if is_boxed else final
-    if _squeezed(answer) in (_squeezed(content), _squeezed(final)):
+    if _remove_blanks(answer) in (_remove_blanks(content), _remove_blanks(final)):
         return True  # most correct answers
     expected, actual = rewrite_answer(answer), rewrite_answer(content) if is_boxed else rewrite_tail(content)
     if is_boxed and (same_words(answer, content) or expected == actual):
         return True
     if None not in (expected.unit, actual.unit) and expected.unit != actual.unit:
         return False
-    return any(_equal_values(*pair, is_boxed) for pair in _readings(expected, actual, is_boxed))
+    return any(_have_equal_values(*pair, is_boxed) for pair in _list_readings(expected, actual, is_boxed))
 
 
-def _readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
-    """Pairs of texts of which one must be equal in value.
-
-    Only where one of the answers has a percent sign, the other may be the percentage or the share. In a text without
-    a box, percent signs beside the answer count for nothing.
-    """
+def _list_readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
+    """Yield pairs of texts; the answer is right if one pair is equal in value."""
+    # Where only one of the answers has a percent sign, the other may be the percentage or the share. In a text without
+    # a box, percent signs beside the answer count for nothing.
     actual_has_percent = actual.has_percent
     if actual_has_percent and not is_boxed:
-        first, second = (_parse(text) for text in (actual.text, actual.as_share))
-        actual_has_percent = first != second
+        actual_has_percent = _parse(actual.text) != _parse(actual.as_share)
     yield expected.text, actual.text
     if expected.has_percent and not actual_has_percent:
         yield expected.as_share, actual.text
@@ -78,21 +74,22 @@ def _readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> Itera
         yield expected.text, actual.as_share
 
 
-def _equal_values(expected: str, actual: str, is_boxed: bool) -> bool:
-    values = _parse(f"{_BOX}{actual}}}" if is_boxed else actual)
-    return bool(verify(_parse_reference(expected), values, timeout_seconds=ANSWER_TIMEOUT_S))
+def _have_equal_values(expected: str, actual: str, is_boxed: bool) -> bool:
+    # math-verify's parse and verify treat sympy's errors and timeouts as "not equal".
+    expected_values, values = _parse(f"{_BOX}{expected}}}"), _parse(f"{_BOX}{actual}}}" if is_boxed else actual)
+    return bool(verify(expected_values, values, timeout_seconds=ANSWER_TIMEOUT_S))
 
 
-def _squeezed(text: str) -> str:
+def _remove_blanks(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
 def find_final_answer(response: str) -> str:
-    """The last \\boxed{...} of a response, with nested braces.
+    """Find the last \\boxed{...} of a response, with nested braces.
 
-    If there is no box, or the last one is not closed: the last TAIL_CHARACTERS characters of the response.
+    Without a box, or if the last one is not closed: the last TAIL_CHARACTERS characters of the response.
     """
-    starts = [box.end() for box in _OPENING.finditer(response)]
+    starts = [match.end() for match in _BOX_START.finditer(response)]
     if starts:
         depth = 1
         for position in range(starts[-1], len(response)):
@@ -102,24 +99,19 @@ def find_final_answer(response: str) -> str:
     return response[-TAIL_CHARACTERS:]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # samples of a group share their reference answer
 def _parse(text: str) -> list[Any]:
-    # Cached, because all samples of a group share their reference answer.
     return list(parse(text, parsing_timeout=ANSWER_TIMEOUT_S))
 
 
-def _parse_reference(answer: str) -> list[Any]:
-    return _parse(f"{_BOX}{answer}}}")
-
-
 HANGS_AFTER_S = 20.0
-"""Seconds without an answer after which the process is killed; math-verify's own limits add up to 15 s."""
+"""Seconds without an answer after which the process is killed; math-verify's limits add up to 15 s."""
 
 STARTS_WITHIN_S = 120.0
 """Seconds for the process to import math-verify."""
 
 MEMORY_BYTES = 4 * 2**30
-"""Bytes of memory that the process may use beyond its size when ready; an answer that needs more counts as wrong."""
+"""Memory that the process may add to its size when ready; an answer that needs more is wrong."""
 
 _READY = b"r"
 
@@ -128,15 +120,11 @@ class Verifier:
     """A process that compares answers. Not safe for concurrent use by several threads."""
 
     def __init__(self, hangs_after_s: float = HANGS_AFTER_S) -> None:
-        """Start the process, which is killed after hangs_after_s seconds without an answer."""
         self._hangs_after_s = hangs_after_s
         self._start()
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """Whether the final answer of each response equals its reference in value.
-
-        Args:
-            pairs: (response, reference answer) pairs, the arguments of `is_correct`.
+        """Call `is_correct` in the process for (response, reference answer) pairs.
 
         Raises:
             RunError: the process does not start.
@@ -144,7 +132,7 @@ class Verifier:
         return [self._verify(pair) for pair in pairs]
 
     def _verify(self, pair: tuple[str, str]) -> bool:
-        """Compare one pair; an answer on which the process hangs or dies counts as wrong."""
+        # An answer on which the process hangs or dies is wrong.
         try:
             self._connection.sendall(json.dumps(pair).encode() + b"\n")
             answer = self._connection.recv(1)
@@ -156,11 +144,11 @@ class Verifier:
         return answer == b"1"
 
     def _start(self) -> None:
-        self._connection, theirs = socket.socketpair()
+        self._connection, process_end = socket.socketpair()
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-        with theirs:
-            pipe = theirs.fileno()
+        with process_end:
+            pipe = process_end.fileno()
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._end = weakref.finalize(self, _end, process, self._connection)
         self._connection.settimeout(STARTS_WITHIN_S)
@@ -181,7 +169,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Run the process: answer each line of standard input, a JSON list [response, answer], with one byte."""
+    """Answer each line of standard input, JSON [response, answer], with one byte."""
     die_with_parent(9)
     answers = os.dup(1)
     os.dup2(2, 1)  # standard output goes to standard error, so that it is not read as answers
@@ -194,7 +182,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         response, answer = json.loads(line)
         try:
-            right = is_correct(response, answer)
+            is_right = is_correct(response, answer)
         except (MemoryError, RecursionError):
-            right = False
-        os.write(answers, b"1" if right else b"0")
+            is_right = False
+        os.write(answers, b"1" if is_right else b"0")

@@ -1,4 +1,4 @@
-"""Environments that need nothing but the response: exact sums, a pattern, mathematical answers, and a game of turns."""
+"""Environments of text alone: exact sums, patterns, mathematical answers, a game."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from megatron_grpo.environments.math_answers import Verifier
 
 
 class AdditionEnvironment(Environment):
-    """Compares texts: "095" is right for the answer "095"; "95", " 095" and "0950" are not."""
+    """Reward 1 for exactly the text of the answer, else 0.
+
+    "095" is right for the answer "095"; "95", " 095" and "0950" are not.
+    """
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         matches = [request.response == request.extra_env_info[REFERENCE] for request in requests]
         return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]
 
 
-def _expression(pattern: str) -> str:
-    """Return the pattern; ValueError: it is not a regular expression."""
+def _require_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -41,34 +43,34 @@ def _expression(pattern: str) -> str:
 class FormatEnvironment(Environment):
     """Reward 1 for a response that matches a regular expression, else 0."""
 
-    pattern: Annotated[str, AfterValidator(_expression)]
+    pattern: Annotated[str, AfterValidator(_require_pattern)]
     """Regular expression in Python's syntax; with "(?s)" at its beginning, "." also matches line ends."""
     whole: bool = True
     """Whether the whole response must match; else a part of it is enough."""
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        match = re.fullmatch if self.whole else re.search
-        found = [match(self.pattern, request.response) is not None for request in requests]
-        return [EnvironmentReturn(reward=float(one), correct=one) for one in found]
+        find = re.fullmatch if self.whole else re.search
+        matches = [find(self.pattern, request.response) is not None for request in requests]
+        return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]
 
 
 class MathEnvironment(Environment):
-    """Reward 1 when the response's final answer equals the reference in value ("1/2", "0.5", "\\\\frac12"), else 0.
+    """Reward 1 when the final answer equals the reference in value, else 0.
 
-    The final answer is the content of the last box, or else the last expression that math-verify finds.
+    "1/2", "0.5" and "\\\\frac12" are equal. The final answer is the content of the last box, or else the last
+    expression that math-verify finds.
     """
 
     def __init__(self) -> None:
         self._verifier = Verifier()
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        right = self._verifier.verify([(one.response, str(one.extra_env_info[REFERENCE])) for one in requests])
-        return [EnvironmentReturn(reward=float(one), correct=one) for one in right]
+        pairs = [(request.response, str(request.extra_env_info[REFERENCE])) for request in requests]
+        return [EnvironmentReturn(reward=float(correct), correct=correct) for correct in self._verifier.verify(pairs)]
 
 
 _ANSWER = "<answer>"
-_LONGEST_EXPRESSION = 400
-"""Most characters of a solution."""
+_LONGEST_EXPRESSION = 400  # characters
 _MOVE = re.compile(r"\s*([0-9]{1,9})\s*([-+*/])\s*([0-9]{1,9})\s*")
 
 
@@ -77,19 +79,21 @@ class Board:
     """State of a game."""
 
     numbers: tuple[int, ...]
-    """Numbers that are left, in the order in which they are shown."""
+    """Remaining numbers, in the order in which the model reads them."""
     target: int
     won: bool = False
 
 
 @dataclass(eq=False)
 class CountdownEnvironment(Environment):
-    """Reward 1 when the model makes the row's `target` from the row's `numbers` (or `nums`), else 0.
+    """Reward 1 when the model makes the target from the numbers, else 0.
+
+    The row has them in its columns `numbers` (or `nums`) and `target`.
 
     Every turn is one move, "a+b", "a-b", "a*b" or "a/b", with two of the remaining numbers. The result, a whole number
     of at least 0, replaces them, and the environment lists the remaining numbers. The game ends with an invalid move or
-    when one number is left. A turn may also be a whole solution, as prompts of the public set ask for it: an expression
-    of all remaining numbers between <answer> and </answer>, the last ones in the turn.
+    when one number remains. A turn may also be a whole solution, as prompts of the public data set ask for it: an
+    expression of all remaining numbers between the turn's last <answer> and </answer>.
     """
 
     multi_turn = True
@@ -99,7 +103,6 @@ class CountdownEnvironment(Environment):
     """Text between the numbers."""
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Board:
-        """Return the board of the row's columns `numbers` (or `nums`) and `target`."""
         numbers, target = countdown_game(extra_env_info)
         return Board(tuple(numbers), target)
 
@@ -110,15 +113,16 @@ class CountdownEnvironment(Environment):
         result = play_move(state.numbers, response)
         if result is None:
             return Turn(state=state)
-        numbers, made = result
-        state = Board(numbers, state.target, won=made == state.target)
+        numbers, value = result
+        state = Board(numbers, state.target, won=value == state.target)
         if state.won or len(numbers) == 1:
             return Turn(state=state)
         text = self.board.replace("{numbers}", self.separator.join(map(str, numbers)))
-        return Turn(done=False, state=state, text=text.replace("{result}", str(made)))
+        return Turn(done=False, state=state, text=text.replace("{result}", str(value)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        return [EnvironmentReturn(reward=float(one.state.won), correct=one.state.won) for one in requests]
+        wins = [request.state.won for request in requests]
+        return [EnvironmentReturn(reward=float(won), correct=won) for won in wins]
 
 
 _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-"})
@@ -131,46 +135,48 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def is_solution(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether an expression of + - * / and parentheses has every number exactly once, and the value `target`.
+    """Check that an expression uses every number once and has the value `target`.
 
-    "= TARGET" may follow. Fractions are exact.
+    It may have + - * / and parentheses, and "= TARGET" may follow. Fractions are exact.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         return False
-    left, equals, right = expression.translate(_SIGNS).partition("=")
-    if equals and right.strip() != str(target):
+    formula, equals, value = expression.translate(_SIGNS).partition("=")
+    if equals and value.strip() != str(target):
         return False
-    if sorted(map(int, re.findall(r"[0-9]+", left))) != sorted(numbers):
+    if sorted(map(int, re.findall(r"[0-9]+", formula))) != sorted(numbers):
         return False
     try:
-        return _value(ast.parse(left.strip(), mode="eval").body) == target
+        return _evaluate(ast.parse(formula.strip(), mode="eval").body) == target
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
 
 
-def _value(node: ast.expr) -> Fraction:
-    """Value of an expression; ValueError: it has something other than whole numbers and the four operations."""
+def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     raise ValueError("not an expression of whole numbers")
 
 
 def play_move(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
-    """Play a move: returns the remaining numbers, the result last, and the result; None: the move is invalid."""
-    parts = _MOVE.fullmatch(move)
-    if parts is None:
+    """Play a move; returns the remaining numbers, the result last, and the result.
+
+    None: the move is invalid.
+    """
+    match = _MOVE.fullmatch(move)
+    if match is None:
         return None
-    left, sign, right = int(parts[1]), parts[2], int(parts[3])
-    remaining = Counter(numbers)
-    remaining.subtract((left, right))
-    if min(remaining.values()) < 0 or (sign == "/" and (right == 0 or left % right)):
+    first, sign, second = int(match[1]), match[2], int(match[3])
+    counts = Counter(numbers)
+    counts.subtract((first, second))
+    if min(counts.values()) < 0 or (sign == "/" and (second == 0 or first % second)):
         return None
-    made = {"+": left + right, "-": left - right, "*": left * right, "/": left // max(right, 1)}[sign]
-    if made < 0:
+    result = {"+": first + second, "-": first - second, "*": first * second, "/": first // max(second, 1)}[sign]
+    if result < 0:
         return None
-    kept = list(numbers)
-    kept.remove(left)
-    kept.remove(right)
-    return (*kept, made), made
+    remaining = list(numbers)
+    remaining.remove(first)
+    remaining.remove(second)
+    return (*remaining, result), result

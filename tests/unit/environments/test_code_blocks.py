@@ -125,7 +125,7 @@ def test_the_work_is_bounded(unit: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Lines are looked at a few times each, and little more than the response is parsed."""
     looked: list[str] = []
     parsed: list[str] = []
-    opening, parse = code_blocks._opening, ast.parse
+    opening, parse = code_blocks._parse_opening, ast.parse
 
     def count_opening(line: str) -> Any:
         looked.append(line)
@@ -135,7 +135,7 @@ def test_the_work_is_bounded(unit: str, monkeypatch: pytest.MonkeyPatch) -> None
         parsed.append(text)
         return parse(text, name)
 
-    monkeypatch.setattr(code_blocks, "_opening", count_opening)
+    monkeypatch.setattr(code_blocks, "_parse_opening", count_opening)
     monkeypatch.setattr(code_blocks.ast, "parse", count_parse)
     response = "```python\n" + unit * (100_000 // len(unit))
     extract_program(response)
