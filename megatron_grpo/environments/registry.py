@@ -14,13 +14,8 @@ from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, Environ
 from megatron_grpo.config.errors import RunError, to_text
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
-from megatron_grpo.environments.reward_functions import (
-    AgentEnvironment,
-    RewardFunction,
-    RewardFunctionEnvironment,
-    load_agent_function,
-    load_reward_function,
-)
+from megatron_grpo.environments.reward_functions import AgentEnvironment, RewardFunctionEnvironment
+from megatron_grpo.environments.user_functions import RewardFunction, load_agent_function, load_reward_function
 
 SETTINGS = "settings"
 """Name of the constructor parameter that receives the settings of the run."""

@@ -16,21 +16,20 @@ _K1, _B = 1.5, 0.75
 
 
 class Retriever:
-    """Ranks documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15), with idf = ln(1 + (N - n + 0.5) / (n + 0.5)).
+    """Ranks documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15).
 
-    Args:
-        documents: texts of the documents.
+    The idf is ln(1 + (N - n + 0.5) / (n + 0.5)).
     """
 
     def __init__(self, documents: Sequence[str]) -> None:
         self._documents = list(documents)
         self._lengths: list[int] = []
         self._postings: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for number, document in enumerate(self._documents):
+        for index, document in enumerate(self._documents):
             counts = Counter(split_terms(document))
             self._lengths.append(counts.total())
-            for word, count in counts.items():
-                self._postings[word].append((number, count))
+            for term, count in counts.items():
+                self._postings[term].append((index, count))
         self._mean_length = sum(self._lengths) / max(len(self._lengths), 1)
 
     @staticmethod
@@ -39,27 +38,30 @@ class Retriever:
         return Retriever(read_documents(path))
 
     def search(self, query: str, count: int) -> list[str]:
-        """Up to `count` documents that share a word with a query, best first; among equals, the earlier first."""
-        best = heapq.nlargest(count, self.scores(query).items(), key=lambda one: (one[1], -one[0]))
-        return [self._documents[number] for number, _ in best]
+        """Find up to `count` documents that share a term with a query, best first.
 
-    def scores(self, query: str) -> dict[int, float]:
-        """Scores of the documents that share a word with a query, by number of the document."""
+        Among equal scores the earlier document is first.
+        """
+        scores = self.compute_scores(query)
+        best = heapq.nlargest(count, scores, key=lambda index: (scores[index], -index))
+        return [self._documents[index] for index in best]
+
+    def compute_scores(self, query: str) -> dict[int, float]:
+        """Score the documents that share a term with a query; by index of the document."""
         scores: defaultdict[int, float] = defaultdict(float)
-        for word in set(split_terms(query)):
-            postings = self._postings.get(word, [])
-            rarity = math.log(1 + (len(self._documents) - len(postings) + 0.5) / (len(postings) + 0.5))
-            for number, count in postings:
-                long = 1 - _B + _B * self._lengths[number] / self._mean_length
-                scores[number] += rarity * count * (_K1 + 1) / (count + _K1 * long)
+        for term in set(split_terms(query)):
+            postings = self._postings.get(term, [])
+            idf = math.log(1 + (len(self._documents) - len(postings) + 0.5) / (len(postings) + 0.5))
+            for index, count in postings:
+                relative_length = 1 - _B + _B * self._lengths[index] / self._mean_length
+                scores[index] += idf * count * (_K1 + 1) / (count + _K1 * relative_length)
         return dict(scores)
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """Read documents: lines of a JSONL file (a text, or an object with "text"), or paragraphs of another file.
+    """Read documents: lines of a JSONL file, or paragraphs of another file.
 
-    Lines end with a line feed alone, because a text in JSON may have other separators of lines, such as U+2028, as they
-    are.
+    A line of JSONL is a text, or an object with "text".
 
     Raises:
         ValueError: the file is not UTF-8, or a line is neither a text nor such an object; the message names the line.
@@ -69,8 +71,10 @@ def read_documents(path: str | Path) -> list[str]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
     if not str(path).endswith(".jsonl"):
-        return [part.strip() for part in re.split(r"\n\s*\n", text.replace("\r\n", "\n")) if part.strip()]
+        paragraphs = re.split(r"\n\s*\n", text.replace("\r\n", "\n"))
+        return [paragraph.strip() for paragraph in paragraphs if paragraph.strip()]
     documents = []
+    # Not splitlines: a text in JSON may contain other line separators, such as U+2028.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -96,8 +100,9 @@ _LETTERS = (  # scripts without blanks whose words are of several letters
 
 
 @cache
-def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns of a word, whose letters may carry combining marks, and of a run of one kind of script in it."""
+def _compile_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Compile patterns of a word and of a run of one kind of script in it."""
+    # The letters of a word may carry combining marks, which \w does not match.
     marks = [chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M"]
     word = re.compile(rf"[\w{''.join(marks)}]+")
     runs = re.compile(rf"(?P<ideographs>[{_IDEOGRAPHS}]+)|(?P<letters>[{_LETTERS}]+)|[^{_IDEOGRAPHS}{_LETTERS}]+")
@@ -105,7 +110,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def split_terms(text: str) -> Iterator[str]:
-    """The terms of a text by which it is found, alike for documents and queries.
+    """Yield the terms of a document or query.
 
     Texts are compared in Unicode's form NFKC without case. In scripts without blanks between words, the terms are
     single characters (ideographs, kana, Hangul) and pairs of neighbours (these, Thai, Lao, Burmese, Khmer, Tibetan).
@@ -113,7 +118,7 @@ def split_terms(text: str) -> Iterator[str]:
     if text.isascii():
         yield from _PLAIN_WORD.findall(text.lower())
         return
-    word, runs = _patterns()
+    word, runs = _compile_patterns()
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     for run in (run for match in word.finditer(folded) for run in runs.finditer(match[0])):
         term, kind = run[0], run.lastgroup

@@ -1,10 +1,10 @@
-"""Reward models: Hugging Face models for sequence classification, each run with torch in its own processes."""
+"""Reward models: Hugging Face models for sequence classification, in their own processes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import RewardModelConfig
 
 RESTARTS = 3
-"""Most times that Ray restarts a process of a reward model."""
+"""Times that Ray may restart a process of a reward model."""
 
 
 def find_model_problem(path: str) -> str | None:
-    """Reason why a folder or hub name is not a reward model; None: it is one, judging by its config.json."""
+    """Say why a folder or hub name is no reward model, by its config.json; None: it is one."""
     folder = Path(path)
     if is_hub_name(path):
         reason = None if find_local_folder(path) else download_config(path)
         if reason is not None:
             return f"is not a folder here, nor in the Hugging Face cache, and the hub says: {reason}"
-        found = find_local_folder(path)
-        assert found is not None
-        folder = found
+        download = find_local_folder(path)
+        assert download is not None
+        folder = download
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def find_model_problem(path: str) -> str | None:
 
 
 class RewardModel:
-    """Ray actor: one copy of the model and its tokenizer, on a GPU if torch finds one, else on the CPU."""
+    """Ray actor with one copy of the model, on a GPU if torch finds one."""
 
     def __init__(self, path: str, config: RewardModelConfig, number: int) -> None:
         """Load the model from a folder; `number` names the log of the process."""
@@ -72,59 +72,55 @@ class RewardModel:
             raise RunError(f"reward model {path} has no weights for {', '.join(sorted(loading['missing_keys']))}")
         pad_id = self._model.config.get_text_config().pad_token_id
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
-        # Some configurations say -1: an id that no text has, so that it is the same as none.
+        # Some configurations say -1, an id that no text has; it means that there is none.
         self._pad_id = pad_id if pad_id is not None and 0 <= pad_id < self._vocabulary else None
         self._model.to(self._device).eval()
 
     @phase("reward model")
-    def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-        """Score each conversation, rendered with the model's own chat template; plain texts are concatenated.
+    def compute_rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
+        """Score each conversation, or the concatenated texts of prompt and completion.
 
-        A score does not depend on the other texts of the call: it is what transformers computes for the text alone. A
-        text without tokens has no score (None).
+        A conversation is rendered with the model's own chat template. A score does not depend on the other texts of the
+        call: it is what transformers computes for the text alone. A text without tokens has no score (None).
 
         Raises:
             RunError: the prompts are conversations, and the model's tokenizer has no chat template.
         """
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        texts = [self._join_texts(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         token_ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         if self._config.max_tokens is not None:
             token_ids = [ids[-self._config.max_tokens :] for ids in token_ids]
         scores: list[float | None] = [None] * len(texts)
-        numbers = [number for number, ids in enumerate(token_ids) if ids]
-        for batch in _batches([len(token_ids[number]) for number in numbers], self._config.batch_tokens):
-            batch_ids = [token_ids[numbers[index]] for index in batch]
-            for index, score in zip(batch, self._scores(batch_ids), strict=True):
-                scores[numbers[index]] = score
+        for batch in _make_batches({i: len(ids) for i, ids in enumerate(token_ids) if ids}, self._config.batch_tokens):
+            for index, score in zip(batch, self._score_batch([token_ids[index] for index in batch]), strict=True):
+                scores[index] = score
         return scores
 
-    def _scores(self, token_ids: Sequence[list[int]]) -> list[float]:
-        """Scores of some texts in one forward pass, if they can be padded without an effect on the scores.
-
-        Decoder models score the last token that is not config.pad_token_id, and look at the ids, not at the attention
-        mask. So the padding is that id; without one, transformers scores the last token of a single text, and the
-        padding is an id that none of the texts has, which config.pad_token_id is set to for this pass. The tokenizer's
-        padding token is never used: it is often the token that ends a conversation.
-        """
+    def _score_batch(self, token_ids: Sequence[list[int]]) -> list[float]:
+        """Score texts in one forward pass, if they can be padded without an effect on the scores."""
         import torch
 
-        pad_id = self._padding(token_ids)
+        pad_id = self._choose_padding(token_ids)
         if len(token_ids) > 1 and pad_id is None:
-            return [score for ids in token_ids for score in self._scores([ids])]
-        longest = max(map(len, token_ids))
-        ids = [[*one, *[pad_id or 0] * (longest - len(one))] for one in token_ids]
-        mask = [[1] * len(one) + [0] * (longest - len(one)) for one in token_ids]
+            return [score for ids in token_ids for score in self._score_batch([ids])]
+        length = max(map(len, token_ids))
+        padded_ids = [[*ids, *[pad_id or 0] * (length - len(ids))] for ids in token_ids]
+        mask = [[1] * len(ids) + [0] * (length - len(ids)) for ids in token_ids]
+        # Decoder models score the last token that is not config.pad_token_id, and look at the ids, not at the attention
+        # mask. So the padding is that id. Without such an id transformers scores the last token of a single text; then
+        # the padding is an id that none of the texts has, and config.pad_token_id is set to it for this pass. The
+        # tokenizer's padding token is never used: it is often the token that ends a conversation.
         if self._pad_id is None:
             self._model.config.get_text_config().pad_token_id = pad_id if len(token_ids) > 1 else None
         with torch.inference_mode():
             logits = self._model(
-                input_ids=torch.tensor(ids, device=self._device),
+                input_ids=torch.tensor(padded_ids, device=self._device),
                 attention_mask=torch.tensor(mask, device=self._device),
             ).logits
         return [float(score) for score in logits[:, 0]]
 
-    def _padding(self, token_ids: Sequence[list[int]]) -> int | None:
-        """The id to pad these texts with; None: each has to be scored by itself."""
+    def _choose_padding(self, token_ids: Sequence[list[int]]) -> int | None:
+        """Choose the id that pads these texts; None: each must be scored by itself."""
         if self._model.config.is_encoder_decoder:  # these find a text's end by its number of end tokens
             return None
         if self._pad_id is not None:
@@ -132,7 +128,7 @@ class RewardModel:
         used = {token_id for ids in token_ids for token_id in ids}
         return next((token_id for token_id in range(self._vocabulary) if token_id not in used), None)
 
-    def _text(self, prompt: Any, completion: Any) -> str:
+    def _join_texts(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return f"{prompt}{completion}"
         if self._tokenizer.chat_template is None:
@@ -140,23 +136,27 @@ class RewardModel:
         return render_chat(self._tokenizer, [*prompt, *completion])
 
 
-def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Batch the numbers of texts of similar length: at most `tokens` tokens with padding, but at least one text."""
+def _make_batches(lengths: Mapping[int, int], tokens: int) -> Iterator[list[int]]:
+    """Batch texts of similar length, by index, up to `tokens` with padding or one text."""
     batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # the first is the longest
-        if batch and (len(batch) + 1) * max(lengths[batch[0]], 1) > tokens:
+    for index in sorted(lengths, key=lengths.__getitem__, reverse=True):  # the first of a batch is the longest
+        if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
             yield batch
             batch = []
-        batch.append(number)
+        batch.append(index)
     if batch:
         yield batch
 
 
 class RewardModelClient:
-    """A reward model as an async reward function: an object that is called with prompts and completions."""
+    """A reward model as an async reward function of prompts and completions."""
 
     def __init__(self, path: str, workers: Sequence[Any]) -> None:
-        """`path`: the model's folder, for messages; `workers`: Ray actors (`RewardModel`) that hold the model."""
+        """
+        Args:
+            path: the model's folder or hub name, for messages.
+            workers: Ray actors (`RewardModel`).
+        """
         self.path, self._workers = path, list(workers)
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
@@ -164,13 +164,17 @@ class RewardModelClient:
         share = -(-len(prompts) // len(self._workers))
         begins = range(0, len(prompts), share)
         calls = [
-            worker.rewards.remote(prompts[begin : begin + share], completions[begin : begin + share])
+            worker.compute_rewards.remote(prompts[begin : begin + share], completions[begin : begin + share])
             for worker, begin in zip(self._workers, begins, strict=False)
         ]
         return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every process has loaded the model; RunError after timeout_s seconds."""
+        """Wait until every process has loaded the model.
+
+        Raises:
+            RunError: a process failed, or `timeout_s` passed.
+        """
         try:
             ray.get([worker.__ray_ready__.remote() for worker in self._workers], timeout=timeout_s)
         except ray.exceptions.RayError as error:
@@ -178,7 +182,10 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start the processes of a reward model; returns its client and the processes, which the caller ends.
+    """Begin to start the processes of a reward model; the caller ends them.
+
+    Returns:
+        The client, and the Ray actors.
 
     Raises:
         RunError: a model of the hub cannot be downloaded.

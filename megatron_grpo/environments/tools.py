@@ -1,4 +1,4 @@
-"""Tools that the model calls turn by turn until it answers: a calculator, a document search, a Python sandbox."""
+"""Tools that the model calls until it answers: calculator, document search, Python."""
 
 from __future__ import annotations
 
@@ -25,12 +25,9 @@ from megatron_grpo.environments.retriever import Retriever, read_documents
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from megatron_grpo.environments.tool_calls import find_unread_call
 
-_LONGEST = 400
-"""Largest number of characters of an expression."""
-_LARGEST_BITS = 4096
-"""Most bits of the numerator or denominator of an intermediate result."""
-_DIGITS = 12
-"""Significant digits of a result that is not a whole number."""
+_MAX_CHARACTERS = 400  # of an expression
+_MAX_BITS = 4096  # of the numerator or denominator of an intermediate result
+_DIGITS = 12  # significant digits of a result that is not a whole number
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -43,19 +40,21 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression of numbers, + - * / // % ** and brackets to a text: "7", "0.333333333333".
+    """Evaluate an expression to a text such as "7" or "0.333333333333".
+
+    It may have numbers, + - * / // % ** and brackets.
 
     Raises:
-        ValueError: the text is no such expression, or the expression has no value or too large a value.
+        ValueError: the text is no such expression, or has no value or too large a value.
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"an expression may have {_LONGEST} characters")
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"an expression may have {_MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError("not an expression") from None
     try:
-        value = _value(tree.body)
+        value = _evaluate(tree.body)
         return str(value.numerator) if value.denominator == 1 else f"{float(value):.{_DIGITS}g}"
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
@@ -63,38 +62,43 @@ def calculate(expression: str) -> str:
         raise ValueError("too large") from None
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(Fraction(str(node.value)))
+        return _require_small(Fraction(str(node.value)))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _value(node.operand)
+        value = _evaluate(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
+        first, second = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow):
-            return _power(left, right)
+            return _compute_power(first, second)
         if type(node.op) in _BINARY:
-            return _bounded(_BINARY[type(node.op)](left, right))
+            return _require_small(_BINARY[type(node.op)](first, second))
     raise ValueError("only numbers, + - * / // % ** and brackets")
 
 
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
+def _compute_power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ValueError("only whole exponents")
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if bits * abs(exponent.numerator) > _LARGEST_BITS:
+    # The size is checked before the power is computed, which could take minutes and all memory.
+    if _count_bits(base) * abs(exponent.numerator) > _MAX_BITS:
         raise ValueError("too large")
     return base**exponent.numerator
 
 
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _LARGEST_BITS:
+def _require_small(value: Fraction) -> Fraction:
+    if _count_bits(value) > _MAX_BITS:
         raise ValueError("too large")
     return value
 
 
+def _count_bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
 def read_parser_names() -> frozenset[str]:
-    """Names of vLLM's tool parsers, read from its source, since importing takes seconds; empty if it is not found."""
+    """Read the names of vLLM's tool parsers from its source; empty if it is not found."""
+    # Importing vLLM would take seconds.
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         return frozenset()
@@ -109,11 +113,10 @@ def read_parser_names() -> frozenset[str]:
 
 _PARSER_ADVICE = "give the parser of the model, by its name in vllm serve --tool-call-parser"
 
-_LONGEST_RESULT = 4000
-"""Most characters of a tool's result that are shown to the model."""
+_MAX_RESULT_CHARACTERS = 4000  # of a tool's result that the model reads
 
 Tool = Callable[[str], str]
-"""Function from the argument of a call to its result; raises ValueError with a message for the model."""
+"""Maps the argument of a call to its result; raises ValueError with a message for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,11 @@ class ToolState:
 
 @dataclass(eq=False)
 class ToolEnvironment(Environment):
-    """Reward 1 when the last turn, which calls no tool, is the reference answer, else 0.
+    """Reward 1 when the last turn is the reference answer, else 0.
 
-    Tools with their argument: calculator (expression), python (code, run in the sandbox), retriever (query, over local
-    documents). A call that cannot be executed is answered with the reason.
+    The last turn is the first one that calls no tool. Tools and their argument: calculator (expression), python (code,
+    which runs in the sandbox), retriever (query, over local documents). A call that cannot be executed is answered with
+    the reason.
     """
 
     multi_turn = True
@@ -146,7 +150,7 @@ class ToolEnvironment(Environment):
     found: Positive = 3
     """Documents that one search returns."""
     compare: Literal["math", "exact"] = "math"
-    """Comparison of the last turn with the answer: math, by value, or exact, as text without surrounding blanks."""
+    """How the last turn is compared with the answer: math, by value; exact, as text without surrounding blanks."""
     max_calls: Positive = 16
     """Most tool calls of one rollout that are executed."""
 
@@ -156,7 +160,7 @@ class ToolEnvironment(Environment):
         from vllm.tool_parsers import ToolParserManager
 
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
-        self._tools = {name: self._tool(name) for name in self.tools or ["calculator"]}
+        self._tools = {name: self._make_tool(name) for name in self.tools or ["calculator"]}
         tokenizer = self.settings.load_tokenizer()
         try:
             self._parser = ToolParserManager.get_tool_parser(self.parser)(tokenizer)
@@ -164,20 +168,19 @@ class ToolEnvironment(Environment):
             text = f"options.parser={self.parser} does not fit the model's tokenizer: {error}; {_PARSER_ADVICE}"
             raise RunError(text) from error
         self._request = ChatCompletionRequest(messages=[], model="")
-        self._compare = Verifier().verify if self.compare == "math" else _same_texts
+        self._compare = Verifier().verify if self.compare == "math" else _compare_texts
         if self.settings.prompts.apply_chat_template:
             self._require_readable_calls(PromptRenderer(tokenizer, self.settings.prompts))
 
     @classmethod
     def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
-        """Report a parser that vLLM lacks, and a retriever without documents."""
+        """Find a parser that vLLM lacks, and a retriever without documents."""
         problems = []
         parser, documents = options.get("parser"), options.get("documents")
-        known = read_parser_names()
-        if parser is not None and known and parser not in known:
-            problems.append(
-                (f"parser={parser}", f"is not a tool parser of vLLM; choose one of {', '.join(sorted(known))}")
-            )
+        names = read_parser_names()
+        if parser is not None and names and parser not in names:
+            text = f"is not a tool parser of vLLM; choose one of {', '.join(sorted(names))}"
+            problems.append((f"parser={parser}", text))
         if "retriever" in (options.get("tools") or ()):
             if documents is None:
                 problems.append(("documents", "is missing: the retriever searches a file; give one"))
@@ -191,11 +194,10 @@ class ToolEnvironment(Environment):
         return problems
 
     def _require_readable_calls(self, renderer: PromptRenderer) -> None:
-        """Raise RunError if the parser does not find a call as the chat template writes it."""
+        """Raise RunError if the parser does not read calls of the chat template."""
 
         def parse(response: str) -> list[str]:
-            calls = self._parser.extract_tool_calls(response, self._request).tool_calls
-            return [call.function.name for call in calls]
+            return [call.function.name for call in self._parse_calls(response)]
 
         unread = find_unread_call(renderer, next(iter(self._tools)), parse)
         if unread is not None:
@@ -209,40 +211,41 @@ class ToolEnvironment(Environment):
 
     def step(self, state: ToolState, response: str) -> Turn:
         """Execute the tool calls of a turn and return their results; a turn without a call is the last one."""
-        calls = self._parser.extract_tool_calls(response, self._request).tool_calls
-        earlier, state = state.calls, replace(state, last=response, calls=state.calls + len(calls))
+        calls = self._parse_calls(response)
+        first, state = state.calls, replace(state, last=response, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
             return Turn(state=state)
-        results = [self._result_message(call, earlier + number, response) for number, call in enumerate(calls)]
+        results = [self._make_message(call, number, response) for number, call in enumerate(calls, start=first)]
         text = "\n".join(result["content"] for result in results)
         return Turn(done=False, state=state, text=text, role="tool", messages=results)
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         pairs = [(request.state.last, str(request.extra_env_info[REFERENCE])) for request in requests]
-        return [EnvironmentReturn(reward=float(one), correct=one) for one in self._compare(pairs)]
+        return [EnvironmentReturn(reward=float(correct), correct=correct) for correct in self._compare(pairs)]
 
-    def _tool(self, name: str) -> Tool:
+    def _parse_calls(self, response: str) -> list[Any]:
+        return list(self._parser.extract_tool_calls(response, self._request).tool_calls)
+
+    def _make_tool(self, name: str) -> Tool:
         if name == "calculator":
             return calculate
         if name == "python":
-            return partial(_ran, self.settings.open_sandbox())
+            return partial(_run_program, self.settings.open_sandbox())
         assert self.documents is not None, "the options were checked"
         retriever = Retriever.from_file(self.documents)
         return lambda query: "\n\n".join(retriever.search(query, self.found)) or "nothing found"
 
-    def _result_message(self, call: Any, number: int, response: str) -> dict[str, Any]:
-        """The message with a call's result, as chat templates read it.
+    def _make_message(self, call: Any, number: int, response: str) -> dict[str, Any]:
+        """Execute a call and make the message with its result for the chat template."""
+        # The call keeps an id that the model wrote. Ids that the parser draws at random are replaced by the call's
+        # number in the rollout, so that a seed gives the same tokens again. Mistral's templates need nine letters and
+        # digits.
+        call_id = call.id if call.id and call.id in response else f"call{number:05d}"
+        name, content = call.function.name, self._execute(call.function)
+        return {"role": "tool", "name": name, "tool_call_id": call_id, "content": content}
 
-        The call keeps an id that the model wrote; ids that the parser draws at random are replaced by the call's number
-        in the rollout, so that a seed gives the same tokens again. Nine letters and digits are what Mistral's templates
-        ask for.
-        """
-        is_written = bool(call.id) and call.id in response
-        name, identity = call.function.name, call.id if is_written else f"call{number:05d}"
-        return {"role": "tool", "name": name, "tool_call_id": identity, "content": self._result(call.function)}
-
-    def _result(self, call: Any) -> str:
-        """Execute a call, which has a `name` and `arguments` as JSON text; returns the text for the model."""
+    def _execute(self, call: Any) -> str:
+        """Execute a call, whose `arguments` are JSON text; returns the text for the model."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there is {', '.join(self._tools)}"
@@ -254,20 +257,20 @@ class ToolEnvironment(Environment):
             return f"error: {call.name} takes one argument"
         (argument,) = arguments.values()
         try:
-            return tool(str(argument))[:_LONGEST_RESULT]
+            return tool(str(argument))[:_MAX_RESULT_CHARACTERS]
         except ValueError as error:
             return f"error: {error}"
 
 
-def _same_texts(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+def _compare_texts(pairs: Sequence[tuple[str, str]]) -> list[bool]:
     return [response.strip() == answer.strip() for response, answer in pairs]
 
 
-def _ran(sandbox: Sandbox, code: str) -> str:
+def _run_program(sandbox: Sandbox, code: str) -> str:
     """Run a program; returns its output, followed by the reason if it failed."""
-    finished = sandbox.run_python(code)
-    if finished.succeeded:
-        return finished.stdout
-    if finished.ending != "exited":
-        return f"{finished.stdout}\nerror: the program was ended: {finished.ending}"
-    return f"{finished.stdout}\nerror: {finished.stderr.strip()[-1000:]}"
+    result = sandbox.run_python(code)
+    if result.succeeded:
+        return result.stdout
+    if result.ending != "exited":
+        return f"{result.stdout}\nerror: the program was ended: {result.ending}"
+    return f"{result.stdout}\nerror: {result.stderr.strip()[-1000:]}"

@@ -11,14 +11,14 @@ from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import PREPARED_PROMPTS, ROW_FORMS, processor_name, processor_problems, task_spec
 from megatron_grpo.environments.interface import list_import_folders, make_importable
 from megatron_grpo.environments.registry import convert_options, import_environment_class
-from megatron_grpo.environments.reward_functions import (
-    RESULT,
+from megatron_grpo.environments.reward_model import find_model_problem
+from megatron_grpo.environments.user_functions import (
+    AGENT_RESULT,
     RewardFunction,
     check_parameters,
     load_agent_function,
     load_reward_function,
 )
-from megatron_grpo.environments.reward_model import find_model_problem
 from megatron_grpo.models.source import is_made_before_run
 
 
@@ -97,7 +97,7 @@ def _reward_problems(
     environment = config.env[task]
     columns = _columns(config, sets, task) if environment.reward_funcs else None
     if columns is not None and environment.agent_func is not None:
-        columns.add(RESULT)
+        columns.add(AGENT_RESULT)
     for entry in environment.reward_funcs:
         subject = f"env.{task}.reward_funcs={entry}"
         if is_model_folder(entry):

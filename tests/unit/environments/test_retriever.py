@@ -41,7 +41,7 @@ def bm25(documents: list[str], query: str) -> list[float]:
 )
 def test_documents_are_ranked_by_bm25(documents: list[str], query: str) -> None:
     retriever, expected = Retriever(documents), bm25(documents, query)
-    scores = retriever.scores(query)
+    scores = retriever.compute_scores(query)
     assert [scores.get(number, 0.0) for number in range(len(documents))] == pytest.approx(expected)
     order = sorted((number for number, score in enumerate(expected) if score > 0), key=lambda n: (-scores[n], n))
     assert retriever.search(query, 3) == [documents[number] for number in order[:3]]
@@ -104,7 +104,7 @@ def test_every_piece_of_a_text_finds_it(language: str) -> None:
     retriever = Retriever(sentences)
     for number, sentence in enumerate(sentences):
         for piece in sentence.split() if language in ("Hindi", "Korean") else _pieces(sentence):
-            scores = retriever.scores(piece)
+            scores = retriever.compute_scores(piece)
             assert number in scores, piece
             lacking = [other for other, text in enumerate(sentences) if not set(piece) & set(text)]
             assert not set(lacking) & scores.keys()

@@ -22,7 +22,8 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest, TrainerState
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
+from megatron_grpo.environments.user_functions import load_reward_function
 from megatron_grpo.preflight.environment_checks import check_scoring
 
 

@@ -66,7 +66,7 @@ def test_scores_do_not_depend_on_what_they_are_computed_with(folder: Path, batch
     prompts, completions = ["one", "a longer one", "x"], [" two three four five", "", "y"]
     model = RewardModel(str(folder), RewardModelConfig(batch_tokens=batch_tokens), 0)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    assert model.rewards(prompts, completions) == pytest.approx(expected(folder, texts), abs=1e-5)
+    assert model.compute_rewards(prompts, completions) == pytest.approx(expected(folder, texts), abs=1e-5)
 
 
 def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> None:
@@ -74,12 +74,12 @@ def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> 
     completions: list[Any] = [[{"role": "assistant", "content": "ho"}]]
     model = RewardModel(str(folder), RewardModelConfig(), 0)
     (rendered,) = expected(folder, ["<user>hi<assistant>ho"])
-    assert model.rewards(prompts, completions) == pytest.approx([rendered], abs=1e-5)
+    assert model.compute_rewards(prompts, completions) == pytest.approx([rendered], abs=1e-5)
     cut = RewardModel(str(folder), RewardModelConfig(max_tokens=5), 0)
-    assert cut.rewards(prompts, completions) == pytest.approx(expected(folder, ["nt>ho"]), abs=1e-5)
+    assert cut.compute_rewards(prompts, completions) == pytest.approx(expected(folder, ["nt>ho"]), abs=1e-5)
     model._tokenizer.chat_template = None
     with pytest.raises(RunError, match="has no chat template"):
-        model.rewards(prompts, completions)
+        model.compute_rewards(prompts, completions)
 
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}~{% endfor %}"
@@ -134,10 +134,10 @@ def test_scores_are_those_of_transformers_for_one_text(
     ]
     model = RewardModel(str(tmp_path), RewardModelConfig(batch_tokens=batch_tokens), 0)
     texts = [f"<user>What is 1+1?~<assistant>{turn[0]['content']}~" for turn in completions]
-    assert model.rewards(prompts, completions) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
+    assert model.compute_rewards(prompts, completions) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
     plain = ["a?", "", "bcd~", "efgh?~"]
     with_tokens = expected(tmp_path, [text for text in plain if text])
-    scores = model.rewards([""] * 4, plain)
+    scores = model.compute_rewards([""] * 4, plain)
     assert scores[1] is None, "a text without tokens has no score"
     assert [score for score in scores if score is not None] == pytest.approx(with_tokens, abs=1e-5)
 
@@ -147,7 +147,7 @@ def test_texts_that_use_every_token_are_scored_alone(tmp_path: Path) -> None:
     texts = ["".join(chr(code) for code in range(32, 127)) + "a", "ab", "~"]
     model = RewardModel(str(tmp_path), RewardModelConfig(), 0)
     model._vocabulary = 95  # the embedding has a row more than there are characters
-    assert model.rewards([""] * 3, texts) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
+    assert model.compute_rewards([""] * 3, texts) == pytest.approx(expected(tmp_path, texts), abs=1e-5)
 
 
 def test_a_folder_without_the_head_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Imports a user's reward functions and agents, and checks their parameters."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+
+RewardFunction = Callable[..., Any]
+"""Takes prompts=, completions= and the columns of the data, and returns one reward per completion, or a coroutine of
+them; None: no reward."""
+
+AgentFunction = Callable[..., Any]
+"""Takes prompt=, access= and the columns of the row, and returns any value, or a coroutine of it."""
+
+AGENT_RESULT = "agent_result"
+"""Argument of reward functions: the agent's return value for each rollout."""
+
+# Arguments other than columns of the data.
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+
+
+def load_reward_function(path: str) -> RewardFunction:
+    """Import a reward function, or make an instance of a class.
+
+    Raises:
+        RunError: it cannot be used; the message says why.
+    """
+    function = load_callable("reward function", path, instance=True)
+    check_parameters(path, function)
+    return function
+
+
+def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
+    """Import the callable at package.module.name, or package.module.object.name.
+
+    Args:
+        kind: its kind, for messages.
+        path: the import path.
+        instance: make an instance of a class.
+
+    Raises:
+        RunError: the import fails, or the object is not callable.
+    """
+    module, _, name = path.rpartition(".")
+    outer_module, _, holder = module.rpartition(".")
+    try:
+        try:
+            function: Any = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if not outer_module or error.name != module:
+                raise
+            function = getattr(getattr(importlib.import_module(outer_module), holder), name)
+        if instance and inspect.isclass(function):
+            function = function()
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise RunError(f"{kind} {path} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise RunError(f"{kind} {path} is {type(function).__name__}, which cannot be called")
+    return function
+
+
+def check_parameters(path: str, function: RewardFunction, columns: Collection[str] | None = None) -> None:
+    """Check that a function accepts prompts, completions and columns as keyword arguments.
+
+    Args:
+        path: the function's import path, for messages.
+        columns: all columns of the rows that the function will score; None: unknown.
+
+    Raises:
+        RunError: it does not accept them.
+    """
+    text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
+    # A wrapper may turn keywords into positions, so the parameters of the wrapper itself count here.
+    required = list_required(function, follow_wrapped=False)
+    unnamed = [parameter.name for parameter in required if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if unnamed:
+        raise RunError(f"{text}; it takes {', '.join(unnamed)} by position only: leave the / out of its parameters")
+    names = list_accepted_names(function)
+    if names is not None and not names & {"prompts", "completions", "completion_ids"}:
+        raise RunError(f"{text}; it takes {', '.join(sorted(names)) or 'nothing'}")
+    required_names = [parameter.name for parameter in list_required(function)]
+    missing = [name for name in required_names if name not in (*ARGUMENTS, *(columns or ()))]
+    if columns is not None and missing:
+        raise RunError(
+            f"reward function {path} takes {', '.join(missing)}, and the data has no such column; "
+            f"it has {', '.join(sorted(columns)) or 'none'}"
+        )
+
+
+def load_agent_function(path: str) -> AgentFunction:
+    """Import an agent from package.module.function.
+
+    Raises:
+        RunError: it cannot be used; the message says why.
+    """
+    function = load_callable("agent", path)
+    try:
+        inspect.signature(function).bind_partial(prompt="", access=None)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"agent {path} must take prompt and access by name (or **kwargs): {error}") from error
+    return function
+
+
+def _list_parameters(function: RewardFunction, follow_wrapped: bool = True) -> Sequence[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function, follow_wrapped=follow_wrapped).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def list_accepted_names(function: RewardFunction) -> frozenset[str] | None:
+    """List the keyword names that a function accepts; None: any name."""
+    parameters = _list_parameters(function)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
+
+
+def list_required(function: RewardFunction, follow_wrapped: bool = True) -> list[inspect.Parameter]:
+    """List the parameters without a default."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        parameter
+        for parameter in _list_parameters(function, follow_wrapped)
+        if parameter.kind not in variadic and parameter.default is inspect.Parameter.empty
+    ]
