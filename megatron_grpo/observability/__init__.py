@@ -1,4 +1,4 @@
-"""Reports of a run: timers, metrics, trackers, plots, progress, the summary and the report page."""
+"""Reports of a run: times, metrics, trackers, plots, progress, summary, report page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `read_rollouts` on first use, because other modules of this folder need no NumPy."""
+    """Import `read_rollouts` when it is first used."""
+    # Other modules of this folder need no NumPy.
     if name == "read_rollouts":
         from megatron_grpo.batch.rollout_files import read_rollouts
 

@@ -1,4 +1,4 @@
-"""Plot of a run: reward, accuracy, mismatch of training and generation, and the time of each step by phase."""
+"""Plots the reward, accuracy, mismatch and step times of a run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_FILE = "curves.png"
+# Weight of the past in the smoothed reward.
 SMOOTHING = 0.9
-"""Weight of the past in the smoothed reward."""
 PHASE_COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 INK, FAINT = "#333333", "#c9d3dd"
 
 
 def plot_run(run_dir: str | Path) -> Path:
-    """Draw the run's metrics.jsonl and validation.jsonl.
-
-    Args:
-        run_dir: the run's folder, which holds metrics.jsonl.
-
-    Returns:
-        Path of the PNG, curves.png in the run's folder.
-    """
-    from matplotlib.figure import Figure  # here: a plot is drawn only when a run ends
+    """Draw metrics.jsonl and validation.jsonl as curves.png in the run's folder."""
+    from matplotlib.figure import Figure  # imported only when a run ends
 
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
@@ -37,16 +30,16 @@ def plot_run(run_dir: str | Path) -> Path:
     _draw_accuracy(accuracy, steps, read_lines(folder / VALIDATION_FILE))
     _draw_mismatch(mismatch, steps)
     _draw_phases(time, steps)
-    _style(reward, "Reward of the training samples")
-    _style(accuracy, "Accuracy")
-    _style(mismatch, "Mismatch of training and generation")
-    _style(time, "Seconds of each step, by phase")
+    _format_axes(reward, "Reward of the training samples")
+    _format_axes(accuracy, "Accuracy")
+    _format_axes(mismatch, "Mismatch of training and generation")
+    _format_axes(time, "Seconds of each step, by phase")
     write_atomically(folder / PLOT_FILE, lambda temporary: figure.savefig(temporary, format="png"))
     return folder / PLOT_FILE
 
 
 def _draw_reward(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    x, y = _series(steps, "reward")
+    x, y = _select_series(steps, "reward")
     axes.plot(x, y, color=FAINT, linewidth=1, label="each step")
     axes.plot(x, _smooth(y), color=PHASE_COLORS[0], linewidth=2, label="smoothed")
     if x:
@@ -54,25 +47,23 @@ def _draw_reward(axes: Axes, steps: list[dict[str, Any]]) -> None:
 
 
 def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> None:
-    x, y = _series(steps, "accuracy")
+    x, y = _select_series(steps, "accuracy")
     axes.plot(x, _smooth(y), color=FAINT, linewidth=2, label="training samples, smoothed")
-    x_val, y_val = _series(validations, "val_accuracy")
+    x_val, y_val = _select_series(validations, "val_accuracy")
     axes.plot(x_val, y_val, color=PHASE_COLORS[2], linewidth=2, marker="o", markersize=4, label="held-out problems")
-    for place in {0, len(x_val) - 1} if x_val else set():
-        axes.annotate(
-            f"{y_val[place]:.2f}", (x_val[place], y_val[place]), xytext=(0, 7), textcoords="offset points", ha="center"
-        )
+    for x_end, y_end in {(x_val[0], y_val[0]), (x_val[-1], y_val[-1])} if x_val else set():
+        axes.annotate(f"{y_end:.2f}", (x_end, y_end), xytext=(0, 7), textcoords="offset points", ha="center")
     axes.set_ylim(0, 1.05)
     if x or x_val:
         axes.legend(frameon=False, loc="lower right")
 
 
 def _draw_mismatch(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    """Draw token_mult_prob_error - 1 on a logarithmic axis, which shows healthy steps beside broken ones."""
-    x, y = _series(steps, "token_mult_prob_error")
+    # The logarithm of the excess over 1 shows healthy steps beside broken ones.
+    x, y = _select_series(steps, "token_mult_prob_error")
     excess = [value - 1.0 for value in y]
     axes.plot(x, excess, color=PHASE_COLORS[4], linewidth=1.5)
-    if any(value > 0 for value in excess):  # else there is nothing to scale
+    if any(value > 0 for value in excess):
         axes.set_yscale("log", nonpositive="mask")
 
 
@@ -80,29 +71,30 @@ def _draw_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for step in steps for name in step["timing"] if name != "total"))
     x = [step["step"] for step in steps]
     shares = [[step["timing"].get(name, 0.0) for step in steps] for name in names]
-    rest = [max(0.0, step["timing"]["total"] - sum(share[i] for share in shares)) for i, step in enumerate(steps)]
+    remainder = [max(0.0, step["timing"]["total"] - sum(share[i] for share in shares)) for i, step in enumerate(steps)]
     if x:
         colors = [PHASE_COLORS[i % len(PHASE_COLORS)] for i in range(len(names))]
-        axes.stackplot(x, *shares, rest, labels=[*names, "rest"], colors=[*colors, "#dddddd"], linewidth=0)
+        axes.stackplot(x, *shares, remainder, labels=[*names, "rest"], colors=[*colors, "#dddddd"], linewidth=0)
         # Slow first steps, in which caches warm up, must not set the scale.
         totals = sorted(step["timing"]["total"] for step in steps)
         axes.set_ylim(0, 1.6 * totals[int(0.95 * (len(totals) - 1))])
         axes.legend(frameon=False, loc="upper right", ncols=2, fontsize=8)
 
 
-def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _select_series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     present = [row for row in rows if row.get(name) is not None]
     return [row["step"] for row in present], [row[name] for row in present]
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Exponential moving average that gives the first values their full weight (as Adam corrects its moments)."""
+    """Average values exponentially over time."""
     import pandas as pd
 
+    # The first values have their full weight, as Adam corrects its moments.
     return list(pd.Series(values, dtype=float).ewm(alpha=1 - SMOOTHING).mean())
 
 
-def _style(axes: Axes, title: str) -> None:
+def _format_axes(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=11, color=INK)
     axes.set_xlabel("step")
     axes.grid(axis="y", color="#eeeeee")

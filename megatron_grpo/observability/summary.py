@@ -1,4 +1,4 @@
-"""Summary of a run, computed from its files, so that the steps before a resume count too."""
+"""The summary of a run, from its files: the steps before a resume count too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from megatron_grpo.observability.run_files import METRICS_FILE, SUMMARY_FILE, VALIDATION_FILE, read_lines, write_json
 
+# Phases that count as work; the rest of a step is overhead.
 WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refit")
-"""Phases that count as work; the rest of a step is overhead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,16 @@ class RunEnd:
     """How a run ended."""
 
     outcome: Literal["completed", "early_stop", "data_used_up", "failed", "interrupted"]
-    """completed: all steps were done; early_stop, data_used_up: the run ended well before its last step."""
+    """early_stop and data_used_up are good ends before the last step."""
     reason: str | None = None
-    """Message that says why the run ended before its last step; None: the run was completed."""
+    """Why the run ended before its last step; None: it was completed."""
 
 
 COMPLETED = RunEnd("completed")
 
 
 def read_end_reason(run_dir: Path) -> str | None:
-    """The message that says why a run ended before its last step; None: it has none.
+    """Read why a run ended early; None: no summary says so.
 
     Raises:
         ValueError: the summary of the run is damaged; the message names the file.
@@ -54,32 +54,20 @@ def write_summary(
     train_s: float | None = None,
     startup_parts_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Write summary.json and return its contents.
+    """Write summary.json (docs/metrics.md lists its entries), and return its contents.
 
     Args:
         run_dir: the run's folder, with metrics.jsonl and validation.jsonl if the run has written them.
-        samples_per_step: samples of one training step: prompts times samples per prompt.
+        samples_per_step: prompts of a step times samples of a prompt.
         end: how the run ended.
         startup_s: seconds until all processes were up; None: the start-up failed.
         train_s: seconds after the start-up, including validations and checkpoints; None: not known.
-        startup_parts_s: seconds of each part of the start-up, by name of the part.
-
-    Returns:
-        - outcome, reason: how the run ended, and why (`RunEnd`).
-        - accuracy_before, accuracy_after: accuracy of the first and of the last validation (None: not known);
-          accuracy_before_step, accuracy_after_step: steps before these validations.
-        - steps, samples: numbers of steps and samples of the whole run.
-        - startup_s, startup_parts_s, train_s; step_s: mean seconds of a step; phase_s: mean seconds of each phase.
-        - samples_per_s: samples per second of step time.
-        - reward_first, reward_last: mean reward over the first and the last ten steps.
-        - token_mult_prob_error_max: largest exp(|training - sampling log-probability|) of any token of the run;
-          token_mult_prob_error_mean: mean over steps of the mean over tokens.
-        - overhead_fraction: share of step time outside WORK_PHASES.
+        startup_parts_s: seconds of each part of the start-up.
     """
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
     validations = read_lines(folder / VALIDATION_FILE)
-    rewards = _column(steps, "reward")
+    rewards = _select_values(steps, "reward")
     first, last = (validations[0], validations[-1]) if validations else ({}, {})
     summary: dict[str, Any] = {
         "outcome": end.outcome,
@@ -93,37 +81,36 @@ def write_summary(
         "startup_s": startup_s,
         "startup_parts_s": dict(startup_parts_s or {}),
         "train_s": train_s,
-        **_times(steps, samples_per_step),
-        "reward_first": _mean(rewards[:10]),
-        "reward_last": _mean(rewards[-10:]),
-        "token_mult_prob_error_max": max(_column(steps, "token_mult_prob_error_max"), default=None),
-        "token_mult_prob_error_mean": _mean(_column(steps, "token_mult_prob_error")),
+        **_compute_mean_times(steps, samples_per_step),
+        "reward_first": _compute_mean(rewards[:10]),
+        "reward_last": _compute_mean(rewards[-10:]),
+        "token_mult_prob_error_max": max(_select_values(steps, "token_mult_prob_error_max"), default=None),
+        "token_mult_prob_error_mean": _compute_mean(_select_values(steps, "token_mult_prob_error")),
     }
     write_json(folder / SUMMARY_FILE, summary)
     return summary
 
 
-def _times(steps: list[dict[str, Any]], samples_per_step: int) -> dict[str, Any]:
-    """Mean times and rates of the steps for summary.json; None: not known."""
-    # Ratios of sums: a mean of the steps' ratios would give short steps the weight of long ones.
+def _compute_mean_times(steps: list[dict[str, Any]], samples_per_step: int) -> dict[str, Any]:
+    # Rates are ratios of sums: a mean of the steps' ratios would give short steps the weight of long ones.
     totals = [step["timing"]["total"] for step in steps]
     phases = sorted({phase for step in steps for phase in step["timing"]} - {"total"})
     phase_s = {phase: sum(step["timing"].get(phase, 0.0) for step in steps) for phase in phases}
     total = sum(totals)
     work = sum(phase_s.get(phase, 0.0) for phase in WORK_PHASES)
     return {
-        "step_s": _mean(totals),
+        "step_s": _compute_mean(totals),
         "phase_s": {phase: seconds / len(steps) for phase, seconds in phase_s.items()},
         "samples_per_s": len(steps) * samples_per_step / total if total else None,
         "overhead_fraction": 1.0 - work / total if total else None,
     }
 
 
-def _column(steps: list[dict[str, Any]], name: str) -> list[float]:
+def _select_values(steps: list[dict[str, Any]], name: str) -> list[float]:
     return [step[name] for step in steps if step.get(name) is not None]
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _compute_mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
@@ -131,17 +118,18 @@ _REASON = "the driver was killed; if memory ran out, the kernel's log (dmesg) sa
 
 
 def make_killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) -> list[str]:
-    """Command line that writes summary.json, and report.html if `report`, for a run whose driver was killed."""
+    """Make the command line of `main`, which runs after the driver was killed."""
     return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step), *(["report"] if report else [])]
 
 
 def main(run_dir: Path, samples_per_step: int, *, report: bool) -> None:
-    """Write summary.json, and report.html if `report`, unless the run had written its summary before the kill."""
+    """Write the missing reports of a run whose driver was killed."""
+    # A summary that the run had written before the kill stays.
     if (run_dir / SUMMARY_FILE).exists():
         return
     write_summary(run_dir, samples_per_step=samples_per_step, end=RunEnd("failed", _REASON))
     if report:
-        from megatron_grpo.observability.page.write import try_to_write_report  # here: only the report needs it
+        from megatron_grpo.observability.page.write import try_to_write_report
 
         try_to_write_report(run_dir)
 

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from megatron_grpo.models.families import count_forward_flops
 from megatron_grpo.models.shape import ModelShape
 
+# Key of the step's whole time among the times of its phases.
 TOTAL = "total"
-"""Key of the whole step's time among the times of its phases."""
 
 
 class StepTimer:
-    """Times the phases of one step, which begins when the timer is made. Phases do not nest, so they add up."""
+    """Times the phases of a step, which begins when the timer is made.
+
+    Phases do not nest, so that they add up.
+    """
 
     def __init__(self) -> None:
         self._phases: dict[str, float] = {}
@@ -23,7 +26,7 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the body's time to phase `name`, also when the body raises."""
+        """Add the body's time to a phase, also when the body raises."""
         assert self._current is None, f"phase {name} inside phase {self._current}"
         self._current = name
         start = time.perf_counter()
@@ -35,10 +38,11 @@ class StepTimer:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase so far, and as "total" the seconds since the timer was made."""
+        """Seconds of each phase so far, and "total" since the timer was made."""
         return {**self._phases, TOTAL: time.perf_counter() - self._started}
 
 
+# Dense bfloat16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the first match counts.
 PEAK_TFLOPS_BF16 = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -51,14 +55,16 @@ PEAK_TFLOPS_BF16 = {
     "L40S": 362.0,
     "A100": 312.0,
 }
-"""Dense bfloat16 TFLOP/s by part of the device's name, from NVIDIA's data sheets; the first match counts."""
 
+# Forward and backward pass cost three forward passes: the backward pass of a matrix product is two products.
 BACKWARD_FACTOR = 3
-"""Cost of forward and backward pass in forward passes: a matrix product has two products in its backward pass."""
 
 
 def find_peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
-    """Peak of one device in TFLOP/s: the configured one, or the data sheet's for bfloat16; None: not known."""
+    """The peak of a device in TFLOP/s; None: not known.
+
+    It is the configured one or, for bfloat16, the one in the data sheet.
+    """
     if configured is not None or precision != "bfloat16":
         return configured
     return next((peak for part, peak in PEAK_TFLOPS_BF16.items() if part in device_name), None)
@@ -73,7 +79,7 @@ def compute_throughput(
     devices: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """Throughput and utilisation of one step.
+    """Compute throughput and utilisation of a step.
 
     Args:
         shape: sizes of the model that was trained.
@@ -84,11 +90,11 @@ def compute_throughput(
         peak: peak of one device, TFLOP/s.
 
     Returns:
-        samples_per_s and tokens_per_s (prompts included) of the whole step, train_tflops_per_device of the training
-        phase, and model_flop_utilization, its share of the peak when that is known. Recomputed activations do not
-        count, nor does padding.
+        samples_per_s and tokens_per_s (prompts included) of the step, train_tflops_per_device of the training phase,
+        and model_flop_utilization, its share of the peak when that is known.
     """
-    # FLOPs that the model needs, not those of the machine: work wasted on padding must not look like utilisation.
+    # FLOPs that the model needs, not those of the machine: padding and recomputed activations must not look like
+    # utilisation.
     tflops = BACKWARD_FACTOR * passes * count_forward_flops(shape, lengths) / 1e12
     figures = compute_rates(lengths, timing)
     figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0
@@ -98,5 +104,8 @@ def compute_throughput(
 
 
 def compute_rates(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
-    """samples_per_s and tokens_per_s of a step, from the tokens of each sequence and the seconds in "total"."""
+    """Samples and tokens per second of a step.
+
+    lengths: tokens of each sequence. timing: has the seconds of the step under "total".
+    """
     return {"samples_per_s": len(lengths) / timing[TOTAL], "tokens_per_s": sum(lengths) / timing[TOTAL]}

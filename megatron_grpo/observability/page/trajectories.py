@@ -1,4 +1,4 @@
-"""Tables of each step's trajectories for the report page; some trajectories are included in full, token by token."""
+"""Tables of trajectories for the report page, some of them in full, token by token."""
 
 from __future__ import annotations
 
@@ -17,28 +17,44 @@ from megatron_grpo.batch.trajectory import list_suspicions
 from megatron_grpo.models.source import find_local_folder
 
 TOKENIZER_FILE = "tokenizer.json"
+# Limit of log ratios, as in the metrics of a step.
 LEAST_GAP = -40.0
-"""Limit of log ratios, as in the metrics of a step."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Character that SentencePiece tokenizers write for a space.
 _WORD_START = "▁"
-"""Character that SentencePiece tokenizers write for a space."""
+# Most rows in all tables of a run; this limit and the next two are divided equally over its steps.
+ROWS = 160_000
+# Most tokens of the rollouts that are read, which takes about ten seconds.
+READ_TOKENS = 100_000_000
+# Most tokens of full trajectories, about eight bytes of the page each.
+TOKENS = 2_000_000
+# Most characters of a prompt, and of a response that is not shown in full.
+HEAD = 160
+# Most characters of a response that is shown in full; longer responses are cut, and the page says so.
+LONGEST = 1_200_000
+_COPIED_COLUMNS = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
 
 
 class TokenBytes:
     """The bytes of each token of a model, read from its tokenizer.json alone."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the tokenizer of a model's folder; ValueError: tokenizer.json is missing or damaged."""
+        """Read the tokenizer of a model's folder.
+
+        Raises:
+            ValueError: tokenizer.json is missing or damaged.
+        """
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         except Exception as error:  # noqa: BLE001  # tokenizers raises bare Exception
             raise ValueError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
-        self._added = {number: one.content for number, one in self._tokenizer.get_added_tokens_decoder().items()}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
         # The repr of a composed decoder contains the names of its parts.
         self._alphabet = list_byte_alphabet() if "ByteLevel(" in repr(self._tokenizer.decoder) else None
 
-    def of(self, token_id: int) -> bytes:
-        """Bytes of a token; for an id that the tokenizer does not have, the number in angle brackets."""
+    def find_bytes(self, token_id: int) -> bytes:
+        """Find the bytes of a token; an unknown id is written in angle brackets."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
@@ -49,14 +65,16 @@ class TokenBytes:
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
 
-    def text(self, token_ids: Iterable[int]) -> str:
-        """Text of tokens, without added (control) tokens; bytes that are not UTF-8 become U+FFFD."""
-        shown = (self.of(one) for one in token_ids if one not in self._added)
-        return b"".join(shown).decode(errors="replace")
+    def decode_text(self, token_ids: Iterable[int]) -> str:
+        """Decode tokens, without added (control) tokens; bytes that are not UTF-8 become U+FFFD."""
+        parts = (self.find_bytes(token_id) for token_id in token_ids if token_id not in self._added)
+        return b"".join(parts).decode(errors="replace")
 
 
 def load_token_bytes(model: str) -> TokenBytes | None:
-    """Token bytes of a model, given its path or hub name; None: it has no tokenizer.json on this machine.
+    """Load a model's token bytes; None: no tokenizer.json is here.
+
+    `model`: path or hub name.
 
     Raises:
         ValueError: tokenizer.json exists but cannot be read.
@@ -66,29 +84,17 @@ def load_token_bytes(model: str) -> TokenBytes | None:
 
 
 def list_byte_alphabet() -> dict[str, int]:
-    """The byte for each character of a byte-level tokenizer, in the alphabet of GPT-2 (Radford et al. 2019).
+    """The byte of each character of a byte-level tokenizer (GPT-2, Radford et al. 2019).
 
-    Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in their order.
+    Printable bytes of Latin-1 stand for themselves; the other bytes are written as the characters from U+0100 on.
     """
     characters = sorted(ByteLevel.alphabet())
-    others = iter(sorted(set(range(256)) - set(map(ord, characters))))
-    return {one: ord(one) if ord(one) < 0x100 else next(others) for one in characters}
-
-
-ROWS = 160_000
-"""Most rows in all tables of a run, divided equally over its steps."""
-READ_TOKENS = 100_000_000
-"""Most tokens of the rollouts that are read, which takes about ten seconds; divided equally over the steps."""
-TOKENS = 2_000_000
-"""Most tokens of full trajectories, about eight bytes of the page each; divided equally over the steps."""
-HEAD = 160
-"""Most characters of a prompt, and of a response that is not shown in full."""
-LONGEST = 1_200_000
-"""Most characters of a response that is shown in full; longer responses are cut, and the page says so."""
+    unprintable = iter(sorted(set(range(256)) - set(map(ord, characters))))
+    return {character: ord(character) if ord(character) < 0x100 else next(unprintable) for character in characters}
 
 
 def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield for each step of a run its number, its count of rollouts, and their table by columns (`_table`).
+    """Yield number, count of rollouts and table of each step.
 
     Args:
         folder: the run's folder.
@@ -100,8 +106,8 @@ def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tu
     files = recorded_steps(folder)
     for step, file in files.items():
         try:
-            rows = _first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
-            yield step, count_rollouts(file), _table(rows, vocabulary, TOKENS // len(files))
+            rows = _read_first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
+            yield step, count_rollouts(file), _make_table(rows, vocabulary, TOKENS // len(files))
         except (ValueError, TypeError, LookupError, OSError) as error:
             if str(file) in str(error):
                 raise
@@ -109,24 +115,27 @@ def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tu
             raise ValueError(f"{file} cannot be read as rollouts: {type(error).__name__}: {reason}") from error
 
 
-def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[str, Any]]:
-    """The first rollouts of a file, up to `rows` rows or `tokens` tokens; at least one."""
-    found: list[dict[str, Any]] = []
+def _read_first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[str, Any]]:
+    """Read the first rollouts, at most `rows` or `tokens` of them."""
+    first_rows: list[dict[str, Any]] = []
     for row in rows_of_file(step, file):
-        found.append(row)
+        first_rows.append(row)
         tokens -= len(row["token_ids"])
-        if len(found) >= rows or tokens <= 0:
+        if len(first_rows) >= rows or tokens <= 0:
             break
-    return found
+    return first_rows
 
 
-def make_token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict[str, Any]:
-    """Text of each token by id; for a token that is not whole characters, a list with its bytes in base 64."""
+def make_token_table(vocabulary: TokenBytes | None, token_ids: Iterable[int]) -> dict[str, Any]:
+    """Map ids to the text of their tokens.
+
+    A token that is a part of a character is a list with its bytes in base 64.
+    """
     table: dict[str, Any] = {}
     if vocabulary is None:
         return table
-    for token_id in sorted(used):
-        content = vocabulary.of(token_id)
+    for token_id in sorted(token_ids):
+        content = vocabulary.find_bytes(token_id)
         try:
             table[str(token_id)] = content.decode()
         except UnicodeDecodeError:
@@ -134,68 +143,68 @@ def make_token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict
     return table
 
 
-def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int) -> dict[str, Any]:
-    """Table of a step's trajectories by columns; its entry `full` has all data of some of them, by row number."""
-    chosen = _chosen(rows, tokens)
+def _make_table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int) -> dict[str, Any]:
+    """Make the table of a step's trajectories.
+
+    Each entry is a column, but for `prompts` (text by group) and `full`: all data of some trajectories, by row index.
+    """
+    full_rows = _choose_full_rows(rows, tokens)
     prompts: dict[str, str] = {}
     for row in rows:
         if vocabulary is None:
             prompts[str(row["group"])] = ""
         elif str(row["group"]) not in prompts:
             length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
-            text = vocabulary.text(row["token_ids"][:length])
+            text = vocabulary.decode_text(row["token_ids"][:length])
             prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # the end, because prompts often begin alike
     advantages = (compute_mean_advantage(row["advantages"]) for row in rows)
-    lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
+    lengths = (LONGEST if index in full_rows else HEAD for index in range(len(rows)))
     return {
-        **{name: [row[name] for row in rows] for name in _AS_WRITTEN},
+        **{name: [row[name] for row in rows] for name in _COPIED_COLUMNS},
         "suspect": [list_suspicions(row["reward_metrics"]) for row in rows],
         "tokens": [len(row["logprobs"]) for row in rows],
         "advantage": [None if mean is None else round(mean, 5) for mean in advantages],
         "response": [row["response"][:length] for row, length in zip(rows, lengths, strict=True)],
         "characters": [len(row["response"]) for row in rows],
         "prompts": prompts,
-        "full": {str(place): _in_full(rows[place], vocabulary) for place in sorted(chosen)},
+        "full": {str(index): _describe_in_full(rows[index], vocabulary) for index in sorted(full_rows)},
     }
 
 
-_AS_WRITTEN = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
-
-
 def compute_mean_advantage(advantages: Any) -> float | None:
-    """Mean over the sampled tokens of a response; None: not known."""
+    """Average over a response's sampled tokens; None: not known."""
     return None if advantages is None or len(advantages) == 0 else float(np.mean(advantages))
 
 
-def _chosen(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int]:
-    """Numbers of the rows to show in full: whole groups, so that samples can be compared, spread over the step."""
+def _choose_full_rows(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int]:
+    """Choose the indices of rows to show in full, up to `tokens` tokens."""
     groups: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        groups.setdefault(row["group"], []).append(place)
-    in_turn = _far_apart(list(groups.values()))
+    for index, row in enumerate(rows):
+        groups.setdefault(row["group"], []).append(index)
+    # Groups stay together, so that their samples can be compared, and the chosen ones are spread over the step.
     chosen: set[int] = set()
-    for place in (place for group in in_turn for place in group):
-        tokens -= len(rows[place]["token_ids"])
+    for index in (index for group in _spread_evenly(list(groups.values())) for index in group):
+        tokens -= len(rows[index]["token_ids"])
         if tokens < 0 and chosen:
             break
-        chosen.add(place)
+        chosen.add(index)
     return chosen
 
 
-def _far_apart(groups: list[list[int]]) -> list[list[int]]:
-    """Reorder groups so that every prefix is spread evenly over all of them (van der Corput sequence)."""
+def _spread_evenly(groups: list[list[int]]) -> list[list[int]]:
+    """Reorder groups so that every prefix is spread over all (van der Corput sequence)."""
     bits = max(len(groups) - 1, 1).bit_length()
-    return [groups[place] for place in sorted(range(len(groups)), key=lambda place: f"{place:0{bits}b}"[::-1])]
+    return [groups[index] for index in sorted(range(len(groups)), key=lambda index: f"{index:0{bits}b}"[::-1])]
 
 
-def _in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str, Any]:
-    """All data of a trajectory: its tokens and their values, rounded for display."""
+def _describe_in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str, Any]:
+    """Collect tokens of a trajectory and their values, rounded for display."""
     full: dict[str, Any] = {"spans": row["spans"], "parts": row["reward_parts"]}
     if vocabulary is None:
         return full
-    full |= {"ids": row["token_ids"][:LONGEST].tolist(), "logprobs": _rounded(row["logprobs"])}
+    full |= {"ids": row["token_ids"][:LONGEST].tolist(), "logprobs": _round_values(row["logprobs"])}
     if row["advantages"] is not None:
-        advantages = _rounded(row["advantages"])
+        advantages = _round_values(row["advantages"])
         full["advantages"] = advantages[:1] if len(set(advantages)) == 1 else advantages
     if row["prev_logprobs"] is not None:
         # -inf where a filter of sampling removes the token in training: JSON has no such number.
@@ -204,5 +213,5 @@ def _in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str,
     return full
 
 
-def _rounded(values: Any) -> list[float]:
+def _round_values(values: Any) -> list[float]:
     return [round(value, 4) for value in values.tolist()]

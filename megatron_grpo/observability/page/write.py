@@ -1,4 +1,4 @@
-"""Writes the report page of one run, or of two side by side: report.html in the first run's folder."""
+"""Writes the report page of one run, or of two side by side."""
 
 from __future__ import annotations
 
@@ -33,19 +33,30 @@ from megatron_grpo.observability.run_files import (
     write_text,
 )
 
+CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
+STYLE = "report.css"
+# Scripts in the order in which the page runs them; the last one starts the page.
+SCRIPTS = tuple(
+    f"{name}.js"
+    for name in ("elements", "data", "chart", "curves", "tokens", "table", "trajectories", "configuration", "report")
+)
+# JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters.
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
-"""JSON escapes of HTML's special characters; json.dumps itself escapes all non-ASCII characters."""
+# Significant digits of a number in the page: some metrics are 1 and a millionth.
 _DIGITS = 10
-"""Significant digits of a number in the page: some metrics are 1 and a millionth."""
+# Entries of a line that are not metrics; metrics.jsonl has both, validation.jsonl only the first.
+_CLOCK_FIGURES = ("timing", "throughput")
+logger = logging.getLogger(__name__)
 
 
 def make_json_element(name: str, value: Any) -> str:
-    """A script element that browsers do not run, which holds a value as JSON without HTML characters."""
+    """Make a script element that holds JSON and is not run."""
     return f'<script type="application/json" id="{name}">{format_escaped_json(value)}</script>\n'
 
 
 def make_packed_element(name: str, value: Any) -> str:
-    """A script element that holds a value as gzipped JSON in base 64, for data that may never be read."""
+    """Make a script element that holds gzipped JSON in base 64."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:  # non-finite numbers are rare, and searching for them takes longest
@@ -55,13 +66,13 @@ def make_packed_element(name: str, value: Any) -> str:
 
 
 def format_escaped_json(value: Any) -> str:
-    """ASCII JSON without `<`, `>` and `&`; non-finite numbers become null."""
+    """Write ASCII JSON without `<`, `>` and `&`; non-finite numbers become null."""
     text = json.dumps(replace_non_finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)
 
 
 def render_page(style: str, script: str, body: str, data: Sequence[str], title: str = "Run report") -> str:
-    """The whole page; its security policy forbids loading, sending, and running anything but this script.
+    """Write a page whose security policy allows this script alone.
 
     Args:
         style: CSS.
@@ -73,7 +84,7 @@ def render_page(style: str, script: str, body: str, data: Sequence[str], title: 
     for kind, text in (("style", style), ("script", script)):
         assert f"</{kind}" not in text.lower(), f"the {kind} would end its own element"
     policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        f"default-src 'none'; style-src '{_hash_source(style)}'; script-src '{_hash_source(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
     return (
@@ -86,38 +97,36 @@ def render_page(style: str, script: str, body: str, data: Sequence[str], title: 
     )
 
 
-def _hash(text: str) -> str:
-    """Source expression by which a Content-Security-Policy allows an element with exactly this content."""
+def _hash_source(text: str) -> str:
+    """Write the expression that allows this content in a security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-CONFIG_FILE = "config.yaml"
-_APART = ("timing", "throughput")
-"""Entries of a line that are not metrics; metrics.jsonl has both, validation.jsonl only the first."""
-
-
 def read_run_data(folder: Path) -> dict[str, Any]:
-    """All data of a run for the page except its trajectories, in types of JSON.
+    """Read all data of a run for the page, but for its trajectories.
 
     Raises:
         ValueError: the folder is not a run's folder, or a line of a file is damaged; the message names it.
     """
     if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
-    steps = _rows(folder / METRICS_FILE)
+    steps = _read_rows(folder / METRICS_FILE)
     return {
         "name": folder.resolve().name,
-        "summary": _mapping(folder / SUMMARY_FILE, json.loads),
-        "metrics": collect_columns([_metrics(row) for row in steps]),
-        **{group: collect_columns([{"step": row["step"], **row.get(group, {})} for row in steps]) for group in _APART},
-        "validation": collect_columns([_metrics(row) for row in _rows(folder / VALIDATION_FILE)]),
-        "config": _settings(folder),
+        "summary": _read_mapping(folder / SUMMARY_FILE, json.loads),
+        "metrics": collect_columns([_select_metrics(row) for row in steps]),
+        **{
+            group: collect_columns([{"step": row["step"], **row.get(group, {})} for row in steps])
+            for group in _CLOCK_FIGURES
+        },
+        "validation": collect_columns([_select_metrics(row) for row in _read_rows(folder / VALIDATION_FILE)]),
+        "config": _list_settings(folder),
         "starts": read_lines(folder / STARTS_FILE),
     }
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file, and check that each has a step.
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of a metrics file, each with its step.
 
     Raises:
         ValueError: a line has a wrong form; the message names file and line.
@@ -126,14 +135,14 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get("step"), int):
             raise ValueError(f"{file}:{number} is damaged: it has no number under step")
-        for group in _APART:
+        for group in _CLOCK_FIGURES:
             if not isinstance(row.get(group, {}), dict):
                 raise ValueError(f"{file}:{number} is damaged: {group} is {type(row[group]).__name__}, and no object")
     return rows
 
 
-def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Read the mapping that a file holds; empty if that fails."""
+def _read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Read the mapping in a file; empty if that fails."""
     try:
         values = parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -142,49 +151,35 @@ def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Settings of a run by key; empty if its configuration cannot be read."""
-    return dict(flatten(_mapping(folder / CONFIG_FILE, yaml.safe_load)))
+    """Read the settings of a run by key; empty if they cannot be read."""
+    return dict(flatten(_read_mapping(folder / CONFIG_FILE, yaml.safe_load)))
 
 
 def collect_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Turn rows of numbers into columns: a list for each name, with None where a row lacks it."""
+    """Turn rows into columns, with None where a row lacks a name."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _metrics(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in _APART}
+def _select_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in _CLOCK_FIGURES}
 
 
-def _settings(folder: Path) -> list[tuple[str, str, str | None]]:
-    """Key, value and, where it differs, default of every setting, as texts."""
+def _list_settings(folder: Path) -> list[tuple[str, str, str | None]]:
+    """List (key, value, default where it differs) of every setting."""
     defaults = dict(flatten(asdict(Config())))
     return [
-        (key, _text(value), _text(defaults[key]) if key in defaults and defaults[key] != value else None)
+        (key, _to_text(value), _to_text(defaults[key]) if key in defaults and defaults[key] != value else None)
         for key, value in read_config(folder).items()
     ]
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-logger = logging.getLogger(__name__)
-
-REPORT_FILE = "report.html"
-STYLE = "report.css"
-SCRIPTS = tuple(
-    f"{name}.js"
-    for name in ("elements", "data", "chart", "curves", "tokens", "table", "trajectories", "configuration", "report")
-)
-"""Scripts in the order in which the page runs them; the last one starts the page."""
-
-
 def write_report(folders: Sequence[Path]) -> Path:
-    """Write the page of one run, or of two that are shown side by side, into the first run's folder.
-
-    Returns:
-        Path of the page, which is written atomically.
+    """Write report.html of one run or two; returns its path.
 
     Raises:
         ValueError: a folder is not the folder of a run.
@@ -196,21 +191,22 @@ def write_report(folders: Sequence[Path]) -> Path:
 
 
 def render_report(folders: Sequence[Path]) -> str:
-    """HTML of the page of one run, or of two side by side; errors are those of `write_report`."""
+    """Write the HTML of `write_report`."""
     runs, data = [], []
     for number, folder in enumerate(folders):
         run = read_run_data(folder)
-        vocabulary, remark = _vocabulary(folder)
+        vocabulary, remark = _load_vocabulary(folder)
         counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0, "remark": remark}
-        used: set[int] = set()
-        for step, written, table in make_step_tables(folder, vocabulary):
+        token_ids: set[int] = set()
+        for step, rollouts, table in make_step_tables(folder, vocabulary):
             data.append(make_packed_element(f"run{number}-step{step}", table))
             counts["steps"].append(step)
-            counts["written"] += written
+            counts["written"] += rollouts
             counts["rows"] += len(table["group"])
             counts["full"] += len(table["full"])
-            used.update(token_id for one in table["full"].values() for token_id in one.get("ids", ()))
-        data.append(make_packed_element(f"run{number}-tokens", make_token_table(vocabulary, used)))
+            for trajectory in table["full"].values():
+                token_ids.update(trajectory.get("ids", ()))
+        data.append(make_packed_element(f"run{number}-tokens", make_token_table(vocabulary, token_ids)))
         runs.append(run | {"trajectories": counts})
     assets = resources.files("megatron_grpo.observability.page") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *SCRIPTS)}
@@ -219,7 +215,7 @@ def render_report(folders: Sequence[Path]) -> str:
 
 
 def try_to_write_report(folder: Path) -> Path | None:
-    """Write the page of a run that has ended; None: this failed, and the log says why."""
+    """Write the page of a run, or log why this failed."""
     try:
         return write_report([folder])
     except Exception as error:  # noqa: BLE001  # a failed report must not change the outcome of the run
@@ -227,12 +223,12 @@ def try_to_write_report(folder: Path) -> Path | None:
         return None
 
 
-def _vocabulary(folder: Path) -> tuple[TokenBytes | None, str | None]:
-    """Token bytes of a run's model; or None, and a remark for the page that says why they are not known."""
+def _load_vocabulary(folder: Path) -> tuple[TokenBytes | None, str | None]:
+    """Load the token bytes of a run's model, or explain their absence."""
     path = read_config(folder).get("policy.model.path")
     reason = f"the tokenizer of {path} is not on this machine"
     try:
-        found = load_token_bytes(path) if isinstance(path, str) else None
+        vocabulary = load_token_bytes(path) if isinstance(path, str) else None
     except ValueError as error:
-        found, reason = None, str(error)
-    return found, None if found else f"Responses are shown as text, not as tokens: {reason}."
+        vocabulary, reason = None, str(error)
+    return vocabulary, None if vocabulary else f"Responses are shown as text, not as tokens: {reason}."

@@ -84,7 +84,7 @@ def test_tensorboard_shows_a_cell_as_it_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = TensorBoardTracker(tmp_path, None)
-    tracker.table(1, "train/completions", [{"response": 'it\'s "#1" &amp; <b>\rnext\r\nlast'}])
+    tracker.log_table(1, "train/completions", [{"response": 'it\'s "#1" &amp; <b>\rnext\r\nlast'}])
     tracker.close(False)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -153,7 +153,7 @@ def test_what_is_damaged_is_told_and_nothing_more(
     (run / "rollouts" / "step_2.parquet").write_bytes(b"PAR1 nothing PAR1")
     assert try_to_write_report(run) is None
     assert "report.html could not be written: " in caplog.text
-    monkeypatch.setattr(write, "run_data", lambda _: 1 / 0)
+    monkeypatch.setattr(write, "read_run_data", lambda _: 1 / 0)
     assert try_to_write_report(run) is None
 
 
@@ -259,9 +259,9 @@ def test_bytes_of_a_trained_tokenizer_make_its_texts(tmp_path: Path) -> None:
     read = TokenBytes(tmp_path)
     for text in texts:
         ids = tokenizer.encode(text).ids
-        assert b"".join(map(read.of, ids)).decode() == text == tokenizer.decode(ids)
+        assert b"".join(map(read.find_bytes, ids)).decode() == text == tokenizer.decode(ids)
     end = tokenizer.token_to_id("<|end|>")
-    assert (read.of(end), read.text([end]), read.of(10**6)) == (b"<|end|>", "", b"<1000000>")
+    assert (read.find_bytes(end), read.decode_text([end]), read.find_bytes(10**6)) == (b"<|end|>", "", b"<1000000>")
     assert set(list_byte_alphabet()) == set(alphabet)
 
 
@@ -273,6 +273,6 @@ def test_tokens_with_bytes_written_out(tmp_path: Path) -> None:
     tokenizer.decoder = decoders.Sequence([replace_, fallback, decoders.Fuse()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     read = TokenBytes(tmp_path)
-    assert b"".join(map(read.of, [1, 2, 3, 4, 5])).decode() == " theあ "
+    assert b"".join(map(read.find_bytes, [1, 2, 3, 4, 5])).decode() == " theあ "
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
         TokenBytes(tmp_path / "nowhere")
