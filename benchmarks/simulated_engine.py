@@ -141,10 +141,10 @@ class SimulatedEngine:
         self._members: list[Member] = []
         self._lost: EngineLostError | None = None
 
-    async def start(self) -> tuple[dict[str, float], EngineProcesses]:
+    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
         """Begin to decode; the engine has no processes of its own."""
         self._decoder = Decoder(self._times, self._settings.config.sequences_per_engine)
-        return {"processes": 0.0}, EngineProcesses(ray.get_runtime_context().get_node_id(), ())
+        return {"processes": 0.0}, EngineProcesses(ray.get_runtime_context().get_node_id(), ()), {}
 
     def set_speed(self, speed: float) -> None:
         """From now on decode at this share of the usual speed."""
