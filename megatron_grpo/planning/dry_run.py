@@ -31,7 +31,7 @@ from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.platform.device import Platform
 from megatron_grpo.trainer.checkpoint import sharded_state
 from megatron_grpo.trainer.messages import RankSettings
-from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker
+from megatron_grpo.trainer.microbatch import MicrobatchMaker
 from megatron_grpo.trainer.model.layer_spec import TeParts
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
@@ -143,7 +143,7 @@ def tracked_run(
                     temperature=config.generation.temperature,
                     decay_steps=config.decay_steps,
                 )
-                policy = (DryRank if shape.value_head is None else DryValueRank)(settings, platform)
+                policy = _build_rank(settings, platform)
                 if config.policy.fp8.is_on_device:
                     require_fp8(config.policy.fp8, shape, platform)
                     _multiply_in_fp8(policy, config.policy.fp8)
@@ -171,7 +171,7 @@ def _without_engine(config: Config) -> PolicyConfig:
     return replace(policy, fp8=fp8, logprob_kernel=kernel, optimizer=replace(policy.optimizer, cpu_offload=0.0))
 
 
-def _compute(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """The phases of a step between the engines' turns."""
     policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
     with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
@@ -181,37 +181,37 @@ def _compute(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases
     if policy.optimizer.cpu_offload:
         mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
         mode.forget_peaks()
-    work = rank.full_microbatches(policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
-    if isinstance(rank, DryValueRank):
+    work = full_microbatches(rank, policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
+    if isinstance(rank, ValueRank):
         with mode.phase("values"):
             rank.compute_values(*work)
     elif "logprobs" in phases:
         with mode.phase("logprobs"):
             rank.compute_logprobs(*work)
-    if reference and isinstance(rank, DryRank):
+    if reference and isinstance(rank, PolicyRank):
         with mode.phase("reference"):
             mode.count_again(reference_weights(rank))
             rank.compute_reference_logprobs(*work)
             if config.reference.offload:
                 mode.discount(reference_weights(rank))
-    batch, microbatches = rank.full_microbatches(policy.microbatch_tokens, reference=reference)
+    batch, microbatches = full_microbatches(rank, policy.microbatch_tokens, reference=reference)
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )
-    is_value = isinstance(rank, DryValueRank)
+    is_value = isinstance(rank, ValueRank)
     loss_fn: Any = MseValueLossFn(config.value_loss_fn) if is_value else ClippedPGLossFn(config.loss_fn)
     with mode.phase("train"):
         rank.train(batch, microbatches, loss_fn, counts)
 
 
-def _move(rank: DryRank | DryValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
+def _move(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: Container[str]) -> None:
     """The phases around the engines' turns, a refit and a checkpoint."""
     if "offload" in phases:
         with mode.phase("offload"):
             rank.memory.offload(weights=True)
         with mode.phase("onload"):
             rank.memory.onload()
-    if "refit" in phases and isinstance(rank, DryRank):
+    if "refit" in phases and isinstance(rank, PolicyRank):
         with mode.phase("refit"), torch.no_grad():
             number = dist.get_rank()
             with _disable_current_modes():
@@ -259,63 +259,52 @@ def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
             layer.self_attention.linear_proj.save_original_input = fp8.recipe != "delayed"
 
 
-class _Dry(ModelRank):
-    """A rank without numbers: its microbatches are planned on the host, outside of the modes."""
+def _build_rank(settings: RankSettings, platform: Platform) -> PolicyRank | ValueRank:
+    """Build a rank without numbers, whose microbatches are made of real numbers, outside of the modes.
 
-    def __init__(self, settings: RankSettings, platform: Platform) -> None:
-        super().__init__(settings, platform, load=lambda *_: None)
-        self.maker = HostMaker(settings.config, settings.shape, platform)
-
-    def full_microbatches(self, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
-        """Microbatches of `most_tokens` tokens in the longest sequences, as many as the pipeline holds at once.
-
-        All tokens are sampled. `reference`: whether there are log-probabilities of the reference policy.
-        """
-        config, parallel = self.config, self.config.parallel
-        longest = min(config.max_total_sequence_length, most_tokens)
-        lengths = [longest] * (most_tokens // longest)
-        number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)
-        part = self.maker.place(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
-        STAGE_SHAPE[:] = part, 1, self.shape.hidden
-        with _disable_current_modes():
-            zeros = torch.zeros(sum(lengths) * number)
-            fields = TokenFields(
-                token_ids=zeros.int(),
-                sampled=zeros == 0,
-                loss_mask=1 - zeros,
-                generation_logprobs=zeros,
-                prev_logprobs=zeros,
-                reference_logprobs=zeros if reference else None,
-                advantages=zeros,
-                values=zeros if self.shape.value_head is not None else None,
-                returns=zeros if self.shape.value_head is not None else None,
-            )
-        sequences = iter(range(len(lengths) * number))
-        return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]
+    Only the platform's `move` leaves the numbers behind. The head has the fused kernel's tensors, unless the
+    configuration asks for the chunked kernel.
+    """
+    config, shape = settings.config, settings.shape
+    maker = MicrobatchMaker(config, shape, platform, scope=_disable_current_modes)
+    if shape.value_head is not None:
+        return ValueRank(settings, platform, _load_nothing, maker)
+    kernel = None if config.logprob_kernel == "chunked" else ShapedLogprobs()
+    return PolicyRank(settings, platform, _load_nothing, maker, kernel)
 
 
-class DryRank(_Dry, PolicyRank):
-    """A rank of the policy without numbers."""
-
-    @property
-    def head_kernel(self) -> Any:
-        """The fused kernel's tensors, unless the configuration asks for the chunked kernel."""
-        return self.config.logprob_kernel if self.config.logprob_kernel == "chunked" else ShapedLogprobs()
+def _load_nothing(*_: Any) -> None:
+    pass
 
 
-class DryValueRank(_Dry, ValueRank):
-    """A rank of the value model without numbers."""
+def full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
+    """Make microbatches of `most_tokens` tokens in the longest sequences, as many as the pipeline holds at once.
+
+    All tokens are sampled. `reference`: whether there are log-probabilities of the reference policy.
+    """
+    config, parallel, is_value = rank.config, rank.config.parallel, rank.shape.value_head is not None
+    longest = min(config.max_total_sequence_length, most_tokens)
+    lengths = [longest] * (most_tokens // longest)
+    number = parallel.pipeline * (2 if parallel.virtual_pipeline > 1 else 1)
+    part = rank.maker.lay_out(lengths).local_tokens // (parallel.tensor if parallel.sequence else 1)
+    STAGE_SHAPE[:] = part, 1, rank.shape.hidden
+    with _disable_current_modes():
+        zeros = torch.zeros(sum(lengths) * number)
+        fields = TokenFields(
+            token_ids=zeros.int(),
+            sampled=zeros == 0,
+            loss_mask=1 - zeros,
+            generation_logprobs=zeros,
+            prev_logprobs=zeros,
+            reference_logprobs=zeros if reference else None,
+            advantages=zeros,
+            values=zeros if is_value else None,
+            returns=zeros if is_value else None,
+        )
+    sequences = iter(range(len(lengths) * number))
+    return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]
 
 
 def reference_weights(rank: ModelRank) -> list[Tensor]:
     """The weights of the reference policy, which are on the device here even if they are to be on the host."""
     return [parameter for chunk in rank.reference or () for parameter in chunk.parameters()]
-
-
-class HostMaker(MicrobatchMaker):
-    """Makes microbatches of real numbers; only the platform's `move` leaves them behind."""
-
-    def make(self, *arguments: Any) -> Microbatch:
-        """A microbatch, as `MicrobatchMaker` makes it."""
-        with _disable_current_modes():
-            return super().make(*arguments)

@@ -151,7 +151,7 @@ class _Source:
 
 
 def _sources(rank: ModelRank, batch: TokenBatch, indices: Sequence[int], places: NDArray[np.int64]) -> _Source:
-    layout = rank.maker.place([batch.lengths[index] for index in indices])
+    layout = rank.maker.lay_out([batch.lengths[index] for index in indices])
     flat = places[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
     parallel = rank.config.parallel
     part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -60,14 +61,26 @@ class MicrobatchMaker:
 
     With `packing` sequences are padded only as the layout needs, else to the longest of the microbatch. The number of
     tokens of a rank, after sequence parallelism, is a multiple of what FP8 products require.
+
+    Args:
+        config: the model's section of the configuration.
+        shape: sizes of the model.
+        platform: device of the microbatches.
+        scope: context in which `make` runs; a dry run leaves its tensor modes there.
     """
 
-    def __init__(self, config: PolicyConfig, shape: ModelShape, platform: Platform) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        shape: ModelShape,
+        platform: Platform,
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._config, self._parallel, self._shape = config, config.parallel, shape
-        self._move = platform.move
+        self._move, self._scope = platform.move, scope
         self._transformer_engine = uses_transformer_engine(shape, platform, config.precision)
 
-    def place(self, lengths: Sequence[int]) -> PackedLayout:
+    def lay_out(self, lengths: Sequence[int]) -> PackedLayout:
         """The layout on this rank of sequences of these lengths."""
         parallel, multiple = self._parallel, self._parallel.sequence_multiple
         return lay_out(
@@ -86,8 +99,12 @@ class MicrobatchMaker:
             indices: numbers of the chosen sequences; empty: a microbatch of one token without a row of its own.
             asked: the field that marks the tokens to compute; in a batch without it, all but first tokens are computed.
         """
+        with self._scope():
+            return self._make(batch, indices, asked)
+
+    def _make(self, batch: TokenBatch, indices: list[int], asked: Literal["loss_mask", "sampled"]) -> Microbatch:
         selected = batch.select(indices) if indices else _nothing(batch)
-        layout = self.place(selected.lengths)
+        layout = self.lay_out(selected.lengths)
         mask = getattr(selected.fields, asked)
         wanted = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
         rows, tokens = layout.predicting(wanted)

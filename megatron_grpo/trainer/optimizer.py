@@ -1,24 +1,19 @@
-"""AdamW over Megatron's gradient buffers: schedule, clipping, and optimizer state in checkpoints of any layout."""
+"""AdamW over Megatron's gradient buffers: learning-rate schedule, clipping and the optimizer step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -26,6 +21,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import OptimizerConfig as AdamConfig
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.trainer.model.megatron_config import made
+from megatron_grpo.trainer.optimizer_checkpoint import iter_updated_ranges, save_by_boxes
 
 
 class Schedule(OptimizerParamScheduler):
@@ -123,7 +119,7 @@ class ModelOptimizer:
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
         )
-        shard_by_boxes(self.optimizer)
+        save_by_boxes(self.optimizer)
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
         self.scheduler = Schedule(self.optimizer, settings, decay_steps)
@@ -171,7 +167,7 @@ class ModelOptimizer:
         self.optimizer.step_with_ready_grads()
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def own_weights(self) -> Iterator[tuple[Any, int, Tensor]]:
+    def iter_updated_weights(self) -> Iterator[tuple[Any, int, Tensor]]:
         """The weights that this rank updates, in the optimizer's precision.
 
         Yields:
@@ -180,7 +176,7 @@ class ModelOptimizer:
         """
         distributed = [one for one in self.optimizer.chained_optimizers if isinstance(one, DistributedOptimizer)]
         for one in distributed:
-            for parameter, start, _ in _own_ranges(one):
+            for parameter, start, _ in iter_updated_ranges(one):
                 yield parameter, start, one._get_main_param_and_optimizer_states(parameter)["param"].detach()
         if not distributed:
             for parameter in (one for chunk in self.chunks for one in chunk.parameters() if one.requires_grad):
@@ -273,107 +269,3 @@ def _adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig
         "clip_grad": 0.0,  # clipped by ModelOptimizer, after the norm has been checked
     }
     return made(OptimizerConfig, ours, config.megatron_optimizer)
-
-
-def shard_by_boxes(optimizer: Any) -> None:
-    """Make Megatron-Core's distributed optimizers save and load "fully_reshardable" checkpoints box by box.
-
-    A distributed optimizer cuts the flat buffer of all parameters into equal ranges, one per data-parallel rank, so a
-    rank owns the main weights and moments of a range of elements that begins and ends anywhere within a parameter. A
-    checkpoint that any layout can load must name elements by parameter and coordinate. Megatron-Core's own way gathers
-    each parameter's whole state on data-parallel rank 0, which writes all of it: the memory and time of one rank grow
-    with the model. Here every rank writes its own range. A range of a tensor's elements in memory order is not one box
-    of the tensor, but a few: the end of its first row, the whole rows between, the beginning of its last row, and so on
-    within a row (`boxes`). Boxes become sharded tensors under the parameter's name, which loading reads and
-    concatenates in the same order in every layout. Other optimizers are not changed.
-    """
-    for one in optimizer.chained_optimizers:
-        if isinstance(one, DistributedOptimizer):
-            one.sharded_param_state_fully_reshardable = MethodType(_own_state, one)
-            one.load_parameter_state_from_fully_reshardable = MethodType(_set_own_state, one)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of the boxes of a tensor that a range of its elements in memory order consists of.
-
-    Boxes come in the order of the range, in which the elements of each box are consecutive.
-    """
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    while start < stop:
-        # The outermost dimension with a slice that begins here and fits; as many such slices as fit in the dimension.
-        axis = next(a for a, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
-        offset = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
-        slices = min((stop - start) // strides[axis], shape[axis] - offset[axis])
-        yield offset, (*(1,) * axis, slices, *shape[axis + 1 :])
-        start += slices * strides[axis]
-
-
-def _own_state(
-    self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
-) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """The boxes of this rank's main weights and moments, by number of the parameter and name of the state."""
-    found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    of_parameter = {one.data: one for one in nested_values(found)}
-    return {
-        number: {
-            name: list(_boxes_of(of_parameter[parameter], f"optimizer.state.{name}", state, start, stop))
-            for name, state in self._get_main_param_and_optimizer_states(parameter).items()
-            if name != "step"  # stored once, with the parameter groups
-        }
-        for number, (parameter, start, stop) in enumerate(_own_ranges(self))
-    }
-
-
-@torch.no_grad()
-def _set_own_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Set main weights and moments from boxes that were loaded as `_own_state` lists them."""
-    for number, (parameter, _, _) in enumerate(_own_ranges(self)):
-        state = {name: torch.cat([box.reshape(-1) for box in found]) for name, found in loaded[number].items()}
-        self._set_main_param_and_optimizer_states(parameter, state)
-    if isinstance(self.optimizer, HybridDeviceOptimizer):
-        self.optimizer._sync_hdo_state_to_sub_optimizers()
-
-
-def _own_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """The parameters that this rank updates, each with the range of elements that belongs to this rank."""
-    for buffer in optimizer.gbuf_ranges:
-        for buckets in buffer.values():
-            for bucket in buckets:
-                for parameter, ranges in bucket["param_map"].items():
-                    yield parameter, ranges["param"].start, ranges["param"].end
-
-
-def _boxes_of(
-    weight: ShardedTensor | ShardedTensorFactory, prefix: str, state: Tensor, start: int, stop: int
-) -> Iterator[ShardedTensor]:
-    """Checkpoint entries for one state of a parameter's range, [stop - start]; they share the state's memory.
-
-    The parameter's entry `weight` is a factory if it is stored as several tensors (gate and up projections).
-    """
-    parts: list[tuple[int, ShardedTensor]]
-    if isinstance(weight, ShardedTensorFactory):
-        # Built from a tensor on the meta device: storage offsets of the views say which elements they hold.
-        place = torch.empty(weight.data.shape, dtype=state.dtype, device="meta")
-        built = list(nested_values({"": weight.build_fn(weight.key, place, weight.replica_id, None)}))
-        assert all(part.data.is_contiguous() for part in built), f"{weight.key} is cut otherwise than along its rows"
-        parts = [(part.data.storage_offset(), part) for part in built]
-    else:
-        parts = [(0, weight)]
-    for first, part in parts:
-        begin, end = max(start, first), min(stop, first + math.prod(part.local_shape))
-        taken = begin - start
-        for offset, size in boxes((*(1,) * part.prepend_axis_num, *part.local_shape), begin - first, end - first):
-            numel = math.prod(size)
-            yield ShardedTensor(
-                key=f"{prefix}.{part.key}",
-                data=state[taken : taken + numel].view(size),
-                dtype=state.dtype,
-                local_shape=size,
-                global_shape=part.global_shape,
-                global_offset=tuple(base + within for base, within in zip(part.global_offset, offset, strict=True)),
-                axis_fragmentations=None,
-                allow_shape_mismatch=part.allow_shape_mismatch,  # the padding of the vocabulary depends on the layout
-                # Data-parallel ranks hold different boxes, so only replicas of the weights count as replicas here.
-                replica_id=(*part.replica_id[:2], 0),
-            )
-            taken += numel

@@ -1,4 +1,11 @@
-"""One rank of a model in training: its shard, forward passes, optimizer steps, the reference policy. Without Ray."""
+"""One rank of a model in training: its shard, forward passes, optimizer steps, the reference policy. Without Ray.
+
+`planning/` builds the same ranks on tensors without numbers, and subclasses nothing here. It passes in
+- a `Platform` whose `move` makes such tensors, and whose `layer_parts` (`TeParts`) replace Transformer Engine's layers;
+- `load`, which fills the weights;
+- `maker`, the maker of microbatches, whose `scope` leaves the dry run's tensor modes;
+- `head_kernel`, which turns hidden states into log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +58,21 @@ class ModelRank(ABC):
 
     Process groups are already set up for the layout of `settings`. There is more than one chunk of the model with a
     virtual pipeline.
+
+    Args:
+        settings: settings of the model and its training.
+        platform: None: the platform of this process.
+        load: fills the chunks' uninitialised weights.
+        maker: maker of microbatches; None: the usual one.
     """
 
     def __init__(
-        self, settings: RankSettings, platform: Platform | None = None, load: LoadWeights = load_hf_weights
+        self,
+        settings: RankSettings,
+        platform: Platform | None = None,
+        load: LoadWeights = load_hf_weights,
+        maker: MicrobatchMaker | None = None,
     ) -> None:
-        """`platform` None: the one that this process computes on; `load` fills the chunks' uninitialised weights."""
         self.settings, self.config, self.shape = settings, settings.config, settings.shape
         self.platform = platform or detect_platform()
         config, shape = settings.config, settings.shape
@@ -68,7 +84,7 @@ class ModelRank(ABC):
         """Whether the reference policy differs from the model that the run started from."""
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self._add_reference(settings.reference)
-        self.maker = MicrobatchMaker(config, shape, self.platform)
+        self.maker = maker or MicrobatchMaker(config, shape, self.platform)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             is_policy = shape.value_head is None
@@ -295,12 +311,22 @@ class PolicyRank(ModelRank):
     """A rank's shard of the policy, of its optimizer and of the frozen reference policy, if there is one.
 
     With adapters the reference is the policy without them, and needs no weights of its own.
+
+    Args:
+        settings, platform, load, maker: as of `ModelRank`.
+        head_kernel: kernel for log-probabilities; None: that of the configuration.
     """
 
-    @property
-    def head_kernel(self) -> Literal["fused", "chunked", "auto"] | HeadKernel:
-        """The kernel that turns hidden states into log-probabilities."""
-        return self.config.logprob_kernel
+    def __init__(
+        self,
+        settings: RankSettings,
+        platform: Platform | None = None,
+        load: LoadWeights = load_hf_weights,
+        maker: MicrobatchMaker | None = None,
+        head_kernel: HeadKernel | None = None,
+    ) -> None:
+        super().__init__(settings, platform, load, maker)
+        self._head_kernel = head_kernel or settings.config.logprob_kernel
 
     def compute_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token under the current weights, as `_forward_tokens` returns it.
@@ -366,7 +392,7 @@ class PolicyRank(ModelRank):
             "chunk_tokens": self.config.logprob_chunk_size,
         }
         if self.settings.token_filter is None:
-            logprobs, entropy = linear_logprobs(*operands, **part, kernel=self.head_kernel)
+            logprobs, entropy = linear_logprobs(*operands, **part, kernel=self._head_kernel)
             return logprobs, replace(tokens, entropy=entropy)
         filtered = filtered_logprobs(*operands, self.settings.token_filter, **part)
         return filtered.logprobs, replace(tokens, entropy=filtered.entropy, whole_logprobs=filtered.whole)

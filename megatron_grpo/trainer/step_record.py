@@ -135,7 +135,7 @@ class StepRecorder:
         weights = iter_hf_tensors(rank.gather_chunks(), rank.shape)
         self._figures, self._steps = list(_figures("weight", 0, weights)), 0
         follows = not (settings.precision_aware or settings.cpu_offload)
-        own = rank.optimizer.own_weights() if follows else iter(())
+        own = rank.optimizer.iter_updated_weights() if follows else iter(())
         self._before = [part.to("cpu", torch.float32, copy=True) for _, _, part in own]
 
     def add_gradient(self) -> None:
@@ -150,7 +150,7 @@ class StepRecorder:
         figures, self._figures = self._figures, None
         assert figures is not None, "the step was begun"
         if self._before and self._steps:
-            own = self._rank.optimizer.own_weights()
+            own = self._rank.optimizer.iter_updated_weights()
             for (parameter, start, part), before in zip(own, self._before, strict=True):
                 change = part.float() - before.to(part.device)
                 parameter.main_grad.view(-1)[start : start + len(change)] = change

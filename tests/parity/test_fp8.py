@@ -197,7 +197,7 @@ def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel)
 def local_tokens_on_rank(layout: Layout, shape: ModelShape, packing: bool) -> int:
     fp8 = Fp8Config(format="hybrid", recipe="tensorwise")
     config = PolicyConfig(parallel=layout.parallel, packing=packing, fp8=fp8)
-    return MicrobatchMaker(config, shape, detect_platform()).place([5, 9, 7]).local_tokens
+    return MicrobatchMaker(config, shape, detect_platform()).lay_out([5, 9, 7]).local_tokens
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True), Layout(context=2)], ids=str)

@@ -151,7 +151,7 @@ def _fake_groups() -> Iterator[None]:
 def _known_shapes(rank: PolicyRank, lengths: Sequence[int]) -> None:
     """After each exchange of shapes between stages, return the shape of a microbatch of these lengths."""
     parallel = rank.config.parallel
-    tokens = rank.maker.place(list(lengths)).local_tokens // (parallel.tensor if parallel.sequence else 1)
+    tokens = rank.maker.lay_out(list(lengths)).local_tokens // (parallel.tensor if parallel.sequence else 1)
     shape = [tokens, 1, rank.shape.hidden]
     exchange = p2p.P2PCommunicator._communicate_shapes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.trainer.optimizer import boxes
+from megatron_grpo.trainer.optimizer_checkpoint import split_into_boxes
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (1, 3, 4), (3, 1, 2, 2)])
@@ -13,7 +13,7 @@ def test_boxes_hold_the_range_in_its_order(shape: tuple[int, ...]) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
-            found = list(boxes(shape, start, stop))
+            found = list(split_into_boxes(shape, start, stop))
             cut = [
                 whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].reshape(-1)
                 for offset, size in found
