@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.trajectory import Outcome, Trajectory
+from megatron_grpo.batch.trajectory import ROW_FIELDS, Outcome, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -219,7 +219,6 @@ def count_rollouts(file: Path) -> int:
 METADATA_KEY = b"megatron_grpo"
 """Key of the Parquet file's own metadata."""
 _TOKEN_IDS = "token_ids.list.element"
-_FIELDS = frozenset(one.name for one in fields(Trajectory))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,6 +333,6 @@ def read_recorded(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
     """
     record = examine_file(file).record
     with _translate_damage():
-        rows = [{name: value for name, value in row.items() if name in _FIELDS} for row in _rows(0, file)]
+        rows = [{name: value for name, value in row.items() if name in ROW_FIELDS} for row in _rows(0, file)]
     trajectories = [Trajectory.from_row(row) for row in rows]
     return record.step, [list(group) for _, group in groupby(trajectories, key=lambda one: one.group)]

@@ -1,4 +1,4 @@
-"""One rollout: its tokens and text in a rollout worker, and its outcome on the driver."""
+"""One rollout: its outcome on the driver, and its tokens and text in a rollout worker."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from numpy.typing import NDArray
 
 StopReason = Literal["stop", "length"]
 SUSPECT_PREFIX = "suspect/"
-"""Beginning of the names of an environment's figures that are signs of an undeserved reward."""
+"""Prefix of metrics that hint at reward hacking, e.g. suspect/equal_outputs."""
 REWARD_REMOVED = "suspects_left_out"
-"""Figure of a response: 1 if it lost its reward because it is suspect, else 0."""
+"""Metric of a response: 1 if it lost its reward because it is suspect, else 0."""
 
 
-def list_suspicions(figures: Mapping[str, float]) -> list[str]:
-    """Names of the figures suspect/NAME of a response that are above 0: signs that its reward is undeserved."""
-    return [
-        name.removeprefix(SUSPECT_PREFIX)
-        for name, figure in figures.items()
-        if name.startswith(SUSPECT_PREFIX) and figure > 0
-    ]
+def list_suspicions(metrics: Mapping[str, float]) -> list[str]:
+    """List the names NAME of a response's metrics suspect/NAME that are above 0."""
+    suspicious = [name for name, value in metrics.items() if name.startswith(SUSPECT_PREFIX) and value > 0]
+    return [name.removeprefix(SUSPECT_PREFIX) for name in suspicious]
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) of a trajectory that were sampled by one weight version."""
+    """Tokens [start, end) of a trajectory that one weight version sampled.
+
+    Example: tokens 12 to 19, sampled with the weights of step 3
+        Span(start=12, end=20, version=3)
+    """
 
     start: int
     end: int
@@ -35,8 +36,15 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Sample:
-    """The identity and the score of one rollout: the fields that its outcome and its trajectory share."""
+class Outcome:
+    """One rollout without its tokens and text: identity, score and counts, for the driver.
+
+    Example: the third response to the prompt in row 17, 8 tokens after a prompt of 12
+        Outcome(
+            prompt_idx=17, group=0, sample=2, reward=1.0, correct=True, task_name="math",
+            tokens=20, response_tokens=8, truncated=False, version=3, oldest_version=3, versions=1,
+        )
+    """
 
     prompt_idx: int
     """Row of the dataset that the prompt comes from."""
@@ -45,120 +53,119 @@ class Sample:
     sample: int
     """Number of the sample in its group."""
     reward: float | None = 0.0
-    """Reward of the rollout; None: no reward function gave one, or it failed, and baselines and loss leave it out."""
+    """None: no reward function gave one, or it failed, and baselines and loss leave the rollout out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
     reward_errors: int = 0
     """Number of reward functions that failed for the response, and count as if they had given no reward."""
     reward_metrics: dict[str, float] = field(default_factory=dict)
-    """Further figures of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
+    """Further metrics of the rollout: env/NAME and suspect/NAME from the environment, and the run's own."""
     correct: bool | None = False
-    """Whether the response is correct; None: the environment cannot say."""
+    """None: the environment cannot say."""
     loss_multiplier: float = 1.0
     """Weight of the rollout in the loss, from 0 (it is left out) to 1."""
     failure: str | None = None
     """Reason why the rollout failed, on its second attempt too; None: it did not fail."""
     task_name: str = ""
     """Name of the environment that answered and scored the rollout."""
-
-    @property
-    def is_unscored(self) -> bool:
-        """Whether the rollout has no reward although it neither failed nor lost its reward as suspect."""
-        return self.reward is None and self.failure is None and not self.reward_metrics.get(REWARD_REMOVED)
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome(Sample):
-    """One rollout without its tokens and text, as the driver holds it for scoring, dynamic sampling and metrics."""
-
     tokens: int
     """Length of the whole sequence, prompt and responses."""
     response_tokens: int
     """Number of sampled tokens of the sequence."""
     truncated: bool
-    """Whether the response was cut off by a length limit."""
+    """True if a length limit cut the response off."""
     version: int
     """Newest weight version that sampled a token of the rollout; -1 when none was sampled."""
     finite_logprobs: bool = True
-    """Whether every sampling log-probability is finite."""
+    """True if every sampling log-probability is finite."""
     oldest_version: int = -1
     """Oldest weight version that sampled a token of the rollout; -1 when none was sampled."""
     versions: int = 0
     """Number of weight versions that sampled tokens of the rollout."""
 
+    @property
+    def is_unscored(self) -> bool:
+        """True without a reward, although the rollout neither failed nor lost its reward as suspect."""
+        return self.reward is None and self.failure is None and not self.reward_metrics.get(REWARD_REMOVED)
+
 
 @dataclass(slots=True, kw_only=True)
-class Trajectory(Sample):
-    """One sampled response to one prompt. Token ids are the truth; the text is only for people and environments.
+class Trajectory(Outcome):
+    """An outcome with its tokens and text. Token ids are the truth; the text is for people and environments.
 
-    Lives in a rollout worker and in the object store; workers lay it out in shards and write it to files.
+    Lives in a rollout worker and in the object store; workers concatenate it into partitions and write it to files. Its
+    counts are taken from the arrays when it is made: `replace` it rather than assign other arrays.
+
+    Example: two tokens sampled after a prompt of three
+        Trajectory(
+            prompt_idx=17, group=0, sample=2, reward=1.0,
+            token_ids=np.array([5, 6, 7, 40, 2]), spans=[Span(3, 5, version=3)], logprobs=np.array([-0.7, -0.1]),
+            response="42", stop_reason="stop",
+        )
     """
 
+    tokens: int = field(init=False)
+    response_tokens: int = field(init=False)
+    truncated: bool = field(init=False)
+    version: int = field(init=False)
+    finite_logprobs: bool = field(init=False)
+    oldest_version: int = field(init=False)
+    versions: int = field(init=False)
+
     token_ids: NDArray[np.int32]
-    """[tokens], int32: prompt and response."""
+    """Prompt and response: [tokens], int32."""
     spans: list[Span]
     """Spans of the sampled tokens, over which the loss is taken; in order, disjoint."""
     logprobs: NDArray[np.float32]
-    """[sampled tokens], float32: log-probability under which each token was drawn, in the order of the spans."""
+    """Log-probability under which each token was drawn, span after span: [sampled tokens], float32."""
     response: str
     stop_reason: StopReason
     notes: dict[str, str] = field(default_factory=dict)
     """Notes of the environment on the rollout, for readers of the file of rollouts."""
     routed: NDArray[Any] | None = None
-    """[first tokens, `RoutedForm.columns`]: the experts that the engine chose while it sampled; None: not recorded. The
-    last token, which the engine never runs, has none."""
+    """Experts that the engine chose while it sampled: [tokens but the last, `RoutedForm.columns`]. None: not recorded.
+    The engine never runs the last token."""
 
-    @property
-    def truncated(self) -> bool:
-        """Whether the response was cut off by a length limit."""
-        return self.stop_reason == "length"
-
-    @property
-    def response_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return sum(span.end - span.start for span in self.spans)
+    def __post_init__(self) -> None:
+        versions = [span.version for span in self.spans]
+        self.tokens = len(self.token_ids)
+        self.response_tokens = sum(span.end - span.start for span in self.spans)
+        self.truncated = self.stop_reason == "length"
+        self.version, self.oldest_version = max(versions, default=-1), min(versions, default=-1)
+        self.versions = len(set(versions))
+        self.finite_logprobs = bool(np.isfinite(self.logprobs).all())
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
-        """[sampled tokens], int32: the tokens of the spans, one after the other."""
+        """The tokens of the spans, one after the other: [sampled tokens], int32."""
         return np.concatenate([self.token_ids[span.start : span.end] for span in self.spans] or [self.token_ids[:0]])
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome of this trajectory, for the driver."""
-        versions = [span.version for span in self.spans]
-        return Outcome(
-            **{one.name: getattr(self, one.name) for one in fields(Sample)},
-            tokens=len(self.token_ids),
-            response_tokens=self.response_tokens,
-            truncated=self.truncated,
-            version=max(versions, default=-1),
-            oldest_version=min(versions, default=-1),
-            versions=len(set(versions)),
-            finite_logprobs=bool(np.isfinite(self.logprobs).all()),
-        )
+        """The trajectory without its tokens and text, for the driver."""
+        return Outcome(**{field.name: getattr(self, field.name) for field in fields(Outcome)})
 
     def to_row(self) -> dict[str, Any]:
-        """Every field except the routed experts, in types that JSON has, for people."""
-        row = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routed"}
+        """Convert to types that JSON has, for people: every field except the counts and the routed experts."""
+        row = {name: getattr(self, name) for name in ROW_FIELDS if name != "routed"}
         row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
         return row
 
     def to_saved_row(self) -> dict[str, Any]:
-        """Every field, in types that JSON has: those of `to_row`, and the routed experts as their bytes in base 85."""
+        """Convert as `to_row` does, and the routed experts to their bytes in base 85."""
         if self.routed is None:
             return self.to_row()
-        data = base64.b85encode(self.routed.tobytes()).decode()
-        return self.to_row() | {"routed": [self.routed.dtype.str, self.routed.shape[1], data]}
+        encoded = base64.b85encode(self.routed.tobytes()).decode()
+        return self.to_row() | {"routed": [self.routed.dtype.str, self.routed.shape[1], encoded]}
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
-        """The inverse of `to_saved_row` and `to_row`."""
+        """Invert `to_saved_row` or `to_row`."""
         routed = None
         if row.get("routed") is not None:
-            dtype, columns, data = row["routed"]
-            routed = np.frombuffer(base64.b85decode(data), dtype=dtype).reshape(-1, columns)
+            dtype, columns, encoded = row["routed"]
+            routed = np.frombuffer(base64.b85decode(encoded), dtype=dtype).reshape(-1, columns)
         arrays = {
             "routed": routed,
             "token_ids": np.asarray(row["token_ids"], dtype=np.int32),
@@ -167,9 +174,18 @@ class Trajectory(Sample):
         return Trajectory(**{**row, **arrays, "spans": [Span(*span) for span in row["spans"]]})
 
 
+ROW_FIELDS = tuple(field.name for field in fields(Trajectory) if field.init)
+"""Fields of a trajectory that a row has: all but the counts."""
+
+
 @dataclass(slots=True)
 class SampledGroup:
-    """The samples of one prompt as the driver holds them: their outcomes, and a reference to everything else."""
+    """The samples of one prompt on the driver: outcomes, and a reference to their trajectories.
+
+    Example: the second group of an object that holds the groups of several prompts
+        group = SampledGroup([Outcome(...), Outcome(...)], objects_ref=ref, index_in_ref=1)
+        ray.get(group.objects_ref)[group.index_in_ref]  # list[Trajectory] of length 2
+    """
 
     outcomes: list[Outcome]
     objects_ref: Any
@@ -179,7 +195,7 @@ class SampledGroup:
 
 
 def renumber_groups(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
-    """The groups numbered by their place in the list, for groups of several generation batches."""
+    """Number groups of several generation batches by their index in the list."""
     return [
         replace(group, outcomes=[replace(outcome, group=number) for outcome in group.outcomes])
         for number, group in enumerate(groups)

@@ -208,9 +208,11 @@ def test_an_engine_is_asked_again(weights: Path, answers: Answers, tmp_path: Pat
     run = make_run(tmp_path / "run", weights, *options)
     draw = np.random.default_rng(0)
     rollouts = answers.rollouts(answers.plain, version=0)
-    for one in rollouts:
-        one.logprobs = (one.logprobs + draw.normal(0, 0.5, len(one.logprobs))).astype(np.float32)
-    run.write(1, rollouts)
+    noisy = [
+        replace(rollout, logprobs=(rollout.logprobs + draw.normal(0, 0.5, len(rollout.logprobs))).astype(np.float32))
+        for rollout in rollouts
+    ]
+    run.write(1, noisy)
     (tmp_path / "a").mkdir()
     (found,) = diagnose(run.run_dir, run.config, run.versions[0], tmp_path / "a", engine=True).findings
     assert found.name == ("other_weights" if right else "first_layer")

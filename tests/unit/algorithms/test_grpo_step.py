@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,7 @@ def test_an_inconsistent_response_is_left_out(tmp_path: Path) -> None:
 
 def test_without_a_token_in_the_loss_nothing_is_trained_or_made_up(tmp_path: Path) -> None:
     run = Run(tmp_path, "grpo.overlong_filtering=true")
-    for trajectory in run.trajectories:
-        trajectory.stop_reason = "length"
+    run.trajectories = [replace(trajectory, stop_reason="length") for trajectory in run.trajectories]
     report = run.step()
     assert run.policy.lessons == []
     assert (report.metrics["optimizer_steps"], report.metrics["valid_tokens"]) == (0, 0)
@@ -136,8 +136,7 @@ def test_optimizer_steps_are_those_that_were_made(tmp_path: Path) -> None:
     minibatches = ["policy.train_global_batch_samples=2", "grpo.num_iterations=3", "grpo.overlong_filtering=true"]
     run = Run(tmp_path, *minibatches)
     run.step()
-    for trajectory in run.trajectories[:2]:
-        trajectory.stop_reason = "length"
+    run.trajectories[:2] = [replace(trajectory, stop_reason="length") for trajectory in run.trajectories[:2]]
     report = run.step()
     assert [lesson.sequences for lesson in run.policy.lessons] == [[0, 1], [2, 3]] * 3 + [[2, 3]] * 3
     assert report.metrics["optimizer_steps"] == 3
@@ -151,7 +150,7 @@ def test_a_penalty_in_the_reward_has_to_be_finite_also_where_there_is_no_loss(tm
     """A response that is filtered out is in the baseline of its mates; infinite, it would make theirs infinite."""
     kl = ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1", "grpo.normalize_rewards=false"]
     run = Run(tmp_path, "grpo.overlong_filtering=true", *kl)
-    run.trajectories[3].stop_reason = "length"
+    run.trajectories[3] = replace(run.trajectories[3], stop_reason="length")
     run.policy.logprobs = {3: -math.inf}
     with pytest.raises(RunError, match=r"an entry of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
         run.step()
@@ -161,7 +160,7 @@ def test_a_penalty_in_the_reward_has_to_be_finite_also_where_there_is_no_loss(tm
 
 def test_a_penalty_in_the_loss_need_not_be_finite_where_there_is_no_loss(tmp_path: Path) -> None:
     run = Run(tmp_path, "grpo.overlong_filtering=true", "loss_fn.reference_policy_kl_penalty=0.1")
-    run.trajectories[3].stop_reason = "length"
+    run.trajectories[3] = replace(run.trajectories[3], stop_reason="length")
     run.policy.logprobs = {3: -math.inf}
     assert math.isfinite(run.step().metrics["loss"])
     assert run.in_loss() == [3, 3, 3, 0]
@@ -193,8 +192,8 @@ def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
 
 def test_advantages_need_not_be_finite_where_there_is_no_loss(tmp_path: Path) -> None:
     run = Run(tmp_path, "grpo.normalize_rewards=false", "grpo.overlong_filtering=true")
-    for trajectory, reward in zip(run.trajectories[2:], (3e38, -3e38), strict=True):
-        trajectory.reward, trajectory.stop_reason = reward, "length"
+    for index, reward in ((2, 3e38), (3, -3e38)):
+        run.trajectories[index] = replace(run.trajectories[index], reward=reward, stop_reason="length")
     assert math.isfinite(run.step().metrics["loss"])
     assert run.in_loss() == [3, 3, 0, 0]
 

@@ -157,8 +157,11 @@ class Judged(Run):
         reports = []
         for apart in nats:
             self.policy.logprobs = {} if apart == 0 else dict.fromkeys(range(4), -1 / 3 - apart)
-            for trajectory in self.trajectories:  # drawn from the weights that train
-                trajectory.spans = [span._replace(version=self.run.state["total_steps"]) for span in trajectory.spans]
+            version = self.run.state["total_steps"]  # drawn from the weights that train
+            self.trajectories[:] = [
+                replace(trajectory, spans=[span._replace(version=version) for span in trajectory.spans])
+                for trajectory in self.trajectories
+            ]
             reports.append(self.step())
         return reports
 
