@@ -113,7 +113,7 @@ class SamplingRun:
 
     def loader_state(self) -> dict[str, Any]:
         """State of the loader after the last prompts that a step has taken, without those in the sample buffer."""
-        return self.loader.state_dict() if self.buffer is None else self.buffer.position
+        return self.loader.state_dict() if self.buffer is None else self.buffer.loader_state
 
     @property
     def end_of_data(self) -> str:

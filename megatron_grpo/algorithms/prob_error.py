@@ -18,15 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, NoReturn, TypedDict
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
+from megatron_grpo.algorithms.token_functions import measure_prob_error
 from megatron_grpo.config.errors import DisagreementError
 from megatron_grpo.losses.divergence import error_without_worst
-from megatron_grpo.losses.loss import bounded_exp
 from megatron_grpo.rollouts.rollout_metrics import compute_age_metrics
 
 if TYPE_CHECKING:
@@ -259,20 +255,9 @@ def require_agreement(
         return
     entries = ("sampled", "prev_logprobs", "generation_logprobs")
     with timer.phase("logprobs"):
-        error, worst = rollouts.compute(_measure_error, batch, entries, batch.in_loss)
+        error, worst = rollouts.compute(measure_prob_error, batch, entries, batch.in_loss)
     if error_without_worst(error, worst, tokens) > limit:
         refuse_step(config, batch, check, {ERROR: error, WORST: worst})
-
-
-def _measure_error(
-    lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_]
-) -> tuple[dict[str, NDArray[np.float32]], tuple[float, float]]:
-    """ERROR and WORST of a step, as the policy's loss computes them, and no entries to store."""
-    mask = arrays["sampled"] & np.repeat(in_loss, lengths)
-    prev, generation = (torch.from_numpy(arrays[name][mask]) for name in ("prev_logprobs", "generation_logprobs"))
-    is_kept = ~prev.isneginf()  # tokens that the filter removes count as agreement
-    errors = torch.where(is_kept, bounded_exp((prev - generation).abs()), torch.ones_like(prev))
-    return {}, (float(errors.double().mean()), float(errors.max()))
 
 
 def refuse_step(config: Config, batch: StepBatch, check: StepCheck, metrics: Mapping[str, float]) -> NoReturn:

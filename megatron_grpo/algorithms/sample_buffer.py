@@ -24,23 +24,28 @@ class SampleBuffer(ABC):
     """Samples of coming steps, complete or being generated.
 
     Args:
-        rollouts: the pool that samples the prompts.
-        loader: loader of the prompts that `take` is given, for its position and the size of its batches.
+        rollouts: samples the prompts.
+        loader: loader of the prompts that `take` gets, for its state and the size of its batches.
         loop: samples per prompt, seed, last step, prompts under way, and the greatest age of a trajectory in steps.
         settings: how tokens are drawn.
-        begun: generation batches that steps have taken before.
+        generation_batches: generation batches that earlier steps have taken.
     """
 
     def __init__(
-        self, rollouts: RolloutPool, loader: Batches, loop: LoopConfig, settings: SamplingSettings, begun: int
+        self,
+        rollouts: RolloutPool,
+        loader: Batches,
+        loop: LoopConfig,
+        settings: SamplingSettings,
+        generation_batches: int,
     ) -> None:
         self._rollouts, self._loader, self._loop, self._settings = rollouts, loader, loop, settings
-        self._number = begun
-        self.position = copy.deepcopy(loader.state_dict())
-        """State of the loader that yields every prompt which no step has taken, for checkpoints. The loader runs ahead
-        of training by the prompts in the buffer, so its own state would skip them; a resumed run samples them again.
-        Their seeds come from the number of the generation batch and the row of the prompt, so the requests are the
-        same; only the weight versions of their tokens may differ."""
+        self._batch_number = generation_batches
+        # The loader runs ahead of training by the prompts in the buffer, so a checkpoint with the loader's own state
+        # would skip them. A resumed run samples them again. Their seeds come from the number of the generation batch
+        # and the row of the prompt, so the requests are the same; only the weight versions of their tokens may differ.
+        self.loader_state = copy.deepcopy(loader.state_dict())
+        """State of a loader that yields every prompt which no step has taken, for checkpoints."""
 
     @abstractmethod
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
@@ -56,24 +61,28 @@ class SampleBuffer(ABC):
         """
 
     @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Counts of prompts in the buffer after the step took its own: sampled already, and under way."""
+    def count_prompts(self) -> dict[str, float]:
+        """Count the prompts in the buffer after the step took its own.
+
+        Returns:
+            buffer_depth: prompts sampled and waiting; buffer_in_flight: prompts still being sampled.
+        """
 
     def _make_settings(self) -> RolloutSettings:
-        """The rollouts' settings of the newest generation batch."""
+        """Make the rollout settings of the newest generation batch."""
         samples, seed = self._loop.num_generations_per_prompt, self._loop.seed
-        return self._rollouts.make_settings(samples, self._settings, seed, self._number)
+        return self._rollouts.make_settings(samples, self._settings, seed, self._batch_number)
 
 
 @dataclass(frozen=True, slots=True)
 class _GenerationBatch:
     """A generation batch that is being sampled, or has been."""
 
-    under_way: PendingBatch
+    pending: PendingBatch
     prompts: int
     version: int
     """Version of the engines' weights when the batch was begun."""
-    position: dict[str, Any]
+    loader_state: dict[str, Any]
     """State of the loader after the prompts of this batch."""
 
 
@@ -100,26 +109,26 @@ class OrderedBuffer(SampleBuffer):
             prompts = next(batches, None)
             if prompts is None:
                 break
-            self._number += 1
-            under_way = self._rollouts.begin(dict(enumerate(prompts)), self._make_settings())
-            position = copy.deepcopy(self._loader.state_dict())
-            self._batches.append(_GenerationBatch(under_way, len(prompts), version, position))
+            self._batch_number += 1
+            pending = self._rollouts.begin(dict(enumerate(prompts)), self._make_settings())
+            loader_state = copy.deepcopy(self._loader.state_dict())
+            self._batches.append(_GenerationBatch(pending, len(prompts), version, loader_state))
         if not self._batches:
             return None
         batch = self._batches.popleft()
         assert 0 <= version - batch.version <= max_age, (version, batch.version)
-        groups = self._rollouts.finish(batch.under_way, timer)
-        self.position = batch.position
+        groups = self._rollouts.finish(batch.pending, timer)
+        self.loader_state = batch.loader_state
         return groups
 
-    def metrics(self) -> dict[str, float]:
-        complete = sum(batch.prompts for batch in self._batches if batch.under_way.is_done())
-        all_prompts = sum(batch.prompts for batch in self._batches)
-        return {"buffer_depth": float(complete), "buffer_in_flight": float(all_prompts - complete)}
+    def count_prompts(self) -> dict[str, float]:
+        complete = sum(batch.prompts for batch in self._batches if batch.pending.is_done())
+        total = sum(batch.prompts for batch in self._batches)
+        return {"buffer_depth": float(complete), "buffer_in_flight": float(total - complete)}
 
 
 @dataclass(slots=True)
-class _Begun:
+class _BufferedPrompt:
     """A prompt that is being sampled, or has been."""
 
     row: int
@@ -127,8 +136,8 @@ class _Begun:
     """Version of the engines' weights when the prompt was begun."""
     complete: CompletePrompt | None = None
     """Record of the complete group; None: samples are still under way."""
-    left_over: bool = False
-    """Whether a step has taken a later prompt before it."""
+    is_passed_over: bool = False
+    """True: a step has taken a later prompt before it."""
 
 
 class FirstComplete:
@@ -138,7 +147,7 @@ class FirstComplete:
     w + max_age_steps at the latest. A step takes a fixed number of prompts, so deadlines can pile up: if a step took
     only young prompts, later steps could be left with more old ones than they can take. A step therefore waits until
     enough old prompts are complete: for every k, the prompts that it leaves over and that are due within the next k
-    steps must be no more than k steps take (`_in_time`).
+    steps must be no more than k steps take (`_can_meet_deadlines`).
 
     Args:
         prompts_per_take: prompts that are taken together; every step takes at least once.
@@ -147,60 +156,61 @@ class FirstComplete:
 
     def __init__(self, prompts_per_take: int, max_age_steps: int) -> None:
         self._per_take, self._max_age = prompts_per_take, max_age_steps
-        self._begun: dict[int, _Begun] = {}
-        """Prompts that no step has taken, by number, in the order of the data."""
-        self._next = 0
+        # Prompts that no step has taken, by number, in the order of the data.
+        self._prompts: dict[int, _BufferedPrompt] = {}
+        self._next_number = 0
         self.resumed = 0
         """Prompts of the last take that an earlier take had passed over because they were still under way."""
-        self.left_over = 0
+        self.passed_over = 0
         """Prompts that the last take passed over: begun before the newest one it took, and still under way."""
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._prompts)
 
     @property
     def rows(self) -> list[int]:
         """Rows of the prompts that no step has taken, in the order of the data."""
-        return [one.row for one in self._begun.values()]
+        return [prompt.row for prompt in self._prompts.values()]
 
     @property
     def complete(self) -> int:
-        """Prompts that are complete and that no step has taken."""
-        return sum(one.complete is not None for one in self._begun.values())
+        """Number of prompts that are complete and that no step has taken."""
+        return sum(prompt.complete is not None for prompt in self._prompts.values())
 
     def add(self, row: int, version: int) -> int:
         """Record a prompt that is begun with weights of this version; returns its number."""
-        assert len(self._begun) < self._per_take * (self._max_age + 1), "prompts begun further ahead become too old"
-        self._begun[self._next] = _Begun(row, version)
-        self._next += 1
-        return self._next - 1
+        assert len(self._prompts) < self._per_take * (self._max_age + 1), "prompts begun further ahead become too old"
+        self._prompts[self._next_number] = _BufferedPrompt(row, version)
+        self._next_number += 1
+        return self._next_number - 1
 
     def put(self, complete: CompletePrompt) -> None:
         """Record that a prompt is complete."""
-        self._begun[complete.number].complete = complete
+        self._prompts[complete.number].complete = complete
 
     def take(self, version: int) -> list[CompletePrompt] | None:
-        """The prompts of the step that learns with weights of this version, in the order of their rows in the data.
+        """Take the prompts of the step that learns with weights of this version; None: too few are complete yet.
 
-        None: too few are complete yet.
+        They are in the order of their rows in the data.
         """
-        complete = [one.complete for one in self._begun.values() if one.complete is not None][: self._per_take]
-        if len(complete) < self._per_take or not self._in_time(version):
+        complete = [prompt.complete for prompt in self._prompts.values() if prompt.complete is not None]
+        complete = complete[: self._per_take]
+        if len(complete) < self._per_take or not self._can_meet_deadlines(version):
             return None
-        taken = [self._begun.pop(one.number) for one in complete]
-        left_over = [one for number, one in self._begun.items() if number < complete[-1].number]
-        self.resumed, self.left_over = sum(one.left_over for one in taken), len(left_over)
-        for one in left_over:
-            one.left_over = True
-        assert all(0 <= version - one.version <= self._max_age for one in taken), (version, taken)
+        prompts = [self._prompts.pop(record.number) for record in complete]
+        passed_over = [prompt for number, prompt in self._prompts.items() if number < complete[-1].number]
+        self.resumed, self.passed_over = sum(prompt.is_passed_over for prompt in prompts), len(passed_over)
+        for prompt in passed_over:
+            prompt.is_passed_over = True
+        assert all(0 <= version - prompt.version <= self._max_age for prompt in prompts), (version, prompts)
         return complete
 
-    def _in_time(self, version: int) -> bool:
-        """Whether later steps can still take every other prompt in time once the oldest complete ones are taken."""
+    def _can_meet_deadlines(self, version: int) -> bool:
+        """Check that later steps can take every other prompt in time if the oldest complete ones are taken now."""
         for last in range(version, version + self._max_age):
-            due = [one for one in self._begun.values() if one.version + self._max_age <= last]
+            due = [prompt for prompt in self._prompts.values() if prompt.version + self._max_age <= last]
             later = self._per_take * (last - version)
-            if len(due) - later > sum(one.complete is not None for one in due):
+            if len(due) - later > sum(prompt.complete is not None for prompt in due):
                 return False
         return True
 
@@ -209,8 +219,8 @@ class Oversampling(SampleBuffer):
     """Keeps more prompts under way than a step takes; a step takes prompts that are complete first (`FirstComplete`).
 
     Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
-    them. Since steps take prompts out of order, `position` has the rows of the prompts that were begun and not taken,
-    which a resumed run samples before any other.
+    them. Since steps take prompts out of order, `loader_state` has the rows of the prompts that were begun and not
+    taken, which a resumed run samples before any other.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -220,51 +230,51 @@ class Oversampling(SampleBuffer):
         self._per_take = self._loader.prompts_per_batch
         self._under_way = int(asynchronous.oversampling_factor * self._per_take)
         self._buffer = FirstComplete(self._per_take, asynchronous.max_trajectory_age_steps)
-        self._next: deque[DatumSpec] = deque()
-        """Prompts of the last generation batch that are not yet begun."""
-        self._begun: list[PendingBatch] = []
-        """Prompts that were begun together, of which some are not complete."""
+        # Prompts of the last generation batch that are not yet begun.
+        self._next_prompts: deque[DatumSpec] = deque()
+        # Prompts that were begun together, of which some are not complete.
+        self._pending: list[PendingBatch] = []
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        self._begin(batches, version)
+        self._begin_prompts(batches, version)
         if not len(self._buffer):
             return None
         since = time.monotonic()
         with timer.phase("generation"):
             self._record_arrivals()
-            while (taken := self._buffer.take(version)) is None:
-                self._rollouts.wait_for_groups(self._begun, since)
+            while (complete := self._buffer.take(version)) is None:
+                self._rollouts.wait_for_groups(self._pending, since)
                 self._record_arrivals()
-            groups = self._rollouts.take(taken)
-        waiting = [*self._buffer.rows, *(datum["idx"] for datum in self._next)]
-        self.position = with_waiting(self._loader.state_dict(), waiting)
+            groups = self._rollouts.take(complete)
+        waiting = [*self._buffer.rows, *(prompt["idx"] for prompt in self._next_prompts)]
+        self.loader_state = with_waiting(self._loader.state_dict(), waiting)
         return renumber_groups(groups)
 
-    def metrics(self) -> dict[str, float]:
-        """Counts of prompts in the buffer, of prompts that the step passed over, and of its own passed over before."""
+    def count_prompts(self) -> dict[str, float]:
+        """Count prompts in the buffer, prompts that the step passed over, and its own that were passed over before."""
         return {
             "buffer_depth": float(self._buffer.complete),
             "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),
-            "oversampling_left_over": float(self._buffer.left_over),
+            "oversampling_left_over": float(self._buffer.passed_over),
             "oversampling_resumed": float(self._buffer.resumed),
         }
 
-    def _begin(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
+    def _begin_prompts(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
         """Begin prompts until enough are under way; their seeds come from their generation batches."""
         needed = self._per_take * (self._loop.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:
-            if not self._next:
-                self._next.extend(next(batches, []))
-                self._number += 1
-            if not self._next:
+            if not self._next_prompts:
+                self._next_prompts.extend(next(batches, []))
+                self._batch_number += 1
+            if not self._next_prompts:
                 return
-            data = [self._next.popleft() for _ in range(min(missing, len(self._next)))]
-            missing -= len(data)
-            numbered = {self._buffer.add(datum["idx"], version): datum for datum in data}
-            self._begun.append(self._rollouts.begin(numbered, self._make_settings()))
+            prompts = [self._next_prompts.popleft() for _ in range(min(missing, len(self._next_prompts)))]
+            missing -= len(prompts)
+            numbered = {self._buffer.add(prompt["idx"], version): prompt for prompt in prompts}
+            self._pending.append(self._rollouts.begin(numbered, self._make_settings()))
 
     def _record_arrivals(self) -> None:
-        for complete in self._rollouts.list_complete(self._begun):
+        for complete in self._rollouts.list_complete(self._pending):
             self._buffer.put(complete)
-        self._begun = [one for one in self._begun if one.calls]
+        self._pending = [batch for batch in self._pending if batch.calls]

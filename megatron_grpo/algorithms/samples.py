@@ -1,7 +1,8 @@
-"""The rollouts that a step trains on: one generation batch, or as many as dynamic sampling takes to fill the step."""
+"""The rollouts that a step trains on: one generation batch, or as many as dynamic sampling needs to fill the step."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -26,10 +27,14 @@ _GEN_BATCHES = f"{_DYNAMIC_SAMPLING}gen_batches"
 
 @dataclass(slots=True)
 class StepSamples:
-    """Rollouts that were sampled for a step, and figures of their sampling."""
+    """Rollouts that were sampled for a step, and figures of their sampling.
+
+    Example: num_prompts_per_step=2 with dynamic sampling. Of three sampled groups A, B, C the rewards of B are all
+    equal, so `groups` is [A, C], `sampled` has the outcomes of A, B and C, and `dropped` those of B.
+    """
 
     groups: list[SampledGroup] = field(default_factory=list)
-    """Groups to train on, numbered by their place in the step."""
+    """Groups to train on, numbered by their position in the step."""
     scores: Scores | None = None
     """Scores of the groups to train on, where dynamic sampling needed them; None: not computed yet."""
     sampled: list[Outcome] = field(default_factory=list)
@@ -42,11 +47,11 @@ class StepSamples:
     carried: int = 0
     """Number of groups, the first of `groups`, that were sampled before the run was resumed; `sampled` lacks them."""
 
-    def facts(self, position: dict[str, Any]) -> StepFacts:
-        """Facts about the step for its file of rollouts; `position`: the loader's state after the step."""
+    def make_facts(self, loader_state: dict[str, Any]) -> StepFacts:
+        """Make the facts for the step's file of rollouts; `loader_state`: after the step."""
         names = [name for name in self.metrics if name.startswith(_DYNAMIC_SAMPLING)]
         return StepFacts(
-            position=position,
+            position=loader_state,
             longest=max(outcome.tokens for outcome in self.outcomes),
             dropped=self.dropped,
             carried=self.carried,
@@ -60,9 +65,7 @@ class StepSamples:
 
 
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample the groups of the next step, or read them from a recording; None: the data, or the recording, is used up.
-
-    Groups of a step that dynamic sampling could not fill stay in run.batch_cache, for a continuation with more epochs.
+    """Sample the groups of the next step, or read them from a recording; None: none are left.
 
     Raises:
         SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
@@ -70,75 +73,86 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
         RunError: a sampling log-probability is not finite.
     """
     if isinstance(run.loader, RecordedSteps):
-        return _recorded(run, run.loader, timer)
-    samples, loop = StepSamples(carried=len(run.batch_cache)), run.config.training_loop
-    without_signal = surplus = gen_batches = 0
-    known: dict[int, Scores] = {}
-    while groups := _next_groups(run, batches, timer):
-        gen_batches += 1
-        outcomes = [outcome for group in groups for outcome in group.outcomes]
-        samples.sampled += outcomes
-        if not loop.use_dynamic_sampling:
-            samples.groups, samples.metrics = groups, _metrics_of_async(run, outcomes, timer)
-            break
-        known |= {id(group): score(run.config, group.outcomes) for group in groups}
-        kept = torch.cat([known[id(group)].kept for group in groups])
-        selected = dynamic_sampling(
-            groups, kept, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=run.batch_cache
-        )
-        run.batch_cache[:] = selected.batch_cache
-        without_signal += selected.without_signal
-        surplus += selected.surplus
-        used = {id(group) for group in (*selected.groups, *selected.batch_cache)}
-        samples.dropped += [one for group in groups if id(group) not in used for one in group.outcomes]
-        if selected.is_batch_complete:
-            scores = [known.get(id(group)) or score(run.config, group.outcomes) for group in selected.groups]
-            samples.groups, samples.scores = renumber_groups(selected.groups), Scores.joined(scores)
-            samples.metrics = {
-                _GEN_BATCHES: float(gen_batches),
-                "dynamic_sampling_groups_without_signal": float(without_signal),
-                "dynamic_sampling_groups_sliced": float(surplus),
-                **_metrics_of_async(run, samples.outcomes, timer),
-            }
-            break
-        if gen_batches >= loop.dynamic_sampling_max_gen_batches:
-            section = run.config.algorithm
-            raise SamplingError(
-                f"dynamic sampling found {len(run.batch_cache)} of the {loop.num_prompts_per_step} prompts of a step "
-                f"in {section}.dynamic_sampling_max_gen_batches={gen_batches} generation batches: the samples of "
-                f"nearly every prompt get the same reward; choose easier or harder prompts, more "
-                f"{section}.num_generations_per_prompt, or a higher limit"
-            )
+        return _read_recorded(run, run.loader, timer)
+    if run.config.training_loop.use_dynamic_sampling:
+        samples = _fill_step(run, batches, timer)
     else:
-        return None
-    samples.engines = engine_figures(run.rollouts.take_engine_counts())
+        groups = _sample_groups(run, batches, timer)
+        samples = StepSamples(groups) if groups else None
+        if samples is not None:
+            samples.sampled = samples.outcomes
+            samples.metrics = _compute_async_metrics(run, samples.outcomes, timer)
+    if samples is not None:
+        samples.engines = engine_figures(run.rollouts.take_engine_counts())
     return samples
 
 
-def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> StepSamples | None:
-    """Read the samples of the next step, and the metrics of their sampling, from a recording; None: it has no more.
+def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
+    """Sample generation batches until enough groups have a learning signal; None: no prompts are left.
+
+    Groups of a step that is not filled stay in run.batch_cache, for a continuation with more epochs.
+    """
+    config, loop = run.config, run.config.training_loop
+    samples = StepSamples(carried=len(run.batch_cache))
+    waiting = [(group, score(config, group.outcomes)) for group in run.batch_cache]
+    without_signal = surplus = 0
+    for gen_batches in itertools.count(1):
+        groups = _sample_groups(run, batches, timer)
+        if not groups:
+            return None
+        scored = [(group, score(config, group.outcomes)) for group in groups]
+        signal = torch.cat([scores.has_signal for _, scores in scored])
+        batch = dynamic_sampling(scored, signal, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=waiting)
+        waiting = batch.batch_cache
+        run.batch_cache[:] = [group for group, _ in waiting]
+        without_signal += batch.without_signal
+        surplus += batch.surplus
+        samples.sampled += [outcome for group in groups for outcome in group.outcomes]
+        samples.dropped += [outcome for group, _ in batch.dropped for outcome in group.outcomes]
+        if batch.is_batch_complete:
+            break
+        if gen_batches >= loop.dynamic_sampling_max_gen_batches:
+            raise SamplingError(
+                f"dynamic sampling found {len(waiting)} of the {loop.num_prompts_per_step} prompts of a step in "
+                f"{config.algorithm}.dynamic_sampling_max_gen_batches={gen_batches} generation batches: the samples of "
+                f"nearly every prompt get the same reward; choose easier or harder prompts, more "
+                f"{config.algorithm}.num_generations_per_prompt, or a higher limit"
+            )
+    samples.groups = renumber_groups([group for group, _ in batch.groups])
+    samples.scores = Scores.join([scores for _, scores in batch.groups])
+    samples.metrics = {
+        _GEN_BATCHES: float(gen_batches),
+        "dynamic_sampling_groups_without_signal": float(without_signal),
+        "dynamic_sampling_groups_sliced": float(surplus),
+        **_compute_async_metrics(run, samples.outcomes, timer),
+    }
+    return samples
+
+
+def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer) -> StepSamples | None:
+    """Read the samples of the next step from a recording; None: it has no more.
 
     Progress and the loader's position advance as they did in the recorded run.
     """
     state, loop = run.state, run.config.training_loop
     step = state["total_steps"] + 1
-    if step not in recorded.files:
+    if step not in recording.files:
         return None
     with timer.phase("recording"):
-        facts, groups = run.rollouts.load(recorded.files[step])
+        facts, groups = run.rollouts.load(recording.files[step])
     run.make_check(groups, step).require_finite_samples()
     samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
     samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped
     samples.metrics = dict(facts.dynamic_sampling) if loop.use_dynamic_sampling else {}
-    recorded.load_state_dict(facts.position)
+    recording.load_state_dict(facts.position)
     run.batch_cache.clear()
     state["generation_batches"] += int(facts.dynamic_sampling.get(_GEN_BATCHES, 1))
     state["consumed_samples"] += len(samples.sampled) // loop.num_generations_per_prompt
     return samples
 
 
-def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
-    """The next generation batch, sampled now or taken from the sample buffer; None: no prompts are left."""
+def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
+    """Sample the next generation batch, or take it from the sample buffer; None: no prompts are left."""
     state = run.state
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
@@ -156,13 +170,13 @@ def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: St
     return groups
 
 
-def _metrics_of_async(run: SamplingRun, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:
-    """Metrics of asynchronous sampling, about the samples that are trained on; empty for a synchronous run."""
+def _compute_async_metrics(run: SamplingRun, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:
+    """Compute the metrics of asynchronous sampling, about the samples that are trained on."""
     if run.buffer is None:
         return {}
     waited = sum(timer.seconds.get(phase, 0.0) for phase in ("generation", "environment"))
     ages = compute_age_metrics(outcomes, run.state["total_steps"])
-    return {**ages, **run.buffer.metrics(), "exposed_generation_s": waited}
+    return {**ages, **run.buffer.count_prompts(), "exposed_generation_s": waited}
 
 
 Group = TypeVar("Group")
@@ -175,11 +189,13 @@ class DynamicBatch(Generic[Group]):
     groups: list[Group]
     """Groups to train on, num_prompts_per_step of them; empty while the batch is not complete."""
     is_batch_complete: bool
-    """Whether training can begin; otherwise further prompts have to be sampled."""
+    """True: training can begin; otherwise further prompts have to be sampled."""
     batch_cache: list[Group]
     """Groups with a signal that wait for the rest of their step; empty when the batch is complete."""
+    dropped: list[Group]
+    """Groups of this generation batch that are not used, in their order."""
     without_signal: int
-    """Groups of this generation batch that were dropped because all their rewards are equal."""
+    """Dropped groups whose rewards are all equal."""
     surplus: int
     """Groups with a signal that were cut off because the step was full without them."""
 
@@ -189,8 +205,7 @@ def dynamic_sampling(
 ) -> DynamicBatch[Group]:
     """Add the groups with a signal to the waiting ones, and decide whether they fill a step.
 
-    Groups keep the order in which they were sampled. Surplus groups are not kept for the next step, because they were
-    sampled from weights that are about to change.
+    Groups keep the order in which they were sampled.
 
     Args:
         groups: groups of one generation batch.
@@ -200,12 +215,15 @@ def dynamic_sampling(
     """
     assert signal.shape == (len(groups),)
     assert signal.dtype == torch.bool
-    useful = [*batch_cache, *(group for group, useful in zip(groups, signal.tolist(), strict=True) if useful)]
-    complete = len(useful) >= num_prompts_per_step
+    # Surplus groups do not wait for the next step: they were sampled from weights that are about to change.
+    is_used = (signal & (signal.cumsum(0) <= num_prompts_per_step - len(batch_cache))).tolist()
+    useful = [*batch_cache, *(group for group, used in zip(groups, is_used, strict=True) if used)]
+    is_complete = len(useful) >= num_prompts_per_step
     return DynamicBatch(
-        groups=useful[:num_prompts_per_step] if complete else [],
-        is_batch_complete=complete,
-        batch_cache=[] if complete else useful,
+        groups=useful[:num_prompts_per_step] if is_complete else [],
+        is_batch_complete=is_complete,
+        batch_cache=[] if is_complete else useful,
+        dropped=[group for group, used in zip(groups, is_used, strict=True) if not used],
         without_signal=int((~signal).sum()),
-        surplus=max(0, len(useful) - num_prompts_per_step),
+        surplus=max(0, len(batch_cache) + int(signal.sum()) - num_prompts_per_step),
     )

@@ -32,7 +32,7 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.loader_state()))
+    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.make_facts(run.loader_state()))
     run.dumps.begin()
     outcomes = samples.outcomes
     metrics = compute_sampling_metrics(config, samples, samples.scores or score(config, outcomes))

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.context import GRPORun
 from megatron_grpo.algorithms.placement import publish
@@ -17,12 +12,12 @@ from megatron_grpo.algorithms.prob_error import Assessment, refuse_step, require
 from megatron_grpo.algorithms.records import StepCheck
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, make_report
+from megatron_grpo.algorithms.token_functions import flag_inconsistent_sequences
 from megatron_grpo.batch.packing import OF_TOKENS, Cost
 from megatron_grpo.batch.replay_files import StepFigures, figures_file, write_figures
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
-from megatron_grpo.losses.divergence import find_inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
@@ -87,23 +82,10 @@ def add_logprobs(
     if threshold is not None:
         with timer.phase("logprobs"):
             needed = ("sampled", "prev_logprobs", "generation_logprobs")
-            beyond, metrics = rollouts.compute(_judge_sequences, batch, needed, batch.in_loss, threshold)
+            beyond, metrics = rollouts.compute(flag_inconsistent_sequences, batch, needed, batch.in_loss, threshold)
         batch.in_loss = batch.in_loss & ~beyond
     require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)
-
-
-def _judge_sequences(
-    lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_], threshold: float
-) -> tuple[dict[str, NDArray[np.float32]], tuple[NDArray[np.bool_], dict[str, float]]]:
-    """Find responses beyond the threshold: no entries to store; [sequences], bool, and metrics.
-
-    `threshold`: the largest mean of exp(|prev - generation|) of a response that stays in the loss.
-    """
-    mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
-    prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
-    beyond, metrics = find_inconsistent_sequences(mask, prev, generation, lengths.tolist(), threshold)
-    return {}, (beyond.numpy(), metrics)
 
 
 def learn(

@@ -98,7 +98,7 @@ class Process:
         return taken
 
     def checkpoint(self) -> dict[str, Any]:
-        saved: dict[str, Any] = json.loads(json.dumps({"position": self.buffer.position, "taken": self.taken}))
+        saved: dict[str, Any] = json.loads(json.dumps({"position": self.buffer.loader_state, "taken": self.taken}))
         return saved
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.step_advantages import find_finite_sequences
+from megatron_grpo.algorithms.token_functions import find_finite_sequences
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, GRPOConfig, LossConfig
 from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages, reward_to_go

@@ -58,7 +58,7 @@ def test_a_step_takes_the_oldest_complete_ones_as_soon_as_what_remains_can_be_ta
         complete = [number for number in complete if number not in numbers]
         remaining = [number for number in waiting if number not in numbers]
         left_over = {number for number in remaining if number < numbers[-1]}
-        assert buffer.left_over == len(left_over)
+        assert buffer.passed_over == len(left_over)
         passed_over |= left_over
         assert buffer.rows == [100 + number for number in remaining]
         assert buffer.complete == len(complete)
@@ -74,14 +74,14 @@ def test_a_long_response_is_waited_for_when_its_time_has_come() -> None:
         buffer.put(CompletePrompt(0, number, worker=0))
     first = buffer.take(0)
     assert first is not None
-    assert ([one.number for one in first], buffer.resumed, buffer.left_over) == ([1, 2], 0, 1)
+    assert ([one.number for one in first], buffer.resumed, buffer.passed_over) == ([1, 2], 0, 1)
     for row in (3, 4):
         buffer.put(CompletePrompt(0, buffer.add(row, version=1), worker=0))
     assert buffer.take(1) is None, "row 0 would be too old for the next step"
     buffer.put(CompletePrompt(0, 0, worker=0))
     second = buffer.take(1)
     assert second is not None
-    assert ([one.number for one in second], buffer.resumed, buffer.left_over) == ([0, 3], 1, 0)
+    assert ([one.number for one in second], buffer.resumed, buffer.passed_over) == ([0, 3], 1, 0)
     assert buffer.rows == [4]
 
 

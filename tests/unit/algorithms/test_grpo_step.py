@@ -38,7 +38,7 @@ def test_the_stages_follow_each_other(tmp_path: Path, without_ray: FakeRay) -> N
     run.step()
     assert run.log[6:] == ["policy says", "reference says", "dump 2 begins", *learns, "version 2"]
     assert run.rollouts.fetched == [], "no token comes to the driver"
-    assert run.rollouts.computed == ["_measure_error"], "of the whole step, unless its tokens are of older weights"
+    assert run.rollouts.computed == ["measure_prob_error"], "of the whole step, unless its tokens are of older weights"
     assert without_ray.gets == 0
 
 

@@ -78,14 +78,14 @@ def test_a_run_that_goes_on_in_turn_begins_with_what_was_left_over() -> None:
 def test_prompts_are_begun_in_the_order_of_the_data_with_the_seeds_of_their_batches() -> None:
     process, expected = Process(LAST_FIRST), DATA.in_turn()
     assert process.take() == [*expected[0][2:], *expected[1][:2]], "those that were begun last are complete first"
-    assert process.buffer.metrics() == {
+    assert process.buffer.count_prompts() == {
         "buffer_depth": 0.0,
         "buffer_in_flight": 2.0,
         "oversampling_left_over": 2.0,
         "oversampling_resumed": 0.0,
     }
     assert process.take() == [*expected[0][:2], *expected[1][2:]], "the oldest may not become older"
-    assert process.buffer.metrics()["oversampling_resumed"] == 2.0
+    assert process.buffer.count_prompts()["oversampling_resumed"] == 2.0
     asked = [(one["step"], one["rows"]) for one in process.rollouts.asked]
     assert asked[:4] == [(1, expected[0]), (2, expected[1][:2]), (2, expected[1][2:]), (3, expected[2][:2])]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.stages import build_batch
 from megatron_grpo.algorithms.step_advantages import add_advantages, score
-from megatron_grpo.algorithms.step_advantages import compute_ppo_token_advantages as compute_token_advantages
+from megatron_grpo.algorithms.token_functions import compute_ppo_token_advantages as compute_token_advantages
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.divergence import kl_estimate

@@ -42,7 +42,7 @@ def test_what_is_begun_and_what_is_left_for_later() -> None:
     process = begin(age=2)
     process.take()
     assert len(process.rollouts.asked) == 3, "the step's own batch and those of two more"
-    assert process.buffer.metrics() == {"buffer_depth": 2.0 * DATA.per_batch, "buffer_in_flight": 0.0}
+    assert process.buffer.count_prompts() == {"buffer_depth": 2.0 * DATA.per_batch, "buffer_in_flight": 0.0}
     process.take()
     assert len(process.rollouts.asked) == 4, "one for each that is taken"
 

@@ -139,8 +139,8 @@ def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
     expected = score(run.config, samples.outcomes)
     assert samples.scores is not None
     assert samples.scores.rewards.tolist() == expected.rewards.tolist()
-    assert samples.scores.kept.tolist() == samples.scores.differs.tolist() == [True] * 3
-    assert samples.scores.parts is samples.scores.weights is None
+    assert samples.scores.has_signal.tolist() == samples.scores.differs.tolist() == [True] * 3
+    assert samples.scores.reward_parts is samples.scores.weights is None
 
 
 def test_without_dynamic_sampling_scores_are_left_to_the_step(tmp_path: Path, scored: list[int]) -> None:
@@ -160,7 +160,7 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, 
     resumed.batch_cache[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])
     scored.clear()
     continued = drawn(resumed, batches([4, 6, 8]))
-    assert scored == [4, 6, 8, 0, 2], "what waited has to be scored again"
+    assert scored == [0, 2, 4, 6, 8], "what waited has to be scored again"
     straight = drawn(make(tmp_path, use_dynamic_sampling=True)[0], batches([0, 1, 2], [4, 6, 8]))
     assert continued.outcomes == straight.outcomes
     assert trajectories_of(continued.groups) == trajectories_of(straight.groups)

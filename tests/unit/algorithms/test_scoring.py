@@ -112,8 +112,8 @@ def test_rewards_and_signals_against_loops(
     keys = config(samples, reward_scaling=scaling, reward_shaping=shaping)
     scores = score(keys, [one for group in groups for one in group])
     assert scores.rewards.dtype == torch.float32
-    assert scores.parts is scores.weights is None
-    for group, rewards, differs, kept in zip(groups, scores.rewards, scores.differs, scores.kept, strict=True):
+    assert scores.reward_parts is scores.weights is None
+    for group, rewards, differs, kept in zip(groups, scores.rewards, scores.differs, scores.has_signal, strict=True):
         before = [None if one.reward is None else scaled(one.reward, scaling) for one in group]
         after = [
             None if value is None else shaped(value, one, shaping) for one, value in zip(group, before, strict=True)
@@ -139,11 +139,11 @@ def test_a_penalty_for_length_is_no_signal() -> None:
     scores = score(config(reward_shaping=shaping), alike)
     assert scores.rewards[0, 0] != scores.rewards[0, 1]
     assert scores.differs.tolist() == [True, True]
-    assert scores.kept.tolist() == [False, True]
+    assert scores.has_signal.tolist() == [False, True]
 
 
 def test_a_lone_success_is_a_signal() -> None:
-    assert score(config(4), [make_outcome(1, reward=float(i == 2)) for i in range(4)]).kept.tolist() == [True]
+    assert score(config(4), [make_outcome(1, reward=float(i == 2)) for i in range(4)]).has_signal.tolist() == [True]
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ def test_a_penalty_can_take_the_signal_away(shaping: RewardShapingConfig) -> Non
         alike = [make_outcome(2, reward=1.0), make_outcome(1, reward=0.0)]  # 1 - 3 * 2/3 = 0 - 3 * 1/3
     scores = score(config(reward_shaping=shaping), alike)
     assert scores.rewards.flatten().tolist() == [scores.rewards[0, 0].item()] * 2
-    assert (scores.kept.tolist(), scores.differs.tolist()) == ([False], [False])
+    assert (scores.has_signal.tolist(), scores.differs.tolist()) == ([False], [False])
 
 
 def test_what_nobody_scored_is_no_difference() -> None:
     failed = failed_trajectory().outcome
     scores = score(config(), [make_outcome(reward=0.5), failed, *step(reward=None)[2:]])
-    assert scores.kept.tolist() == [False, False]
+    assert scores.has_signal.tolist() == [False, False]
     assert scores.rewards.isnan().tolist() == [[False, True], [False, True]]
     three = [make_outcome(reward=0.5), failed, make_outcome(reward=0.25)]
-    assert score(config(3), three).kept.tolist() == [True]
-    assert score(config(3), [failed] * 3).kept.tolist() == [False]
+    assert score(config(3), three).has_signal.tolist() == [True]
+    assert score(config(3), [failed] * 3).has_signal.tolist() == [False]
 
 
 def gdpo_step(parts: list[dict[str, float]]) -> list[Outcome]:
@@ -181,33 +181,33 @@ def gdpo_step(parts: list[dict[str, float]]) -> list[Outcome]:
 def test_gdpo_keeps_what_each_function_said() -> None:
     parts = [{"right": 1.0, "short": 2.0}, {"right": 0.0}, {"short": 1.0}, {}]
     scores = score(gdpo_config(), gdpo_step(parts))
-    assert scores.parts is not None
+    assert scores.reward_parts is not None
     assert scores.weights is not None
     expected = [[[1.0, 0.0], [NAN, NAN]], [[2.0, NAN], [1.0, NAN]]]
-    assert torch.equal(scores.parts.nan_to_num(-9), torch.tensor(expected).nan_to_num(-9))
+    assert torch.equal(scores.reward_parts.nan_to_num(-9), torch.tensor(expected).nan_to_num(-9))
     assert scores.weights.tolist() == [1.0, 0.5]
 
 
 def test_gdpo_keeps_groups_whose_sum_is_the_same() -> None:
     outcomes = gdpo_step([{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 2.0}, {"right": 1.0}, {"right": 1.0}])
     scores = score(gdpo_config(), outcomes)
-    assert scores.kept.tolist() == scores.differs.tolist() == [True, False]
+    assert scores.has_signal.tolist() == scores.differs.tolist() == [True, False]
     assert scores.rewards.unique().numel() == 1
     told_apart_by_the_second = outcomes[:1] + outcomes[2:3]
     watched = score(gdpo_config((1.0, 0.0)), told_apart_by_the_second)
-    assert watched.kept.tolist() == [False], "a function that is only watched teaches nothing"
+    assert watched.has_signal.tolist() == [False], "a function that is only watched teaches nothing"
 
 
 def test_gdpo_drops_groups_whose_rewards_cancel_out() -> None:
     parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}, {"right": 1.0}, {"right": 0.0}]
-    assert score(gdpo_config((1.0, 1.0)), gdpo_step(parts)).kept.tolist() == [False, True]
+    assert score(gdpo_config((1.0, 1.0)), gdpo_step(parts)).has_signal.tolist() == [False, True]
 
 
 def entries(scores: Scores, groups: list[int]) -> dict[str, Any]:
     """Those of some groups to the last digit, and for equality: NaN is a number that no test gives."""
-    chosen = {"rewards": scores.rewards[groups], "differs": scores.differs[groups], "kept": scores.kept[groups]}
-    if scores.parts is not None:
-        chosen["parts"] = scores.parts[:, groups]
+    chosen = {"rewards": scores.rewards[groups], "differs": scores.differs[groups], "kept": scores.has_signal[groups]}
+    if scores.reward_parts is not None:
+        chosen["reward_parts"] = scores.reward_parts[:, groups]
     return {name: value.float().nan_to_num(-9.0).tolist() for name, value in chosen.items()}
 
 
@@ -230,5 +230,5 @@ def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[i
     whole = score(keys, [one for group in groups for one in group])
     alone = score(keys, [one for number in chosen for one in groups[number]])
     assert entries(whole, chosen) == entries(alone, list(range(len(chosen))))
-    joined = Scores.joined([score(keys, groups[number]) for number in chosen])
+    joined = Scores.join([score(keys, groups[number]) for number in chosen])
     assert entries(joined, list(range(len(chosen)))) == entries(alone, list(range(len(chosen))))

@@ -71,7 +71,7 @@ def test_a_suspect_response_teaches_nothing_and_is_no_baseline() -> None:
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4))
     scores, batch = score(config, outcomes), StepBatch.from_outcomes(config, outcomes)
     assert batch.in_loss.tolist() == [False, True, True, True]
-    assert scores.kept.tolist() == [True]
+    assert scores.has_signal.tolist() == [True]
     relative = group_advantages(scores.rewards, leave_one_out=True, normalize=False)
     assert relative.tolist() == [[0.0, -0.5, 1.0, -0.5]], (
         "the baseline of each is the mean of the two other honest ones"
@@ -83,9 +83,9 @@ def test_dynamic_sampling_looks_at_the_others_alone() -> None:
     for one in group[1:]:
         one.reward, one.correct = 0.0, False
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4, use_dynamic_sampling=True))
-    assert score(config, [one.outcome for one in group]).kept.tolist() == [True]
+    assert score(config, [one.outcome for one in group]).has_signal.tolist() == [True]
     judge(group, ["touched_harness"])
-    assert score(config, [one.outcome for one in group]).kept.tolist() == [False]
+    assert score(config, [one.outcome for one in group]).has_signal.tolist() == [False]
 
 
 def test_no_part_of_a_reward_is_left_for_gdpo() -> None:
@@ -95,7 +95,7 @@ def test_no_part_of_a_reward_is_left_for_gdpo() -> None:
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4, adv_estimator=estimator), env={"": environment})
     group = group_of_four(reward_parts={"right": 1.0, "brief": 0.5})
     judge(group, ["touched_harness"])
-    parts = score(config, [one.outcome for one in group]).parts
+    parts = score(config, [one.outcome for one in group]).reward_parts
     assert parts is not None
     assert parts.isnan().all(dim=0).tolist() == [[True, False, False, False]]
 

@@ -1,0 +1,188 @@
+"""Functions over the tokens of a step, which run in a rollout worker: token ids do not come to the driver.
+
+Each takes the lengths of the sequences, [sequences], int64, and the fields it asked for, each [sum(lengths)] with the
+sequences end to end. It returns new fields of the same form, which stay in the object store, and a result for the
+driver.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.batch.step_batch import TokenArrays
+from megatron_grpo.batch.token_batch import scatter_sampled
+from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages
+from megatron_grpo.losses.divergence import find_inconsistent_sequences, kl_estimate
+from megatron_grpo.losses.loss import bounded_exp
+from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
+
+
+def compute_token_advantages(
+    lengths: NDArray[np.int64],
+    arrays: TokenArrays,
+    config: Config,
+    rewards: Tensor,
+    response_tokens: NDArray[np.int64],
+) -> tuple[TokenArrays, NDArray[np.bool_]]:
+    """Compute the advantage of every sampled token, 0 for the others.
+
+    Args:
+        lengths: tokens of each sequence.
+        arrays: sampled (bool); with use_kl_in_reward reference_logprobs and the policy's (`choose_policy_logprobs`),
+            float32.
+        config: estimator, penalty and clipping.
+        rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
+        response_tokens: [sequences], int64: sampled tokens of each.
+
+    Returns:
+        advantages, float32; and [sequences], bool: whether all of a sequence's advantages are finite.
+    """
+    estimator, response_lengths = config.grpo.adv_estimator, response_tokens.tolist()
+    penalty = compute_kl_penalty(config, arrays)
+    if estimator.name == "reinforce_plus_plus":
+        advantages = reinforce_plus_plus_advantages(
+            rewards, response_lengths, token_penalty=penalty, minus_baseline=estimator.minus_baseline
+        )
+    else:
+        assert penalty is not None
+        # A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024).
+        sums = torch.stack([response.sum() for response in penalty.split(response_lengths)]).view_as(rewards)
+        by_response = compute_group_advantages(config, rewards - sums).flatten()
+        advantages = by_response.repeat_interleave(torch.tensor(response_lengths))
+    field = scatter_sampled(clip_advantages(advantages, config.training_loop), arrays["sampled"])
+    return {"advantages": field}, find_finite_sequences(field, lengths)
+
+
+def compute_ppo_token_advantages(
+    lengths: NDArray[np.int64],
+    arrays: TokenArrays,
+    config: Config,
+    rewards: Tensor,
+    response_tokens: NDArray[np.int64],
+    in_loss: NDArray[np.bool_],
+) -> tuple[TokenArrays, NDArray[np.bool_]]:
+    """Compute advantages and returns of every sampled token, 0 for the others, in float64.
+
+    Advantages are normalised over the tokens in the loss, then clipped as configured.
+
+    Args:
+        lengths: tokens of each sequence.
+        arrays: sampled (bool) and values (float32); with use_kl_in_reward reference_logprobs and the policy's
+            (`choose_policy_logprobs`), float32.
+        config: estimator, penalty and clipping.
+        rewards: [groups, samples], float32: `Scores.rewards`, scaled and shaped; NaN where there is none.
+        response_tokens: [sequences], int64: sampled tokens of each.
+        in_loss: [sequences], bool: whether the loss is taken over the response.
+
+    Returns:
+        advantages and returns, float32; and [sequences], bool: whether all of a sequence's advantages are finite.
+    """
+    ppo = config.ppo
+    device = torch.device("cuda" if ppo.calculate_advantages_on_gpu else "cpu")
+    sampled, response_lengths = arrays["sampled"], response_tokens.tolist()
+    scores = rewards.flatten().double().nan_to_num(nan=0.0)  # a response without a reward is not in the loss
+    by_token = token_rewards(scores, response_lengths, compute_kl_penalty(config, arrays)).to(device)
+    values = torch.from_numpy(arrays["values"][sampled]).double().to(device)
+    estimate = estimate_advantages(by_token, values, response_lengths, ppo.adv_estimator)
+    advantages = estimate.advantages
+    if ppo.adv_estimator.normalize_advantages:
+        advantages = whiten(advantages, torch.from_numpy(np.repeat(in_loss, response_tokens)).to(device))
+    field = scatter_sampled(clip_advantages(advantages.cpu(), ppo), sampled)
+    returns = scatter_sampled(estimate.returns, sampled)
+    return {"advantages": field, "returns": returns}, find_finite_sequences(field, lengths)
+
+
+def choose_policy_logprobs(config: Config) -> str:
+    """Name the policy's log-probabilities to compare with the reference's: those over the whole vocabulary."""
+    return "whole_logprobs" if config.generation.has_training_filter else "prev_logprobs"
+
+
+def compute_kl_penalty(config: Config, arrays: TokenArrays) -> Tensor | None:
+    """Compute the KL penalty of each sampled token under the policy that the step begins with.
+
+    Returns:
+        [sampled tokens], float32; None when use_kl_in_reward is off.
+    """
+    loss = config.loss_fn
+    if not loss.use_kl_in_reward:
+        return None
+    penalty = loss.kl_in_reward * kl_estimate(
+        torch.from_numpy(arrays[choose_policy_logprobs(config)]),
+        torch.from_numpy(arrays["reference_logprobs"]),
+        loss.reference_policy_kl_type,
+        input_clamp=loss.kl_input_clamp_value,
+        output_clamp=loss.kl_output_clamp_value,
+    )
+    return penalty[torch.from_numpy(arrays["sampled"])]
+
+
+def compute_group_advantages(config: Config, rewards: Tensor) -> Tensor:
+    """Compute reward minus baseline in each group, [groups, samples], float32, normalised if configured."""
+    grpo = config.grpo
+    return group_advantages(
+        rewards,
+        leave_one_out=grpo.use_leave_one_out_baseline,
+        normalize=grpo.normalize_rewards,
+        over_batch=grpo.normalize_rewards_over == "batch",
+    )
+
+
+def clip_advantages(advantages: Tensor, loop: LoopConfig) -> Tensor:
+    """Clip advantages to advantage_clip_low and advantage_clip_high where these are set."""
+    if loop.advantage_clip_low is None and loop.advantage_clip_high is None:
+        return advantages
+    return advantages.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
+
+
+def find_finite_sequences(field: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Find the sequences whose values of a field are all finite: [sequences], bool."""
+    # Only non-finite values are looked up: nearly always there are none.
+    bad_tokens = np.flatnonzero(~np.isfinite(field))
+    is_finite = np.ones(len(lengths), dtype=np.bool_)
+    is_finite[np.searchsorted(np.cumsum(lengths), bad_tokens, side="right")] = False
+    return is_finite
+
+
+def flag_inconsistent_sequences(
+    lengths: NDArray[np.int64], arrays: TokenArrays, in_loss: NDArray[np.bool_], threshold: float
+) -> tuple[TokenArrays, tuple[NDArray[np.bool_], dict[str, float]]]:
+    """Flag responses that training and generation disagree about.
+
+    Args:
+        lengths: tokens of each sequence.
+        arrays: sampled (bool), prev_logprobs and generation_logprobs (float32).
+        in_loss: [sequences], bool: whether the loss is taken over the response.
+        threshold: the largest mean of exp(|prev - generation|) of a response that stays in the loss.
+
+    Returns:
+        No fields; and [sequences], bool: the flagged ones, with metrics about them.
+    """
+    mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
+    prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
+    is_flagged, metrics = find_inconsistent_sequences(mask, prev, generation, lengths.tolist(), threshold)
+    return {}, (is_flagged.numpy(), metrics)
+
+
+def measure_prob_error(
+    lengths: NDArray[np.int64], arrays: TokenArrays, in_loss: NDArray[np.bool_]
+) -> tuple[TokenArrays, tuple[float, float]]:
+    """Measure the probability error of a step as the policy's loss does.
+
+    Args:
+        lengths: tokens of each sequence.
+        arrays: sampled (bool), prev_logprobs and generation_logprobs (float32).
+        in_loss: [sequences], bool: whether the loss is taken over the response.
+
+    Returns:
+        No fields; and the mean and the largest exp(|prev - generation|) of the tokens in the loss.
+    """
+    mask = arrays["sampled"] & np.repeat(in_loss, lengths)
+    prev, generation = (torch.from_numpy(arrays[name][mask]) for name in ("prev_logprobs", "generation_logprobs"))
+    is_allowed = ~prev.isneginf()  # tokens that the sampling filter removes count as agreement
+    errors = torch.where(is_allowed, bounded_exp((prev - generation).abs()), torch.ones_like(prev))
+    return {}, (float(errors.double().mean()), float(errors.max()))
