@@ -19,8 +19,9 @@ from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.shutdown import EngineProcesses
-from megatron_grpo.generation.vllm_requests import in_bunches
+from megatron_grpo.generation.engine_interface import EngineStart
+from megatron_grpo.generation.engine_processes import EngineProcesses
+from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.weight_sync.groups import Rendezvous
 
 TICK_S = 0.02
@@ -141,10 +142,12 @@ class SimulatedEngine:
         self._members: list[Member] = []
         self._lost: EngineLostError | None = None
 
-    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
+    async def start(self) -> EngineStart:
         """Begin to decode; the engine has no processes of its own."""
         self._decoder = Decoder(self._times, self._settings.config.sequences_per_engine)
-        return {"processes": 0.0}, EngineProcesses(ray.get_runtime_context().get_node_id(), ()), {}
+        return EngineStart(
+            {"processes": 0.0}, EngineProcesses(ray.get_runtime_context().get_node_id(), ()), settings={}
+        )
 
     def set_speed(self, speed: float) -> None:
         """From now on decode at this share of the usual speed."""
@@ -167,7 +170,7 @@ class SimulatedEngine:
         self._require_alive()
         waiting = {asyncio.create_task(self._response(one, settings)): index for index, one in enumerate(requests)}
         try:
-            async for done in in_bunches(waiting):
+            async for done in iterate_finished(waiting):
                 yield wrap_for_pickling([(index, task.result()) for index, task in done.items()])
         finally:
             for task in waiting:

@@ -13,7 +13,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import MISTAKE
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
-from megatron_grpo.generation.http_guard import NAMES_VARIABLE
+from megatron_grpo.generation.http_access import NAMES_VARIABLE
 from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.platform.device import detect_platform
@@ -26,7 +26,7 @@ _FOR_RUNS = (
     "--enable-scale-out",  # adds the endpoint that takes and returns token ids
     "--logprobs-mode=processed_logprobs",
     "--worker-extension-cls=megatron_grpo.weight_sync.engine_worker.RefitWorker",
-    "--middleware=megatron_grpo.generation.http_guard.TokenGuard",
+    "--middleware=megatron_grpo.generation.http_access.TokenCheck",
 )
 
 _SWITCHES = ("--enable-prefix-caching", "--enforce-eager", "--trust-remote-code")

@@ -168,6 +168,6 @@ def spoil_requests(module: ModuleType, defect: str) -> None:
     """Engines are asked for other sampling than the configuration says."""
     if defect not in ("top_p", "repetition_penalty"):
         return
-    arguments = module.sampling_arguments
+    arguments = module.make_sampling_arguments
     changed = {"top_p": {"top_p": 0.7}, "repetition_penalty": {"repetition_penalty": 1.3}}[defect]
-    vars(module)["sampling_arguments"] = lambda *given: {**arguments(*given), **changed}
+    vars(module)["make_sampling_arguments"] = lambda *given: {**arguments(*given), **changed}

@@ -35,16 +35,14 @@ if TYPE_CHECKING:
     from megatron_grpo.generation.engine_arguments import VllmSettings
 
 CPU_BATCH_TOKENS = 4096
-"""Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
+"""Most tokens of one forward pass; more when a single sequence may be longer."""
 
+# The executor that runs a model of one rank in the engine core itself, without messages to and from a worker. Its short
+# name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Executor that runs a model of one rank in the engine core itself, without messages to and from a worker.
-
-Its short name, "uni", would become "mp" on a CPU: vLLM's spawned cores do not bind their OpenMP threads; ours do.
-"""
 
 RECORD_ROUTING = "megatron_grpo_record_routing"
-"""Key of vLLM's additional_config that tells workers to record the experts of each token."""
+"""Key of vLLM's additional_config that makes workers record each token's experts."""
 
 SPIN_S = 0.002
 """Seconds that processes busy-wait for their next message before they sleep on a socket."""
@@ -57,8 +55,8 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 """vLLM's environment variable for the folder in which its processes have their sockets."""
 
 
-def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """vLLM's arguments that differ on a CPU."""
+def make_cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Make vLLM's arguments that differ on a CPU."""
     arguments: dict[str, Any] = {
         "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
         # For a prompt prefilled in two parts vLLM rewinds the request's generator, which torch refuses on a CPU.
@@ -72,8 +70,8 @@ def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     return arguments
 
 
-async def recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """The experts that `PipelineCPUWorker` has recorded for finished requests.
+async def read_recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
+    """Read the experts that `PipelineCPUWorker` has recorded for finished requests.
 
     Args:
         llm: the engine.
@@ -88,21 +86,24 @@ async def recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form:
     merged = []
     for final in finals:
         tokens = len(final.prompt_token_ids or ()) + len(final.outputs[0].token_ids)
-        whole = np.full((max(tokens - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
+        experts = np.full((max(tokens - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
         for stage in stages:
-            for layer, data in stage.get(final.request_id, {}).items():
-                rows = np.frombuffer(data, dtype=np.int16).reshape(-1, form.top_k)
+            for layer, buffer in stage.get(final.request_id, {}).items():
+                rows = np.frombuffer(buffer, dtype=np.int16).reshape(-1, form.top_k)
                 # A stop string is found after its tokens were sampled, so the engine may have computed more tokens.
-                whole[: len(rows), layer] = rows[: len(whole)]
-        merged.append(whole)
+                experts[: len(rows), layer] = rows[: len(experts)]
+        merged.append(experts)
     return merged
 
 
 def prepare_cpu_processes(settings: VllmSettings) -> None:
-    """Bind the workers to cores, and begin to import vLLM for them; call before this process imports vLLM."""
+    """Bind the workers to cores, and begin to import vLLM for them.
+
+    Call it before this process imports vLLM.
+    """
     ranks = settings.config.parallel.ranks_per_engine
     total = settings.config.parallel.data * ranks
-    cores = cores_of_ranks(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)
+    cores = assign_cores(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
     if settings.config.engine.enforce_eager:
         # vLLM would still compile the computation of a token's rank: seconds, for a number that nobody reads.
@@ -110,28 +111,28 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
     os.environ.setdefault(SOCKETS, util.get_temp_dir())
     multiprocessing.set_forkserver_preload([PRELOADED])
     threads = len(cores.split("|")[0].split(","))
-    with environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
+    with environment(OMP_NUM_THREADS=str(threads), **_preload_openmp()):
         forkserver.ensure_running()
 
 
-def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
-    """vLLM's text for binding threads of ranks [first, first + ranks), when `total` ranks share the cores evenly.
+def assign_cores(cores: list[int], *, first: int, ranks: int, total: int) -> str:
+    """Assign cores to the threads of ranks [first, first + ranks) of `total`, evenly.
 
     Returns:
-        One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
+        In vLLM's form, one comma-separated core list per rank, joined by "|"; a rank without its own core shares one.
     """
     share = len(cores) // total  # 0: there are more ranks than cores
-    own = [
+    assigned = [
         cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(first, first + ranks)
     ]
-    return "|".join(",".join(map(str, one)) for one in own)
+    return "|".join(",".join(map(str, rank_cores)) for rank_cores in assigned)
 
 
-def replace_in_vllm() -> None:
-    """Make vLLM's queues sleep instead of spinning, and its engine core and workers be forked.
+def patch_vllm() -> None:
+    """Make vLLM's queues sleep instead of spinning, and fork its processes.
 
     vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling. Called
-    in the actor, this sets how the core is started; called in the core, how the workers are.
+    in the actor, this sets how the core is started; called in the core, how the workers are started.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.engine import utils
@@ -148,7 +149,7 @@ def replace_in_vllm() -> None:
 
 
 class ForkedCore(ForkServerProcess):
-    """Process of vLLM's engine core, which gets the actor's environment, as a spawned process would."""
+    """Process of an engine core with the actor's environment, as if it were spawned."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "environment": dict(os.environ)}
@@ -164,13 +165,13 @@ class ForkedCoreContext(ForkServerContext):
     Process = ForkedCore
 
 
-def in_core() -> bool:
-    """Whether this process is a forked engine core."""
+def is_in_core() -> bool:
+    """True in a forked engine core."""
     return isinstance(multiprocessing.current_process(), ForkedCore)
 
 
-def forget_sockets() -> None:
-    """Remove the folder with the sockets of the fork server and of vLLM's processes, and with their rendezvous file.
+def remove_sockets() -> None:
+    """Remove the folder with sockets and rendezvous file of the engine's processes.
 
     So an engine that is killed leaves no files. Call it after the engine core has answered a call: vLLM waits only for
     the core's incoming connection, and the core makes the other one, on which it answers, in a thread of its own. If
@@ -179,12 +180,14 @@ def forget_sockets() -> None:
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 
 
-def _torch_openmp() -> dict[str, str]:
-    """LD_PRELOAD with torch's OpenMP library, which vLLM wants preloaded in all its processes."""
-    loaded = os.environ.get("LD_PRELOAD", "")
+def _preload_openmp() -> dict[str, str]:
+    """Make LD_PRELOAD with torch's OpenMP library, which vLLM's processes need."""
+    preloaded = os.environ.get("LD_PRELOAD", "")
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None or "omp" in loaded:
+    if spec is None or spec.origin is None or "omp" in preloaded:
         return {}
     torch = Path(spec.origin).parent
-    found = [path for folder in (torch.parent / "torch.libs", torch / "lib") for path in folder.glob("libgomp*.so*")]
-    return {"LD_PRELOAD": ":".join(filter(None, [loaded, *map(str, found[:1])]))}
+    libraries = [
+        path for folder in (torch.parent / "torch.libs", torch / "lib") for path in folder.glob("libgomp*.so*")
+    ]
+    return {"LD_PRELOAD": ":".join(filter(None, [preloaded, *map(str, libraries[:1])]))}

@@ -21,23 +21,26 @@ from megatron_grpo.cluster.process_log import begin_process_log, choose_library_
 from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
-from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
-from megatron_grpo.generation.engine_canary import ARGUMENTS, CanaryPrompt
-from megatron_grpo.generation.engine_interface import Engine, EngineWorker
-from megatron_grpo.generation.engine_tokenizer import engine_tokenizer, require_same_tokenizer
-from megatron_grpo.generation.pauses import Pauses
-from megatron_grpo.generation.shutdown import EngineProcesses, end_own, own_processes
+from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
+from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
+from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker
+from megatron_grpo.generation.engine_processes import (
+    await_alive,
+    death_as_engine_loss,
+    end_child_processes,
+    list_own_processes,
+)
+from megatron_grpo.generation.engine_statistics import EngineStatistics
+from megatron_grpo.generation.engine_tokenizer import load_engine_tokenizer, require_same_tokenizer
+from megatron_grpo.generation.gate import Gate
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER
 from megatron_grpo.generation.vllm_requests import (
-    EngineStatistics,
-    chosen_experts,
-    deaths_explained,
-    in_bunches,
-    responses,
-    sampling_params,
-    settings_in_use,
-    while_alive,
-    without_problems,
+    describe_settings,
+    iterate_finished,
+    make_responses,
+    make_sampling_params,
+    read_chosen_experts,
+    require_answers,
 )
 from megatron_grpo.models.source import require_folder
 from megatron_grpo.platform.device import detect_platform, require_gpus
@@ -49,9 +52,11 @@ if TYPE_CHECKING:
 
 
 def prepare_processes(settings: VllmSettings, name: str) -> None:
-    """Set vLLM's environment variables in this process, whose children inherit them; keep those that the user has set.
+    """Set vLLM's environment variables, except those that the user has set.
 
-    `name` is the engine's name in logs and heartbeats.
+    Args:
+        settings: settings of the engine.
+        name: the engine's name in logs and heartbeats.
     """
     os.environ[ENGINE_MARKER] = name
     os.environ["PYTHONSAFEPATH"] = "1"  # their first imports come before this process tells them its import path
@@ -67,13 +72,14 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
 
 
 class VllmEngine(Engine):
-    """Ray actor with one vLLM engine. While no request is in flight, it is paused and its prefix cache is empty.
+    """Ray actor with one vLLM engine.
 
-    So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
-    with `VllmSettings.in_flight` may weights change while requests are in flight, and the cache outlast a pause.
+    While it has no requests, it is paused, and its prefix cache is empty. So no batch depends on an earlier one, and
+    the scheduler sees all requests of a call before it takes the first. Only with `VllmSettings.in_flight` may weights
+    change while requests are in flight, and the cache outlast a pause.
     """
 
-    _pauses: Pauses
+    _gate: Gate
     """Set by `start`."""
 
     def __init__(self, settings: VllmSettings) -> None:
@@ -81,23 +87,14 @@ class VllmEngine(Engine):
         begin_process_log(self._name)
         self._settings = settings
         self._llm: AsyncLLM | None = None
-        self._tokenizer: Any = None
-        """The run's tokenizer, from transformers; set by `start`."""
-        self._unusable: str | None = None
-        self._asleep = False
+        self._tokenizer: Any = None  # the run's, from transformers; set by `start`
         self._statistics = EngineStatistics()
-        self._salt: str | None = None
-        """Cache salt that separates prompts cached under different weights; None: the cache never outlasts weights."""
+        # Separates prompts that are cached under different weights; None: the cache never outlasts weights.
+        self._cache_salt: str | None = None
 
     @phase("start")
-    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
-        """Start the processes, load the weights of the model folder and run one small batch.
-
-        Returns:
-            Seconds by part: "imports" (vLLM in this process), "processes" (starting the others and loading weights),
-            "warm_up" (the batch). The engine's processes, which the driver ends if this actor no longer can. And the
-            settings with which it computes (`requests.settings_in_use`).
-        """
+    async def start(self) -> EngineStart:
+        """Start the processes, load the weights and run one small batch."""
         times = [time.monotonic()]
         require_gpus(list_assigned_gpus())
         require_folder(self._settings.model_path)
@@ -108,231 +105,199 @@ class VllmEngine(Engine):
         check_hooks(detect_platform().name)
         times.append(time.monotonic())
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
+            AsyncEngineArgs(**make_engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
         self._statistics.attach(self._llm)
-        self._tokenizer = engine_tokenizer(self._settings.model_path)
+        self._tokenizer = load_engine_tokenizer(self._settings.model_path)
         require_same_tokenizer(self._llm.get_tokenizer(), self._tokenizer)
         await self._llm.update_weight_version("0")  # the weights of the model folder
         if detect_platform().name == "cpu":
-            from megatron_grpo.generation.cpu_engine import forget_sockets
+            from megatron_grpo.generation.cpu_engine import remove_sockets
 
-            forget_sockets()
-        self._pauses = Pauses(self._llm, keeps_cache=self._settings.keeps_cache, tell=self._statistics.in_flight)
+            remove_sockets()
+        self._gate = Gate(
+            self._llm,
+            updates_in_flight=self._settings.in_flight is not None,
+            keeps_cache=self._settings.keeps_cache,
+            on_change=self._statistics.set_in_flight,
+        )
         times.append(time.monotonic())
         await self._warm_up()
         self._statistics.take()
         # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         times.append(time.monotonic())
-        parts = ("imports", "processes", "warm_up")
+        parts = ("imports", "processes", "warm_up")  # vLLM in this process; starting the others and loading; the batch
         seconds = {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
-        return seconds, own_processes(), settings_in_use(self._llm.vllm_config)
+        return EngineStart(seconds, list_own_processes(), describe_settings(self._llm.vllm_config))
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
     ) -> AsyncIterator[Any]:
-        """Sample all requests, and yield responses as they become complete; called as a streaming generator of Ray.
+        """Sample all requests, and yield responses as they become complete (see `Engine`).
 
         An idle engine gives bitwise equal responses to equal requests under equal weights: every request has its own
         seed, and the scheduler sees all of them, in order, before it takes the first. Calls that come while others are
         in flight are batched with them.
-
-        Args:
-            requests: prompt and seed of each response to sample.
-            settings: temperature, filters and stop conditions of all requests.
-            call: name of this call among those in flight, for `abort`.
-
-        Yields:
-            Pickled list[tuple[int, GenerationOutput | str]]: numbers of requests, each with its response, or with the
-            reason why there is none.
-
-        Raises:
-            EngineLostError: a process of the engine has ended.
-            RuntimeError: the engine cannot sample; the message says why.
         """
-        if self._unusable is not None and self._settings.in_flight is None:
-            raise RuntimeError(self._unusable)
-        if self._asleep:
-            raise RuntimeError("the engine sleeps: its devices are those of the models in training for now")
         assert self._llm is not None, "start() comes first"
-        waiting: dict[asyncio.Task[RequestOutput], int] = {}
-        with phase("generate"), deaths_explained():
+        self._gate.require_open()
+        pending: dict[asyncio.Task[RequestOutput], int] = {}
+        with phase("generate"), death_as_engine_loss():
             try:
-                waiting = await self._add(call, requests, settings)
-                async for done in in_bunches(waiting):
-                    self._pauses.left(len(done))
-                    finals = {index: task.result() for index, task in done.items()}
-                    self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
-                    yield wrap_for_pickling(await responses(self._llm, finals, self._settings.routed, self._tokenizer))
+                pending = await self._add(call, requests, settings)
+                async for tasks in iterate_finished(pending):
+                    self._gate.leave(len(tasks))
+                    finals = {index: task.result() for index, task in tasks.items()}
+                    self._statistics.count_tokens(sum(len(final.outputs[0].token_ids) for final in finals.values()))
+                    yield wrap_for_pickling(
+                        await make_responses(self._llm, finals, self._settings.routed, self._tokenizer)
+                    )
             finally:
-                for task in waiting:
+                for task in pending:
                     task.cancel()
                 try:
-                    if waiting:
-                        await self._abandon(call, waiting.values())
+                    if pending:
+                        await self._abandon(call, pending.values())
                 finally:
-                    self._pauses.left(len(waiting))
+                    self._gate.leave(len(pending))
 
     async def abort(self, call: str, indices: list[int]) -> None:
-        """Stop sampling some requests of a call in flight; each is answered with the reason."""
         assert self._llm is not None, "start() comes first"
-        with deaths_explained():
+        with death_as_engine_loss():
             await self._llm.abort([f"{call}.{index}" for index in indices])
 
     def take_counts(self) -> EngineCounts:
-        """Take the counts of the engine's work since the last call."""
         return self._statistics.take()
 
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
-        """Connect every worker to the senders of the weights.
-
-        Args:
-            mode: transport of the weights.
-            rendezvous: fields of refit.groups.Rendezvous; with files, `folder` and `session`.
-            first_receiver: total number of workers of the engines before this one.
-        """
         await self._call_workers(EngineWorker.connect_refit, mode, rendezvous, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
-        """Receive one version in every worker. Until it is committed, the engine refuses to generate.
+        """Receive one version in every worker.
 
-        With `in_flight`, new requests wait for the commit instead, and requests in flight are paused until then.
+        Until it is committed, requests are refused; with `in_flight` they wait, and those in flight are paused.
         """
-        self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
-        if self._settings.in_flight is not None:
-            await self._pauses.hold()
+        await self._gate.close(
+            "weights", f"the weights are incomplete: the refit of version {version} was not committed"
+        )
         await self._call_workers(EngineWorker.receive_refit, version)
 
     @phase("commit weights")
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
-        """Serve the received weights as this version, or if it `awaits_canary` only after `check_canary`.
-
-        Raises:
-            EngineLostError: a process of the engine has ended; every worker must confirm the version.
-        """
-        llm = await self._pauses.paused()
+        llm = await self._gate.wait_paused()
         # All calls at once, since each takes a round trip; nothing is served before all have answered.
         calls: list[Any] = [self._call_workers(EngineWorker.confirm_refit, version)]
-        calls.append(while_alive(llm, llm.update_weight_version(str(version))))
+        calls.append(await_alive(llm, llm.update_weight_version(str(version))))
         if not self._settings.keeps_cache:
-            calls.append(while_alive(llm, llm.reset_prefix_cache()))
+            calls.append(await_alive(llm, llm.reset_prefix_cache()))
         outcomes = await asyncio.gather(*calls, return_exceptions=True)  # wait for all, even if one fails
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         if self._settings.keeps_cache:
-            self._salt = str(version)
+            self._cache_salt = str(version)
         if awaits_canary:
-            self._unusable = f"version {version} of the weights has not passed the canary"
+            await self._gate.close("weights", f"version {version} of the weights has not passed the canary")
         else:
-            await self._serve()
+            await self._gate.open("weights")
 
     @phase("canary")
     async def check_canary(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the engine's log-probabilities of the canary agree with the policy's.
+        """Serve the committed weights if the engine agrees with the policy on the canary.
 
         Requests in flight continue meanwhile, since the scheduler runs all or none. If the comparison fails, they are
         paused again, and the run ends without using their tokens.
-
-        Returns:
-            Median difference of the log-probabilities in the worst sequence, in nats.
-
-        Raises:
-            CanaryError: the log-probabilities differ; the engine does not serve.
         """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        llm = await self._pauses.paused()
-        with deaths_explained():
+        llm = await self._gate.wait_paused()
+        with death_as_engine_loss():
             queues = [
                 await llm.add_request(
                     f"canary.{number}",
                     tokens_input(list(tokens), cache_salt="canary"),
-                    SamplingParams(**ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
+                    SamplingParams(**SAMPLING_ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY),
                 )
                 for number, tokens in enumerate(prompt.sequences)
             ]
-            async with self._pauses.lifted():  # only now the scheduler runs, so that it sees all of them
+            async with self._gate.running_scheduler():  # only now, so that the scheduler sees all of them
                 finals = await asyncio.gather(*(queue.get() for queue in queues))
-                if self._settings.routed is not None:  # recorded for every request, and kept until it is taken
-                    await while_alive(llm, chosen_experts(llm, finals, self._settings.routed))
+                if self._settings.routed is not None:  # recorded for every request, and kept until it is read
+                    await await_alive(llm, read_chosen_experts(llm, finals, self._settings.routed))
                 logprobs = [
-                    [one[token].logprob for token, one in zip(tokens[1:], final.prompt_logprobs[1:], strict=True)]
+                    [
+                        candidates[token].logprob
+                        for token, candidates in zip(tokens[1:], final.prompt_logprobs[1:], strict=True)
+                    ]
                     for tokens, final in zip(prompt.sequences, finals, strict=True)
                 ]
-                error = prompt.require(logprobs)
-        await self._serve()
+                error = prompt.require_agreement(logprobs)
+        await self._gate.open("weights")
         return error
 
     @phase("fingerprint weights")
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
-        """Fingerprints of every worker's weights (`refit.fingerprints.engine_fingerprints`), by worker."""
         return await self._call_workers(EngineWorker.fingerprint_weights)
 
     @phase("sleep")
     async def sleep(self) -> None:
-        """Free device memory, and refuse to sample until all of it is back. Weights stay in host memory.
+        """Free device memory, and refuse to sample until all of it is back.
 
-        With vLLM's CPU build the engine only refuses to sample.
+        Weights stay in host memory. With vLLM's CPU build the engine only refuses to sample.
         """
-        llm = await self._pauses.paused()
-        self._asleep = True
+        llm = await self._gate.wait_paused()
+        await self._gate.close("memory", "the engine sleeps: its devices are those of the models in training for now")
         if self._settings.sleeps:
             # Level 1 loses only the cache; after level 2 only parameters and buffers would come back.
-            await while_alive(llm, llm.sleep(level=1))
+            await await_alive(llm, llm.sleep(level=1))
 
     @phase("wake")
     async def wake(self, part: EngineMemory) -> None:
-        """Take back a part of the device memory: first the weights, then the cache, which is empty.
+        """Take back device memory: first for the weights, then for the cache.
 
         Does nothing if the engine is awake.
         """
-        if not self._asleep:
+        if not self._gate.is_closed("memory"):
             return
-        llm = await self._pauses.paused()
+        llm = await self._gate.wait_paused()
         if self._settings.sleeps:
-            await while_alive(llm, llm.wake_up([part]))
+            await await_alive(llm, llm.wake_up([part]))
         if part == "kv_cache":
             if self._settings.sleeps:  # waking resumes the scheduler
-                self._pauses.pause()
-            self._asleep = False
+                self._gate.pause()
+            await self._gate.open("memory")
 
     def shutdown(self) -> None:
-        """End the engine's processes."""
         if self._llm is not None:
-            end_own(self._llm)
+            end_child_processes(self._llm)
             self._llm = None
 
     async def _call_workers(self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs) -> list[Any]:
-        """Call a method on every worker; RuntimeError with the problems of all workers."""
-        llm = await self._pauses.paused()
-        answers = await while_alive(llm, llm.collective_rpc(method.__name__, args=args))
-        return without_problems(answers)
-
-    async def _serve(self) -> None:
-        """Let requests in."""
-        self._unusable = None
-        await self._pauses.release()
+        """Call a method on every worker; RuntimeError with the errors of all workers."""
+        llm = await self._gate.wait_paused()
+        return require_answers(await await_alive(llm, llm.collective_rpc(method.__name__, args=args)))
 
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings
     ) -> dict[asyncio.Task[RequestOutput], int]:
-        """Add all requests in order, before an idle scheduler runs; returns tasks for their outputs."""
+        """Add all requests in order, before an idle scheduler runs."""
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None
-        longest = self._settings.max_total_sequence_length
-        prepared = [(one.prompt_ids.tolist(), sampling_params(one, settings, longest)) for one in requests]
+        max_length = self._settings.max_total_sequence_length
+        prepared = [
+            (request.prompt_ids.tolist(), make_sampling_params(request, settings, max_length)) for request in requests
+        ]
         try:
-            async with self._pauses.entering(len(requests)):
+            async with self._gate.entry(len(requests)):
                 queues = [
                     await self._llm.add_request(
-                        f"{call}.{index}", tokens_input(prompt_ids, cache_salt=self._salt), parameters
+                        f"{call}.{index}", tokens_input(prompt_ids, cache_salt=self._cache_salt), parameters
                     )
                     for index, (prompt_ids, parameters) in enumerate(prepared)
                 ]
@@ -347,7 +312,7 @@ class VllmEngine(Engine):
             await self.abort(call, list(indices))
 
     async def _warm_up(self) -> None:
-        """Sample a full batch, so that memory is allocated and kernels are compiled before the first real batch.
+        """Sample a full batch, which allocates memory and compiles kernels.
 
         It uses the configured structured output, so that vLLM reports problems with it at the start.
         """

@@ -18,7 +18,7 @@ from megatron_grpo.platform.device import detect_platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """All settings of one engine; plain values, so that they can be sent to the actor."""
+    """All settings of one engine; plain values that Ray can send."""
 
     index: int = 0
     model_path: str
@@ -29,25 +29,25 @@ class VllmSettings:
     max_total_sequence_length: int
     """Most tokens of prompt and response together."""
     routed: RoutedForm | None = None
-    """Form of the experts that are recorded for responses; None: none are recorded."""
+    """Form of the experts recorded for responses; None: none are recorded."""
     in_flight: AsyncGRPOConfig | None = None
-    """Settings for weight changes while responses are generated; None: weights never change meanwhile."""
+    """Settings for weight changes under responses in flight; None: there are none."""
     token: str | None = field(default_factory=paths.read_token, repr=False)
     """Bearer token of an external server (generation.server); None: the server requires none."""
 
     @property
     def sleeps(self) -> bool:
-        """Whether vLLM frees device memory while models train on the same devices; its CPU build cannot do that."""
+        """True if vLLM frees device memory while models train; its CPU build cannot."""
         return self.config.is_colocated and detect_platform().name == "cuda"
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether responses continue with the KV cache of the old weights after a refit."""
+        """True if responses keep their KV cache of the old weights after a refit."""
         return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
 
 
-def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """vLLM's arguments for this engine."""
+def make_engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Make vLLM's arguments for this engine."""
     config = settings.config
     arguments: dict[str, Any] = {
         "model": settings.model_path,
@@ -67,9 +67,9 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if config.engine.speculative.num_speculative_tokens:
         arguments["speculative_config"] = {"method": "ngram", **asdict(config.engine.speculative)}
     if detect_platform().name == "cpu":
-        from megatron_grpo.generation.cpu_engine import cpu_arguments
+        from megatron_grpo.generation.cpu_engine import make_cpu_arguments
 
-        arguments |= cpu_arguments(settings)
+        arguments |= make_cpu_arguments(settings)
     else:
         import ray
 
@@ -84,7 +84,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
         if getattr(config.engine, name) is not None:
             arguments[name] = getattr(config.engine, name)
-    passed = {name: _made(name, value) for name, value in config.engine_args.items()}
+    passed = {name: _convert_argument(name, value) for name, value in config.engine_args.items()}
     if is_untied_by_weights(settings.model_path):
         # vLLM would compare head and embedding after it has rounded both, and may tie them again.
         overrides = passed.get("hf_overrides") or {}
@@ -92,23 +92,27 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     return arguments | passed
 
 
-def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Problems of passed-through arguments by section (generation.engine_args): unknown to vLLM, or of a wrong type."""
+def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Find arguments by section that vLLM does not know, or of a wrong type."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    kinds = {one.name: one.type for one in fields(AsyncEngineArgs)}
-    what = "an argument of the installed vLLM"
-    return [one for section, values in sections.items() for one in check_library_fields(section, values, kinds, what)]
+    types = {argument.name: argument.type for argument in fields(AsyncEngineArgs)}
+    subject = "an argument of the installed vLLM"
+    return [
+        problem
+        for section, values in sections.items()
+        for problem in check_library_fields(section, values, types, subject)
+    ]
 
 
-def _made(name: str, value: Any) -> Any:
-    """Convert a passed-through argument: mappings to vLLM's settings classes, names to members of enumerations."""
+def _convert_argument(name: str, value: Any) -> Any:
+    """Convert mappings to vLLM's settings classes, names to members of enumerations."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    declared = next(one.type for one in fields(AsyncEngineArgs) if one.name == name)
-    for kind in (declared, *get_args(declared)):
-        if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
-            return kind(**value)
-        if isinstance(value, str) and isinstance(kind, enum.EnumType):
-            return kind[value]
+    declared = next(argument.type for argument in fields(AsyncEngineArgs) if argument.name == name)
+    for candidate in (declared, *get_args(declared)):
+        if isinstance(value, dict) and isinstance(candidate, type) and is_dataclass(candidate):
+            return candidate(**value)
+        if isinstance(value, str) and isinstance(candidate, enum.EnumType):
+            return candidate[value]
     return value

@@ -1,4 +1,4 @@
-"""The canary of a refit: fixed sequences, by whose log-probabilities an engine is compared with the policy."""
+"""The canary of a refit: fixed sequences whose log-probabilities an engine and the policy compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 
 from megatron_grpo.config.errors import CanaryError
 
-ARGUMENTS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+SAMPLING_ARGUMENTS = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 """Sampling parameters of the request. With prompt_logprobs vLLM computes every token of the prompt, whatever its prefix
 cache has, and returns the log-probability of each, before temperature and filters."""
 
@@ -19,7 +19,7 @@ NEARER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CanaryPrompt:
-    """The sequences of one refit, with the policy's log-probabilities under the weights that the refit has sent.
+    """The sequences of one refit, with the policy's log-probabilities of them.
 
     The policy computes them in one microbatch, and an engine in one batch, so that leaks between neighbours show.
     """
@@ -30,13 +30,13 @@ class CanaryPrompt:
     expected: tuple[tuple[float, ...], ...]
     """Log-probability of every token but the first of each sequence, at temperature 1."""
     limit: float
-    """Largest difference, in nats, that rounding explains (`require`)."""
+    """Largest difference, in nats, that rounding explains (`require_agreement`)."""
     rounding: float = 0.0
     """Difference, in nats, below which an engine is not taken for one without adapters."""
     base: tuple[tuple[float, ...], ...] | None = None
     """Log-probabilities without the policy's adapters; None: it has none."""
 
-    def require(self, actual: Sequence[Sequence[float]]) -> float:
+    def require_agreement(self, actual: Sequence[Sequence[float]]) -> float:
         """Compare an engine's log-probabilities with the policy's.
 
         Args:
@@ -49,19 +49,19 @@ class CanaryPrompt:
             CanaryError: this difference is beyond the limit, or a number is not finite; or the engine computes what the
                 policy does without its adapters.
         """
-        medians = _median_differences(self.expected, actual)
+        medians = _compute_medians(self.expected, actual)
         error = max(medians)
         if error > self.limit:
             lengths = [len(sequence) for sequence in self.sequences]
-            each = ", ".join(f"{median:.3g} ({tokens} tokens)" for median, tokens in zip(medians, lengths, strict=True))
+            text = ", ".join(f"{median:.3g} ({tokens} tokens)" for median, tokens in zip(medians, lengths, strict=True))
             raise CanaryError(
                 f"with version {self.version} of the weights its log-probabilities of the canary differ from the "
                 f"policy's by {error:.3g} (median), more than {self.limit:.3g} (refit.canary_limit); sequence by "
-                f"sequence, in the order in which they are packed: {each}"
+                f"sequence, in the order in which they are packed: {text}"
             )
         # The limit cannot tell a policy of few steps from its base model. How far the engine is from the one and from
         # the other can, as soon as the adapters move log-probabilities by about twice the rounding.
-        from_base = math.inf if self.base is None else max(_median_differences(self.base, actual))
+        from_base = math.inf if self.base is None else max(_compute_medians(self.base, actual))
         if error > max(NEARER * from_base, self.rounding):
             raise CanaryError(
                 f"with version {self.version} of the weights its log-probabilities of the canary are the base model's: "
@@ -71,12 +71,12 @@ class CanaryPrompt:
         return error
 
 
-def _median_differences(expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]]) -> list[float]:
-    """Median of the absolute differences of each sequence; infinite where one is not finite."""
+def _compute_medians(expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]]) -> list[float]:
+    """Compute each sequence's median absolute difference; infinite where a number is not finite."""
     # The median, because in bfloat16 a near tie sends some token to another expert, whose difference is large. One a
     # sequence, because a fault of packing leaves the first sequence of a pack as it is.
     medians = []
-    for ours, theirs in zip(expected, actual, strict=True):
-        differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    for expected_logprobs, logprobs in zip(expected, actual, strict=True):
+        differences = [abs(a - b) for a, b in zip(expected_logprobs, logprobs, strict=True)]
         medians.append(median(differences) if all(map(math.isfinite, differences)) else math.inf)
     return medians

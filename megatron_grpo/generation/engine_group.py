@@ -18,9 +18,9 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_interface import Engine
+from megatron_grpo.generation.engine_interface import Engine, EngineStart
+from megatron_grpo.generation.engine_processes import END_S, end_processes
 from megatron_grpo.generation.server import ServerEngine
-from megatron_grpo.generation.shutdown import END_S, EngineProcesses, end_processes
 
 SLEEP_S = 60.0
 """Seconds that the other engines have to go to sleep when one has failed to."""
@@ -50,20 +50,20 @@ class VllmGeneration:
         self._startup_timeout_s = startup_timeout_s
         self._started_at = 0.0
         self.engines: list[Any] = []
-        """Ray actors (`VllmEngine` or `ServerEngine`), in the order of their index."""
-        self._processes: list[EngineProcesses] = []
+        """Ray actors (`Engine`), in the order of their index."""
         self._starting: list[ray.ObjectRef] = []
+        self._starts: list[EngineStart] = []  # of each engine in use
         self.startup_s: list[dict[str, float]] = []
-        """Seconds that each engine took to start, by part, as `VllmEngine.start` returns them."""
+        """Seconds that each of the first engines took to start, by part."""
         self.settings_in_use: list[dict[str, Any]] = []
-        """Settings with which each engine computes, in JSON types, as it reported them at its start."""
+        """Settings with which each engine computes, as it reported them at its start."""
         self.restarts = [0] * self.config.parallel.data
         """Number of replacements of each engine."""
 
     def start(self) -> None:
         """Begin to start every engine."""
         self._started_at = time.monotonic()
-        self.engines = [self._new(settings) for settings in self._settings]
+        self.engines = [self._make_actor(settings) for settings in self._settings]
         self._starting = self.submit(Engine.start)
 
     def wait_ready(self) -> None:
@@ -72,60 +72,62 @@ class VllmGeneration:
         Raises:
             RunError: an engine failed or the deadline passed; the message names the engine and the cause.
         """
-        left = self._startup_timeout_s - (time.monotonic() - self._started_at)
-        started = gather(self._starting, deadline_s=max(left, 0.0), phase_name="generation start", name=ENGINE_NAME)
-        self.startup_s = [seconds for seconds, _, _ in started]
-        self._processes = [processes for _, processes, _ in started]
-        self.settings_in_use = [settings for _, _, settings in started]
+        remaining_s = self._startup_timeout_s - (time.monotonic() - self._started_at)
+        deadline_s = max(remaining_s, 0.0)
+        self._starts = gather(self._starting, deadline_s=deadline_s, phase_name="generation start", name=ENGINE_NAME)
+        self.startup_s = [start.seconds for start in self._starts]
+        self.settings_in_use = [start.settings for start in self._starts]
 
-    def replace(self, lost: Mapping[int, str]) -> None:
+    def replace(self, lost_engines: Mapping[int, str]) -> None:
         """Replace engines after ending their processes; returns when the new engines are up.
 
         New engines have the weights of the model folder, so they must not serve before a refit.
 
         Args:
-            lost: reason for the replacement of each engine, by its number.
+            lost_engines: reason for the replacement of each engine, by its number.
 
         Raises:
             RunError: an engine was already replaced generation.engine_restarts times, or does not start; or engines
                 share devices with models, which would have to be offloaded first.
         """
         limit = self.config.engine_restarts
-        for index, reason in lost.items():
+        for index, reason in lost_engines.items():
             if limit and self.config.is_colocated:
                 raise RunError(f"{reason}; engines are not replaced with generation.placement=colocated")
             if self.restarts[index] >= limit:
                 again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
                 raise RunError(reason + again)
-        for index, reason in lost.items():
+        for index, reason in lost_engines.items():
             logger.warning("%s is replaced: %s", ENGINE_NAME(index), reason)
-            self._end(index)
+            self._end_processes(index)
             self.restarts[index] += 1
-            self.engines[index] = self._new(self._settings[index])
-        numbers = list(lost)
-        started = gather(
+            self.engines[index] = self._make_actor(self._settings[index])
+        numbers = list(lost_engines)
+        starts = gather(
             self.submit_to(numbers, Engine.start),
             deadline_s=self._startup_timeout_s,
             phase_name="generation restart",
-            name=lambda place: ENGINE_NAME(numbers[place]),
+            name=lambda position: ENGINE_NAME(numbers[position]),
         )
-        for index, (_, processes, _) in zip(numbers, started, strict=True):
-            self._processes[index] = processes
+        for index, start in zip(numbers, starts, strict=True):
+            self._starts[index] = start
 
     def submit(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        """Call a method of every engine without waiting; returns references to the results, by number."""
+        """Call a method of every engine; returns references to the results, by number."""
         return self.submit_to(range(len(self.engines)), method, *args, **kwargs)
 
     def submit_to(
         self, numbers: Sequence[int], method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[ray.ObjectRef]:
-        """Call a method of some engines without waiting; returns references to the results, in their order."""
+        """Call a method of some engines; returns references to the results."""
         return [call_actor(self.engines[number], method, *args, **kwargs) for number in numbers]
 
     def sleep(self) -> None:
-        """Put all engines to sleep, so that models can use the devices; if one fails, the others still go to sleep.
+        """Put all engines to sleep, so that models can use the devices.
+
+        If one fails, the others still go to sleep.
 
         Raises:
             RunError: an engine has responses in flight, failed, or missed the deadline.
@@ -138,43 +140,43 @@ class VllmGeneration:
             raise
 
     def wake(self, part: EngineMemory) -> None:
-        """Let engines take back device memory: first the part for weights, then the cache, after which they can sample.
+        """Let engines take back device memory: first for weights, then for the cache.
+
+        After that they can sample.
 
         Raises:
             RunError: an engine failed or missed the deadline.
         """
         self._gather(self.submit(VllmEngine.wake, part), "engines waking up")
 
-    def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
-        gather(refs, deadline_s=self.config.timeout_s, phase_name=what, name=ENGINE_NAME)
-
     def shutdown(self) -> None:
         """End every engine process; idempotent."""
         engines, self.engines = self.engines, []
-        ray.wait(
-            [call_actor(engine, Engine.shutdown) for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S
-        )
+        calls = [call_actor(engine, Engine.shutdown) for engine in engines]
+        ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_S)
         for engine in engines:
             ray.kill(engine)
 
-    def _new(self, settings: VllmSettings) -> Any:
-        """Make the actor of an engine, whose `start` is not called yet."""
-        kind = ServerEngine if settings.config.server.urls else VllmEngine
-        return ray.remote(kind).options(**self._actor_options(settings.index)).remote(settings)
+    def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
+        gather(refs, deadline_s=self.config.timeout_s, phase_name=what, name=ENGINE_NAME)
 
-    def _end(self, index: int) -> None:
+    def _make_actor(self, settings: VllmSettings) -> Any:
+        engine_class = ServerEngine if settings.config.server.urls else VllmEngine
+        return ray.remote(engine_class).options(**self._actor_options(settings.index)).remote(settings)
+
+    def _end_processes(self, index: int) -> None:
         """End every process of an engine, whose actor may be unable to."""
-        processes = self._processes[index]
+        processes = self._starts[index].processes
         ray.kill(self.engines[index])
-        there = NodeAffinitySchedulingStrategy(processes.node, soft=False)
-        task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=there)
+        on_its_machine = NodeAffinitySchedulingStrategy(processes.node, soft=False)
+        task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=on_its_machine)
         what = f"ending {ENGINE_NAME(index)}"
         try:
-            (left,) = gather(
+            (alive,) = gather(
                 [task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, phase_name=what, name=lambda _: "Ray"
             )
         except RunError as error:  # the machine is gone, and the processes with it
             logger.warning("%s", error)
             return
-        if left:
-            logger.warning("%s: processes %s are still there", what, left)
+        if alive:
+            logger.warning("%s: processes %s are still there", what, alive)

@@ -1,8 +1,9 @@
-"""The remote methods of an engine's actor and of vLLM's workers, without the imports of the classes that have them."""
+"""Remote methods of engines and of vLLM's workers, without the imports of their classes."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationRequest, SamplingSettings
@@ -10,25 +11,34 @@ from megatron_grpo.config.generation_schema import RefitMode
 
 if TYPE_CHECKING:
     from megatron_grpo.generation.engine_canary import CanaryPrompt
-    from megatron_grpo.generation.shutdown import EngineProcesses
+    from megatron_grpo.generation.engine_processes import EngineProcesses
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """What an engine's actor reports once it is up."""
+
+    seconds: dict[str, float]
+    """Seconds that the start took, by part."""
+    processes: EngineProcesses
+    """The engine's processes, which the driver ends if the actor no longer can."""
+    settings: dict[str, Any]
+    """Settings with which it computes, in JSON types (`describe_settings`); empty for a server, which hides them."""
 
 
 class Engine(Protocol):
     """Ray actor that samples: `VllmEngine`, or `ServerEngine` for an external server."""
 
-    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
-        """Make the engine ready to sample with the weights of the model folder.
-
-        Returns:
-            Seconds by part; the engine's processes, which the driver ends if this actor no longer can; and the settings
-            with which it computes (`settings_in_use`), empty for a server, which does not tell them.
-        """
+    async def start(self) -> EngineStart:
+        """Make the engine ready to sample with the weights of the model folder."""
         ...
 
     def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
     ) -> AsyncIterator[Any]:
-        """Sample all requests, and yield responses as they become complete; called as a streaming generator of Ray.
+        """Sample all requests, and yield responses as they become complete.
+
+        It is called as a streaming generator of Ray.
 
         Args:
             requests: prompt and seed of each response to sample.
@@ -46,11 +56,11 @@ class Engine(Protocol):
         ...
 
     async def abort(self, call: str, indices: list[int]) -> None:
-        """Stop sampling some requests of a call in flight; each is answered with the reason."""
+        """Stop sampling some requests of a call; each is answered with the reason."""
         ...
 
     def take_counts(self) -> EngineCounts:
-        """Take the counts of the engine's work since the last call."""
+        """Return the counts of the work since the last call."""
         ...
 
     async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
@@ -64,7 +74,7 @@ class Engine(Protocol):
         ...
 
     async def receive_weights(self, version: int) -> None:
-        """Receive one version in every worker; until it is committed, the engine does not sample."""
+        """Receive a version in every worker; until its commit the engine does not sample."""
         ...
 
     async def commit_weights(self, version: int, awaits_canary: bool = False) -> None:
@@ -72,7 +82,7 @@ class Engine(Protocol):
         ...
 
     async def check_canary(self, prompt: CanaryPrompt) -> float:
-        """Serve the committed weights if the engine's log-probabilities of the canary agree with the policy's.
+        """Serve the committed weights if the engine agrees with the policy on the canary.
 
         Returns:
             Median difference of the log-probabilities in the worst sequence, in nats.
@@ -83,7 +93,7 @@ class Engine(Protocol):
         ...
 
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
-        """Fingerprints of every worker's weights (`weight_sync.fingerprints.engine_fingerprints`), by worker."""
+        """Compute fingerprints of every worker's weights, by worker."""
         ...
 
     def shutdown(self) -> None:
@@ -92,7 +102,7 @@ class Engine(Protocol):
 
 
 class EngineWorker(Protocol):
-    """The methods of `weight_sync.engine_worker.RefitWorker` that an engine calls in each of vLLM's workers.
+    """Methods that a refit adds to vLLM's workers (`weight_sync.engine_worker.RefitWorker`).
 
     They return the text of an error and never raise.
     """
@@ -110,9 +120,9 @@ class EngineWorker(Protocol):
         ...
 
     def fingerprint_weights(self) -> dict[str, list[float]] | str:
-        """Fingerprints of this worker's weights as its kernels hold them."""
+        """Compute fingerprints of this worker's weights, as its kernels hold them."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """The server's properties that a run checks, in JSON types; {"problem": ...} if it cannot be used."""
+        """Describe the server for a run's checks, or return {"problem": ...}."""
         ...

@@ -12,17 +12,17 @@ from megatron_grpo.data.tokenizer import first_difference, load_tokenizer, sampl
 
 
 @cache
-def engine_tokenizer(folder: str) -> Any:
-    """The tokenizer of a model's folder, loaded once in a process; RunError as of `load_tokenizer`."""
+def load_engine_tokenizer(folder: str) -> Any:
+    """Load the tokenizer of a model's folder once; RunError as of `load_tokenizer`."""
     return load_tokenizer(folder)
 
 
 class EngineTokenizer:
-    """Loads the run's tokenizer where vLLM asks its registry for that of a Hugging Face folder."""
+    """Stands in vLLM's registry for tokenizers of Hugging Face folders."""
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *_: Any, **options: Any) -> Any:
-        """The tokenizer with the cached properties that vLLM expects.
+        """Load the tokenizer, with the cached properties that vLLM expects.
 
         Args:
             folder: the model's folder.
@@ -30,20 +30,20 @@ class EngineTokenizer:
         """
         from vllm.tokenizers.hf import get_cached_tokenizer
 
-        tokenizer = get_cached_tokenizer(engine_tokenizer(str(folder)))  # a shallow copy
+        tokenizer = get_cached_tokenizer(load_engine_tokenizer(str(folder)))  # a shallow copy
         tokenizer.truncation_side = options.get("truncation_side", tokenizer.truncation_side)
         return tokenizer
 
 
 def replace_tokenizer_in_vllm() -> None:
-    """Have this process of vLLM load tokenizers with `EngineTokenizer`."""
+    """Make this process of vLLM load tokenizers with `EngineTokenizer`."""
     from vllm.tokenizers.registry import TokenizerRegistry
 
     TokenizerRegistry.tokenizers["hf"] = (EngineTokenizer.__module__, EngineTokenizer.__name__)
 
 
 def require_same_tokenizer(served: Any, tokenizer: Any) -> None:
-    """Raise RunError if vLLM's tokenizer, which matches stop strings and structures, is not the run's."""
+    """Raise RunError unless vLLM matches stop strings with the run's tokenizer."""
     difference = first_difference(served, tokenizer, sample_texts(added_tokens(tokenizer)))
     if difference is not None:
         raise RunError(

@@ -26,17 +26,20 @@ from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.tokenizer import encode_text, from_difference, load_tokenizer, sample_texts
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.engine_canary import ARGUMENTS, CanaryPrompt
-from megatron_grpo.generation.engine_interface import Engine, EngineWorker
-from megatron_grpo.generation.shutdown import EngineProcesses, own_processes
-from megatron_grpo.generation.vllm_requests import EngineStatistics, in_bunches, sampling_arguments, without_problems
+from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
+from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker
+from megatron_grpo.generation.engine_processes import list_own_processes
+from megatron_grpo.generation.engine_statistics import EngineStatistics
+from megatron_grpo.generation.vllm_requests import iterate_finished, make_sampling_arguments, require_answers
 from megatron_grpo.models.families import read_model_shape
 
 CONNECT_S = 10.0
 PROBE_S = 1.0
 """Seconds between two attempts to reach a server that does not answer."""
-NO_NUMBER = -9999.0
+NAN_LOGPROB = -9999.0
 """Number that the server writes for a log-probability that is NaN."""
+ERROR_CHARACTERS = 500
+"""Most characters of a server's error that a message repeats."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class OtherWeightsError(Exception):
 
 
 class ServerEngine(Engine):
-    """Ray actor that stands for one external server, with the methods of `VllmEngine`.
+    """Ray actor that stands for one external server.
 
     The server names each version of the weights with a prefix that is unique to the run. So every response tells
     whether this run's weights sampled it; a restarted server is detected, given the current version, and asked again.
@@ -66,24 +69,18 @@ class ServerEngine(Engine):
         self._timeout_s = settings.config.server.timeout_s
         self._prefix = f"{secrets.token_hex(8)}:"
         self._tokenizer: Any = None
-        self._asked: dict[str, asyncio.Task[GenerationOutput | str]] = {}
+        self._requests: dict[str, asyncio.Task[GenerationOutput | str]] = {}
         self._statistics = EngineStatistics()
+        # Arguments of the last `connect_weights`: the source of the weights.
         self._source: tuple[RefitMode, dict[str, Any], int] | None = None
-        """Arguments of the last `connect_weights`: the source of the weights."""
-        self._version: int | None = None
-        """The version that was committed last; None: no version was committed."""
+        self._version: int | None = None  # committed last; None: no version was committed
+        # Set while the server may sample: not during a change of weights, nor after a failed one.
         self._serving = asyncio.Event()
-        """Set while the server may be asked: not during a change of weights, nor after a failed one."""
-        self._mending = asyncio.Lock()
+        self._repairing = asyncio.Lock()
 
     @phase("start")
-    async def start(self) -> tuple[dict[str, float], EngineProcesses, dict[str, Any]]:
-        """Find the server and check that it serves the run's model.
-
-        Returns:
-            Seconds by part: "server", until it answered and was checked. This actor's processes. And no settings: a
-            server does not tell them.
-        """
+    async def start(self) -> EngineStart:
+        """Find the server and check that it serves the run's model."""
         began = time.monotonic()
         self._tokenizer = load_tokenizer(self._settings.model_path)
         bearer = self._settings.token
@@ -93,8 +90,8 @@ class ServerEngine(Engine):
             headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
         )
         await self._wait_until_up()
-        await self._require_fitting()
-        return {"server": time.monotonic() - began}, own_processes(), {}
+        await self._require_fitting_server()
+        return EngineStart({"server": time.monotonic() - began}, list_own_processes(), settings={})
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
@@ -102,27 +99,27 @@ class ServerEngine(Engine):
         if self._settings.in_flight is None:
             if not self._serving.is_set():
                 raise RuntimeError(f"{self._url}: the weights are incomplete: a refit was not committed")
-            await self._mend()  # make sure that the server has the current version
+            await self._ensure_current_version()
         tasks: dict[asyncio.Task[GenerationOutput | str], int] = {}
         for index, request in enumerate(requests):
             name = f"{call}.{index}"
-            self._asked[name] = asyncio.create_task(self._answer(name, request, settings))
-            tasks[self._asked[name]] = index
-        self._statistics.in_flight(len(self._asked))
+            self._requests[name] = asyncio.create_task(self._sample(name, request, settings))
+            tasks[self._requests[name]] = index
+        self._statistics.set_in_flight(len(self._requests))
         try:
             with phase("generate"):
-                async for done in in_bunches(tasks):
-                    yield wrap_for_pickling([(index, self._outcome(task)) for index, task in done.items()])
+                async for finished in iterate_finished(tasks):
+                    yield wrap_for_pickling([(index, self._read_result(task)) for index, task in finished.items()])
         finally:
             for task in tasks:
                 task.cancel()  # closes the connection, which aborts the request
             for index in range(len(requests)):
-                self._asked.pop(f"{call}.{index}", None)
-            self._statistics.in_flight(len(self._asked))
+                self._requests.pop(f"{call}.{index}", None)
+            self._statistics.set_in_flight(len(self._requests))
 
     async def abort(self, call: str, indices: list[int]) -> None:
         for index in indices:
-            if task := self._asked.get(f"{call}.{index}"):
+            if task := self._requests.get(f"{call}.{index}"):
                 task.cancel()
 
     def take_counts(self) -> EngineCounts:
@@ -137,7 +134,7 @@ class ServerEngine(Engine):
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
         self._serving.clear()
-        async with self._mending:
+        async with self._repairing:
             await self._receive(version)
 
     @phase("commit weights")
@@ -151,8 +148,10 @@ class ServerEngine(Engine):
     async def check_canary(self, prompt: CanaryPrompt) -> float:
         await self._post("/resume")
         try:
-            error = prompt.require(
-                await asyncio.gather(*(self._canary_logprobs(n, one) for n, one in enumerate(prompt.sequences)))
+            error = prompt.require_agreement(
+                await asyncio.gather(
+                    *(self._compute_canary(number, tokens) for number, tokens in enumerate(prompt.sequences))
+                )
             )
         except CanaryError as failure:
             await self._post("/pause", mode="keep", clear_cache="true")
@@ -160,13 +159,12 @@ class ServerEngine(Engine):
         self._serving.set()
         return error
 
-    async def _canary_logprobs(self, number: int, tokens: tuple[int, ...]) -> list[float]:
-        """The server's log-probabilities of all tokens but the first of a sequence of the canary."""
-        body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": ARGUMENTS}
+    async def _compute_canary(self, number: int, tokens: tuple[int, ...]) -> list[float]:
+        """Compute the server's log-probability of each token of a sequence but the first."""
+        body = {"request_id": f"canary.{number}", "token_ids": list(tokens), "sampling_params": SAMPLING_ARGUMENTS}
         answer = await self._post("/inference/v1/generate", body)
-        return [
-            one[str(token)]["logprob"] for token, one in zip(tokens[1:], answer["prompt_logprobs"][1:], strict=True)
-        ]
+        candidates = answer["prompt_logprobs"][1:]
+        return [by_token[str(token)]["logprob"] for token, by_token in zip(tokens[1:], candidates, strict=True)]
 
     @phase("fingerprint weights")
     async def fingerprint_weights(self) -> list[dict[str, list[float]]]:
@@ -175,11 +173,11 @@ class ServerEngine(Engine):
     def shutdown(self) -> None:
         """Do nothing: the server does not belong to this run and keeps running."""
 
-    async def _answer(
+    async def _sample(
         self, name: str, request: GenerationRequest, settings: SamplingSettings
     ) -> GenerationOutput | str:
-        """Get a response that this run's weights sampled, even if the server is restarted meanwhile."""
-        arguments = sampling_arguments(request, settings, self._settings.max_total_sequence_length)
+        """Get a response that this run's weights sampled, even if the server is restarted."""
+        arguments = make_sampling_arguments(request, settings, self._settings.max_total_sequence_length)
         body = {
             "request_id": name,
             "token_ids": request.prompt_ids.tolist(),
@@ -191,12 +189,12 @@ class ServerEngine(Engine):
                 body["cache_salt"] = f"{self._prefix}{self._version}"
             try:
                 answer = await self._post("/inference/v1/generate", body)
-                return self._read(answer)
+                return self._parse_response(answer)
             except (ServerGoneError, OtherWeightsError) as error:
                 logger.warning("%s: %s: %s", name, type(error).__name__, error)
-                await self._mend()
+                await self._ensure_current_version()
 
-    def _read(self, answer: dict[str, Any]) -> GenerationOutput | str:
+    def _parse_response(self, answer: dict[str, Any]) -> GenerationOutput | str:
         """Parse the server's answer into a response, or the reason why there is none.
 
         Raises:
@@ -206,32 +204,34 @@ class ServerEngine(Engine):
         if choice["finish_reason"] not in ("stop", "length"):
             return f"the server ended a request early: {choice['finish_reason']}"
         versions = choice["weight_versions"]
-        if not versions or not all(one["version"].startswith(self._prefix) for one in versions):
+        if not versions or not all(span["version"].startswith(self._prefix) for span in versions):
             raise OtherWeightsError
         token_ids, content = choice["token_ids"], choice["logprobs"]["content"]
-        assert [one["token_id"] for one in content] == token_ids, "one log-probability per sampled token"
-        logprobs = [math.nan if one["logprob"] == NO_NUMBER else one["logprob"] for one in content]
+        assert [token["token_id"] for token in content] == token_ids, "one log-probability per sampled token"
+        logprobs = [math.nan if token["logprob"] == NAN_LOGPROB else token["logprob"] for token in content]
         return GenerationOutput(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
             text=response_text(self._tokenizer, token_ids, choice["finish_reason"]),
             stop_reason=choice["finish_reason"],
-            spans=[Span(one["start"], one["end"], int(one["version"].removeprefix(self._prefix))) for one in versions],
+            spans=[
+                Span(span["start"], span["end"], int(span["version"].removeprefix(self._prefix))) for span in versions
+            ],
         )
 
-    async def _mend(self) -> None:
-        """Make sure that the server serves the current version, which a restarted server is given again.
+    async def _ensure_current_version(self) -> None:
+        """Give the current version to a restarted server again.
 
         Raises:
             RuntimeError: the server does not come back, or cannot be given the version.
         """
-        async with self._mending:
+        async with self._repairing:
             version = self._version
             try:
-                served = await self._served()
+                served = await self._fetch_version_name()
             except ServerGoneError:
                 await self._wait_until_up()
-                served = await self._served()
+                served = await self._fetch_version_name()
             if version is None or served == f"{self._prefix}{version}":
                 return
             mode, *_ = self._source or ("none",)
@@ -241,29 +241,28 @@ class ServerEngine(Engine):
                     "only at the end of a step; with refit.mode=files a restarted server reads it from the folder"
                 )
             logger.warning("%s serves %s and is given version %d again", self._url, served, version)
-            await self._require_fitting()
+            await self._require_fitting_server()
             await self._receive(version)
             await self._commit(version)
 
-    async def _served(self) -> str:
-        """Name of the weight version that the server serves."""
-        served: str = (await self._ask("GET", "/weight_info"))["weight_version"]
+    async def _fetch_version_name(self) -> str:
+        served: str = (await self._request("GET", "/weight_info"))["weight_version"]
         if ":" in served and not served.startswith(self._prefix) and self._version is not None:
             raise RuntimeError(f"{self._url} was given weights by another run; a server serves one at a time")
         return served
 
     async def _receive(self, version: int) -> None:
-        """Pause the server, let its workers receive a version, and set the name of its weights to that version."""
+        """Pause the server, let its workers receive a version, and name its weights so."""
         await self._post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
-        started_anew = self._version is not None and not (await self._served()).startswith(self._prefix)
-        if started_anew and self._source is not None and self._source[0] == "files":
+        is_restarted = self._version is not None and not (await self._fetch_version_name()).startswith(self._prefix)
+        if is_restarted and self._source is not None and self._source[0] == "files":
             await self._call_workers(EngineWorker.connect_refit, *self._source)
         await self._call_workers(EngineWorker.receive_refit, version)
         await self._post("/update_weight_version", {"new_version": f"{self._prefix}{version}"})
 
     async def _commit(self, version: int, awaits_canary: bool = False) -> None:
-        """Let the server serve the received version, unless it `awaits_canary`; RuntimeError if restarted since."""
-        if await self._served() != f"{self._prefix}{version}":
+        """Let the server serve the received version; RuntimeError if it was restarted since."""
+        if await self._fetch_version_name() != f"{self._prefix}{version}":
             raise RuntimeError(f"{self._url} was restarted since it received version {version}")
         if not self._settings.keeps_cache and not (await self._post("/reset_prefix_cache"))["success"]:
             raise RuntimeError(f"{self._url} could not empty its prefix cache, which is of other weights")
@@ -273,8 +272,8 @@ class ServerEngine(Engine):
     async def _call_workers(
         self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[Any]:
-        """Call a method on every worker; RuntimeError with the problems of all workers."""
-        return without_problems(await self._collect_answers(method, *args, **kwargs), f"{self._url}: ")
+        """Call a method on every worker; RuntimeError with the errors of all workers."""
+        return require_answers(await self._collect_answers(method, *args, **kwargs), f"{self._url}: ")
 
     async def _collect_answers(
         self, method: Method[Arguments], *args: Arguments.args, **_: Arguments.kwargs
@@ -282,8 +281,8 @@ class ServerEngine(Engine):
         answer = await self._post("/collective_rpc", {"method": method.__name__, "args": list(args)})
         return list(answer["results"])
 
-    async def _require_fitting(self) -> None:
-        """Raise RuntimeError unless the server can be refitted and serves the run's model in the run's layout."""
+    async def _require_fitting_server(self) -> None:
+        """Raise RuntimeError unless the server can be refitted and serves the run's model."""
         url = self._url
         try:
             worker, *_ = await self._collect_answers(EngineWorker.describe)
@@ -294,14 +293,14 @@ class ServerEngine(Engine):
         if "problem" in worker:
             raise RuntimeError(f"{url}: {worker['problem']}")
         expected = json.loads(json.dumps(asdict(read_model_shape(self._settings.model_path))))
-        other = [
+        differences = [
             f"{name} {worker['shape'].get(name)}, not {value}"
             for name, value in expected.items()
             if worker["shape"].get(name) != value
         ]
-        if other:
+        if differences:
             model = f"policy.model.path={self._settings.model_path}"
-            raise RuntimeError(f"{url} serves another model than {model}: {'; '.join(other)}")
+            raise RuntimeError(f"{url} serves another model than {model}: {'; '.join(differences)}")
         for name in ("tensor", "pipeline", "expert"):
             if worker[name] != getattr(self._settings.config.parallel, name):
                 raise RuntimeError(
@@ -332,18 +331,14 @@ class ServerEngine(Engine):
                     "and --tokenizer-mode"
                 )
 
-    async def _post(self, path: str, body: Any = None, **query: str) -> Any:
-        """Send a POST; returns and raises like `_ask`."""
-        return await self._ask("POST", path, json={} if body is None else body, params=query)
-
     async def _wait_until_up(self) -> None:
-        """Wait until the server answers; RuntimeError with the reason if it does not in time."""
+        """Wait until the server answers; RuntimeError if it does not in time."""
         limit, reason = f"generation.server.timeout_s={self._timeout_s:g} s", "it says nothing"
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     try:
-                        await self._ask("GET", "/health")
+                        await self._request("GET", "/health")
                         return
                     except RuntimeError as error:
                         reason = str(error)
@@ -351,29 +346,37 @@ class ServerEngine(Engine):
         except TimeoutError:
             raise RuntimeError(f"no vLLM server answers within {limit}: {reason}") from None
 
-    async def _ask(self, method: str, path: str, **given: Any) -> Any:
-        """Send a request, with aiohttp's options `given`, and return the answer, parsed from JSON.
+    async def _post(self, path: str, body: Any = None, **query: str) -> Any:
+        return await self._request("POST", path, json={} if body is None else body, params=query)
+
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
+        """Send a request, and return the answer, parsed from JSON.
+
+        Args:
+            method: HTTP method.
+            path: path of the URL.
+            options: options of aiohttp.
 
         Raises:
             ServerGoneError: the connection could not be made, or ended before the answer.
             RuntimeError: the server answered with an error, which is in the message.
         """
         try:
-            async with self._session.request(method, self._url + path, **given) as answer:
+            async with self._session.request(method, self._url + path, **options) as answer:
                 if answer.status == 401:
                     raise RuntimeError(f"{self._url} requires a token, and MEGATRON_GRPO_TOKEN is not set to that one")
                 if answer.status >= 400:
-                    said = await answer.text()
-                    said = said if len(said) <= 500 else f"{said[:500]}…"
-                    raise RuntimeError(f"{self._url}{path} answers {answer.status}: {said}")
+                    text = await answer.text()
+                    text = text if len(text) <= ERROR_CHARACTERS else f"{text[:ERROR_CHARACTERS]}…"
+                    raise RuntimeError(f"{self._url}{path} answers {answer.status}: {text}")
                 return await answer.json() if answer.content_type == "application/json" else None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise ServerGoneError(f"{self._url}: {error}") from error
 
-    def _outcome(self, task: asyncio.Task[GenerationOutput | str]) -> GenerationOutput | str:
+    def _read_result(self, task: asyncio.Task[GenerationOutput | str]) -> GenerationOutput | str:
         if task.cancelled():
             return "the request was aborted"
         output = task.result()
         if not isinstance(output, str):
-            self._statistics.completed(len(output.token_ids))
+            self._statistics.count_tokens(len(output.token_ids))
         return output

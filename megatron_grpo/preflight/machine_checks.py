@@ -223,9 +223,9 @@ _LIBRARIES = {
 """By prefix of the section: the library that receives the fields, its package, and our module that checks them."""
 _CHECK = """
 import dataclasses, json, sys
-from {module} import passed_field_problems
+from {module} import find_passed_field_problems
 print()
-print(json.dumps([dataclasses.astuple(one) for one in passed_field_problems(json.load(sys.stdin))]))
+print(json.dumps([dataclasses.astuple(one) for one in find_passed_field_problems(json.load(sys.stdin))]))
 """
 """The program that imports a library. It prints the problems last, because the import may print lines of its own."""
 

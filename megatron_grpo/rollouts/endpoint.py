@@ -22,7 +22,7 @@ from megatron_grpo.config.paths import read_token
 from megatron_grpo.data.prompt_renderer import RESERVED, PromptFormat, PromptRenderer
 from megatron_grpo.data.scores import ModelAccess
 from megatron_grpo.data.tokenizer import load_tokenizer
-from megatron_grpo.generation.http_guard import BODY_BYTES, REQUEST_S, refusal
+from megatron_grpo.generation.http_access import BODY_BYTES, REQUEST_S, find_refusal
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 
 MODEL = "policy"
@@ -136,7 +136,7 @@ class Endpoint:
         self._busy.add(request.protocol)
         try:
             headers = {name.lower(): value for name, value in request.headers.items()}
-            refused = refusal(request.method, headers, self._settings.token, (self._settings.host,))
+            refused = find_refusal(request.method, headers, self._settings.token, (self._settings.host,))
             return await handler(request) if refused is None else _error(*refused)
         except web.HTTPException as error:
             return _error(error.status, error.reason)

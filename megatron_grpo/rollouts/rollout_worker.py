@@ -13,7 +13,7 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import EnvironmentHandle
-from megatron_grpo.generation.vllm_requests import in_bunches
+from megatron_grpo.generation.vllm_requests import iterate_finished
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
@@ -90,7 +90,7 @@ class RolloutWorker:
                 group = GroupRollout(number, datum, settings, self._engines, environment, agents)
                 waiting[asyncio.create_task(through(group, engine))] = number
             with phase("rollouts"):
-                async for done in in_bunches(waiting):
+                async for done in iterate_finished(waiting):
                     for number, task in done.items():
                         self._complete[batch, number] = task.result()
                     yield list(done)

@@ -19,7 +19,7 @@ import ray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.batch.trajectory import Span
-from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS, cores_of_ranks
+from megatron_grpo.generation.cpu_engine import CPU_BATCH_TOKENS, assign_cores
 from megatron_grpo.generation.engine_group import VllmGeneration
 from tests.integration import generation_driver
 from tests.integration.vllm_helpers import (
@@ -278,7 +278,7 @@ def test_an_engine_core_that_connects_late_is_waited_for(model: Path, tmp_path: 
     ],
 )
 def test_cores_are_shared_out(cores: list[int], first: int, ranks: int, total: int, expected: str) -> None:
-    assert cores_of_ranks(cores, first=first, ranks=ranks, total=total) == expected
+    assert assign_cores(cores, first=first, ranks=ranks, total=total) == expected
 
 
 def _ask_at_once(generation: VllmGeneration, requests: list[GenerationRequest], settings: SamplingSettings) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.paths import TOKEN_VARIABLE
-from megatron_grpo.generation.http_guard import BODY_BYTES, HEAD_BYTES, REQUEST_S
+from megatron_grpo.generation.http_access import BODY_BYTES, HEAD_BYTES, REQUEST_S
 from tests.integration.server_process import serving
 from tests.integration.vllm_helpers import make_model
 
@@ -20,7 +20,7 @@ HOST, JSON = "Host: 127.0.0.1", "Content-Type: application/json"
 HUGE = [f"X-{number}: {'x' * 4000}" for number in range(HEAD_BYTES // 4000 + 5)]
 
 
-@pytest.mark.slow  # tests/unit/generation/test_guard.py sends as many to a small application with every `make test`
+@pytest.mark.slow  # tests/unit/generation/test_http_access.py sends as many to a small application each time
 def test_requests_that_are_late_huge_or_foreign_are_refused(tmp_path: Path) -> None:
     with serving(make_model(tmp_path / "model", seed=0), tmp_path / "log") as server:
         key = f"Authorization: Bearer {os.environ[TOKEN_VARIABLE]}"

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo import serve
 from megatron_grpo.config.paths import TOKEN_VARIABLE
-from megatron_grpo.generation.http_guard import NAMES_VARIABLE
+from megatron_grpo.generation.http_access import NAMES_VARIABLE
 from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
 
 

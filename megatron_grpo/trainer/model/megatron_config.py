@@ -87,7 +87,7 @@ def transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platfo
     return made(DecoderSettings, ours, transformer_fields(config, platform))
 
 
-def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     """Problems of passed fields, by section of the configuration: unknown to the installed version, or a wrong type."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 
 from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, ParallelConfig
-from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
+from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import FAMILIES, read_model_shape
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.weight_layouts import shard_engine, shard_policy
@@ -42,7 +42,7 @@ def engine_config(folder: Path, *, routed: RoutedForm | None = None, **generatio
         max_total_sequence_length=LONGEST,
         routed=routed,
     )
-    return AsyncEngineArgs(**engine_arguments(settings), skip_tokenizer_init=True).create_engine_config()
+    return AsyncEngineArgs(**make_engine_arguments(settings), skip_tokenizer_init=True).create_engine_config()
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])

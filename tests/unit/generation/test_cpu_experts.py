@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.generation.cpu_worker import choices_here
+from megatron_grpo.generation.cpu_worker import localize_choices
 
 
 @pytest.mark.parametrize("placement", [[[0, 1, 2], [3, 4, 5]], [[0, 2, 4], [1, 3, 5]], [[5, 0, 1, 2], [4, 3]]])
@@ -18,7 +18,7 @@ def test_the_outputs_of_all_ranks_add_up_to_those_of_all_experts(placement: list
     for experts in placement:
         place_here = torch.full((6,), -1, dtype=torch.int32)
         place_here[experts] = torch.arange(len(experts), dtype=torch.int32)
-        weights_here, chosen_here = choices_here(weights, chosen.to(torch.int32), place_here, len(experts))
+        weights_here, chosen_here = localize_choices(weights, chosen.to(torch.int32), place_here, len(experts))
         assert chosen_here.dtype == torch.int32
         total += torch.einsum("th,tchk,tc->tk", hidden, matrices[experts][chosen_here.long()], weights_here)
     torch.testing.assert_close(total, expected)

@@ -15,7 +15,7 @@ from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingS
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.generation.engine_tokenizer import require_same_tokenizer
-from megatron_grpo.generation.vllm_requests import sampling_params
+from megatron_grpo.generation.vllm_requests import make_sampling_params
 from tests.support.foreign_tokenizers import byte_level, deepseek_r1_distill, save_folder
 
 TEXT = "the 2023  cats\n in the hat"
@@ -61,7 +61,7 @@ def test_stop_strings_with_special_tokens_are_found(stop: str, tmp_path: Path) -
     tokenizer = load_tokenizer(save_folder(tmp_path, core, "qwen2", "Qwen2Tokenizer", eos_token="<|endoftext|>"))
     prompt = np.array(core.encode("Hi").ids, dtype=np.int32)
     request = GenerationRequest(prompt_ids=prompt, seed=0, max_new_tokens=16)
-    parameters = sampling_params(request, SamplingSettings(max_new_tokens=16, stop_strings=(stop,)), 64)
+    parameters = make_sampling_params(request, SamplingSettings(max_new_tokens=16, stop_strings=(stop,)), 64)
     asked = dict.fromkeys(EngineCoreRequest.__struct_fields__)
     asked |= {"request_id": "r", "prompt_token_ids": prompt.tolist(), "sampling_params": parameters}
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, EngineCoreRequest(**asked))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_grpo.generation.cpu_worker import RoutingRecorder
-from megatron_grpo.generation.vllm_requests import chosen_experts
+from megatron_grpo.generation.vllm_requests import read_chosen_experts
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.platform import device
 
@@ -104,7 +104,7 @@ def test_stages_of_a_cpu_engine_are_joined(monkeypatch: pytest.MonkeyPatch) -> N
             return [{"a": {1: first.tobytes()}}, {}, {"a": {3: second.tobytes()}}, {}]
 
     finals = [final("a", prompt=2, response=2), final("b", prompt=1, response=0)]
-    found, nothing = asyncio.run(chosen_experts(Engine(), finals, FORM))  # type: ignore[arg-type]  # a made-up engine
+    found, nothing = asyncio.run(read_chosen_experts(Engine(), finals, FORM))  # type: ignore[arg-type]  # a made-up engine
     assert found.tolist() == np.concatenate([first, second], axis=1)[:3].tolist()
     assert nothing.shape == (0, 4)
 
@@ -113,7 +113,7 @@ def test_vllm_returns_them_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     on_platform(monkeypatch, "cuda")
     chosen = np.arange(3 * 4 * 2, dtype=np.uint8).reshape(3, 4, 2)
     finals = [final("a", prompt=2, response=2, routed=chosen), final("b", prompt=1, response=0)]
-    found, nothing = asyncio.run(chosen_experts(None, finals, FORM))  # type: ignore[arg-type]  # nobody asks it
+    found, nothing = asyncio.run(read_chosen_experts(None, finals, FORM))  # type: ignore[arg-type]  # nobody asks it
     assert found.dtype == np.int8
     assert found.tolist() == [[*row[1], *row[3]] for row in chosen.tolist()]
     assert nothing.shape == (0, 4)

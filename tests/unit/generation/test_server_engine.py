@@ -318,7 +318,7 @@ def test_the_special_token_that_ended_a_response_is_not_in_its_text(use: Any) ->
         logprobs = {"content": [{"token_id": token, "logprob": -0.5} for token in (5, 2, 5)]}
         name = [{"version": f"{engine._prefix}0", "start": 0, "end": 3}]
         choice = {"token_ids": [5, 2, 5], "logprobs": logprobs, "weight_versions": name}
-        texts = [engine._read({"choices": [choice | end]}) for end in (ended, cut)]
+        texts = [engine._parse_response({"choices": [choice | end]}) for end in (ended, cut)]
         assert [output.text for output in texts if isinstance(output, GenerationOutput)] == ["f c", "f c f"]
 
     use(what)

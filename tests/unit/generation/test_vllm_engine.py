@@ -12,10 +12,10 @@ import pytest
 from megatron_grpo.batch.generation_requests import GenerationRequest, SamplingSettings
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation import engine as vllm_engine
-from megatron_grpo.generation import pauses as vllm_pauses
+from megatron_grpo.generation import gate as engine_gate
 from megatron_grpo.generation.engine import VllmEngine
 from megatron_grpo.generation.engine_arguments import VllmSettings
-from megatron_grpo.generation.pauses import Pauses
+from megatron_grpo.generation.gate import Gate
 
 
 class PickyLLM:
@@ -66,7 +66,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VllmEngine:
 def started(engine: VllmEngine) -> PickyLLM:
     """The vLLM that this engine has from now on."""
     llm: Any = PickyLLM(refused="call.1")
-    engine._llm, engine._pauses = llm, Pauses(llm, keeps_cache=False, tell=lambda _: None)
+    engine._llm = llm
+    engine._gate = Gate(llm, updates_in_flight=False, keeps_cache=False, on_change=lambda _: None)
     return llm
 
 
@@ -80,7 +81,7 @@ def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
                 pass
         assert not llm.requests
         await engine.sleep()
-        assert engine._asleep
+        assert engine._gate.is_closed("memory")
 
     asyncio.run(scene())
 
@@ -88,27 +89,28 @@ def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
 def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) -> None:
     async def scene() -> None:
         llm = started(engine)
-        engine._unusable = "the weights are incomplete"
+        await engine._gate.close("weights", "the weights are incomplete")
         with pytest.raises(RuntimeError, match="holds version 3, not 4"):
             await engine.commit_weights(4)
         assert llm.version == "4", "a call that cannot be taken back has ended"
-        assert engine._unusable == "the weights are incomplete"
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            engine._gate.require_open()
 
     asyncio.run(scene())
 
 
 def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_pauses, "LEAVE_S", 0.1)
+    monkeypatch.setattr(engine_gate, "LEAVE_S", 0.1)
 
     async def scene() -> None:
         started(engine)
-        async with engine._pauses.entering(1):
+        async with engine._gate.entry(1):
             pass
         with pytest.raises(RuntimeError, match="1 responses are in flight"):
             await engine.sleep()
-        assert not engine._asleep
-        engine._pauses.left(1)
+        assert not engine._gate.is_closed("memory")
+        engine._gate.leave(1)
         await engine.sleep()
-        assert engine._asleep
+        assert engine._gate.is_closed("memory")
 
     asyncio.run(scene())

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from megatron_grpo.config.schema import GenerationConfig as EngineSettings
-from megatron_grpo.generation.engine_arguments import VllmSettings, engine_arguments
+from megatron_grpo.generation.engine_arguments import VllmSettings, make_engine_arguments
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_folder import save_tensors, write_hf_folder
 from megatron_grpo.trainer.hf_export import changed_settings
@@ -135,7 +135,7 @@ def test_a_head_of_its_own_is_said_to_be_one(factor: float, entries: dict[str, A
         precision="float32",
         max_total_sequence_length=8,
     )
-    assert engine_arguments(settings)["hf_overrides"] == {**overrides, **entries}
+    assert make_engine_arguments(settings)["hf_overrides"] == {**overrides, **entries}
 
 
 def test_layers_that_predict_further_tokens_are_not_announced(tmp_path: Path) -> None:

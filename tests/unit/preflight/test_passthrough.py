@@ -89,8 +89,8 @@ def test_refused_before_anything_starts(given: list[str], override: str, text: s
 
 
 def test_fields_against_the_libraries_own_classes() -> None:
-    from megatron_grpo.generation.engine_arguments import passed_field_problems as vllm_problems
-    from megatron_grpo.trainer.model.megatron_config import passed_field_problems as megatron_problems
+    from megatron_grpo.generation.engine_arguments import find_passed_field_problems as vllm_problems
+    from megatron_grpo.trainer.model.megatron_config import find_passed_field_problems as megatron_problems
 
     for table, problems_in in ((MEGATRON, megatron_problems), (VLLM, vllm_problems)):
         values = {section: {name: value for name, (value, _) in fields.items()} for section, fields in table.items()}

@@ -23,13 +23,15 @@ from megatron_grpo.weight_sync.transport import CanaryFailedError, RefitError, T
 def test_the_median_of_the_worst_sequence_decides() -> None:
     prompt = CanaryPrompt(3, ((5, 6, 7, 8), (9, 8, 7)), expected=((-1.0, -2.0, -3.0), (-4.0, -5.0)), limit=0.1)
     same = (-4.0, -5.0)
-    assert prompt.require([(-1.0, -2.05, -9.0), same]) == pytest.approx(0.05), "one token may go to another expert"
+    assert prompt.require_agreement([(-1.0, -2.05, -9.0), same]) == pytest.approx(0.05), (
+        "one token may go to another expert"
+    )
     with pytest.raises(CanaryError, match=r"with version 3 of the weights .* differ from the policy's by 0.2 \(median"):
-        prompt.require([(-1.0, -2.2, -3.4), same])
+        prompt.require_agreement([(-1.0, -2.2, -3.4), same])
     with pytest.raises(CanaryError, match=r"0 \(4 tokens\), 0.3 \(3 tokens\)$"):
-        prompt.require([(-1.0, -2.0, -3.0), (-4.3, -5.3)])
+        prompt.require_agreement([(-1.0, -2.0, -3.0), (-4.3, -5.3)])
     with pytest.raises(CanaryError, match="by inf"):
-        prompt.require([(math.nan, -2.0, -3.0), same])
+        prompt.require_agreement([(math.nan, -2.0, -3.0), same])
 
 
 def test_an_engine_without_the_adapters_is_told_from_one_with_them() -> None:
@@ -37,13 +39,13 @@ def test_an_engine_without_the_adapters_is_told_from_one_with_them() -> None:
     prompt = CanaryPrompt(
         3, ((5, 6, 7, 8),), expected=((-1.0, -2.0, -3.0),), limit=0.5, rounding=0.005, base=((-1.04, -2.04, -2.96),)
     )
-    assert prompt.require([(-1.01, -2.0, -2.99)]) == pytest.approx(0.01)
-    assert prompt.require([(-1.02, -2.02, -2.98)]) == pytest.approx(0.02), "rounding of half the distance"
-    assert prompt.require([(-0.96, -1.96, -3.04)]) == pytest.approx(0.04), "on the other side"
+    assert prompt.require_agreement([(-1.01, -2.0, -2.99)]) == pytest.approx(0.01)
+    assert prompt.require_agreement([(-1.02, -2.02, -2.98)]) == pytest.approx(0.02), "rounding of half the distance"
+    assert prompt.require_agreement([(-0.96, -1.96, -3.04)]) == pytest.approx(0.04), "on the other side"
     with pytest.raises(CanaryError, match=r"by 0.01 and from the policy's by 0.03 \(medians\), so it has no adapters"):
-        prompt.require([(-1.03, -2.03, -2.97)])
+        prompt.require_agreement([(-1.03, -2.03, -2.97)])
     still = replace(prompt, base=((-1.001, -2.001, -3.001),))
-    assert still.require([(-1.001, -2.001, -3.001)]) == pytest.approx(0.001), "adapters that move nothing yet"
+    assert still.require_agreement([(-1.001, -2.001, -3.001)]) == pytest.approx(0.001), "adapters that move nothing yet"
 
 
 class OneEngine:

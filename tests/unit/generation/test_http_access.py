@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from megatron_grpo.config.paths import TOKEN_VARIABLE
-from megatron_grpo.generation.http_guard import HEAD_BYTES, NAMES_VARIABLE, TokenGuard
+from megatron_grpo.generation.http_access import HEAD_BYTES, NAMES_VARIABLE, TokenCheck
 
 BOTH_PARSERS = pytest.mark.parametrize("port", ["httptools", "h11"], indirect=True)
 JSON = {"Content-Type": "application/json"}
@@ -36,7 +36,7 @@ def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     listening = socket.create_server(("127.0.0.1", 0))
     app = FastAPI()
     app.add_api_route("/{path:path}", application, methods=["GET", "POST", "OPTIONS"])
-    app.add_middleware(TokenGuard)
+    app.add_middleware(TokenCheck)
     config = uvicorn.Config(app, log_level="error", http=getattr(request, "param", "auto"))
     server = app.state.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
@@ -105,13 +105,13 @@ def test_a_body_arrives_whole(port: int) -> None:
 
 @pytest.mark.parametrize("length", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
 def test_a_huge_body_gets_413(port: int, length: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.generation.http_guard.BODY_BYTES", 1000)
+    monkeypatch.setattr("megatron_grpo.generation.http_access.BODY_BYTES", 1000)
     piece = b"x" * 500 if "Length" in length else b"1f4\r\n" + b"x" * 500 + b"\r\n"
     assert sent(port, length, *[piece] * 10) == 413
 
 
 def test_a_slow_body_gets_408_and_others_are_served(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.generation.http_guard.REQUEST_S", 0.5)
+    monkeypatch.setattr("megatron_grpo.generation.http_access.REQUEST_S", 0.5)
     assert sent(port, "Content-Length: 1000", *[b" "] * 200, pause_s=0.05) == 408
     assert answered(port, "GET", "/weight_info", KEY)[0] == 200
 
@@ -135,7 +135,7 @@ def test_a_huge_head_that_comes_complete_gets_431(port: int) -> None:
 @BOTH_PARSERS
 @pytest.mark.parametrize("place", ["first head", "second head", "nothing"])
 def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.generation.http_guard.REQUEST_S", 0.5)
+    monkeypatch.setattr("megatron_grpo.generation.http_access.REQUEST_S", 0.5)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         if place == "second head":
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -152,7 +152,7 @@ def test_a_slow_head_is_closed_and_others_are_served(port: int, place: str, monk
 
 @BOTH_PARSERS
 def test_a_kept_connection_is_not_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.generation.http_guard.REQUEST_S", 0.3)
+    monkeypatch.setattr("megatron_grpo.generation.http_access.REQUEST_S", 0.3)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     for _ in range(3):
         connection.request("GET", "/weight_info", headers=KEY)
@@ -188,7 +188,7 @@ def sent(port: int, length: str, *pieces: bytes, pause_s: float = 0.0, ended: bo
 def test_a_server_whose_connections_cannot_be_bounded_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "right")
     app = FastAPI()
-    app.add_middleware(TokenGuard)
+    app.add_middleware(TokenCheck)
     with pytest.raises(SystemExit):
         uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical")).run()
 
@@ -196,4 +196,4 @@ def test_a_server_whose_connections_cannot_be_bounded_does_not_start(monkeypatch
 def test_a_server_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=f"needs a token in {TOKEN_VARIABLE}"):
-        TokenGuard(FastAPI())
+        TokenCheck(FastAPI())

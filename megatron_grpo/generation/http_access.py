@@ -1,4 +1,4 @@
-"""Access control of a run's servers: requests need the run's token, and requests of web pages are refused."""
+"""Access control of a run's servers: requests need the run's token, and web pages are refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
+
+from typing_extensions import override
 
 from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 
@@ -27,10 +29,10 @@ _OPEN_PATH = "/health"
 """Path that needs no token; it tells only whether the server is up."""
 
 
-def refusal(
+def find_refusal(
     method: str, headers: Mapping[str, str], bearer: str | None, names: Collection[str] = ()
 ) -> tuple[int, str] | None:
-    """Status and reason with which a request is refused; None: it is accepted.
+    """Find the status and reason with which a request is refused, or None.
 
     A web page can make a browser send requests to this machine. If the page's host name is made to resolve to this
     machine (DNS rebinding), the page can also read the answers. Browsers put the page's origin into the header Origin
@@ -45,40 +47,42 @@ def refusal(
         names: names of this machine besides its host name and localhost.
     """
     host = headers.get("host", "")
-    if not _is_own_name(host, names):
+    if not _is_own_host(host, names):
         return 421, f"Host {host!r} is not known as a name of this machine; use its address or its host name"
     if "origin" in headers:
         return 403, "requests of web pages (Origin) are not answered"
     if bearer is not None:
-        given = headers.get("authorization", "").encode("utf-8", "replace")
-        if not secrets.compare_digest(given, b"Bearer " + bearer.encode()):
+        authorization = headers.get("authorization", "").encode("utf-8", "replace")
+        if not secrets.compare_digest(authorization, b"Bearer " + bearer.encode()):
             return 401, "wrong or missing token"
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if method in ("POST", "PUT", "PATCH") and kind != "application/json":
-        return 415, f"Content-Type {kind!r}: a request has to be application/json"
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method in ("POST", "PUT", "PATCH") and content_type != "application/json":
+        return 415, f"Content-Type {content_type!r}: a request has to be application/json"
     return None
 
 
-def _is_own_name(host: str, names: Collection[str]) -> bool:
-    """Whether a Host header names an address or this machine."""
+def _is_own_host(host: str, names: Collection[str]) -> bool:
+    """True if a Host header is an address, or a name of this machine."""
     name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        own = {"localhost", socket.gethostname(), socket.getfqdn(), *names}
-        return name.lower() in {one.lower() for one in own}
+        own_names = {"localhost", socket.gethostname(), socket.getfqdn(), *names}
+        return name.lower() in {own_name.lower() for own_name in own_names}
     return True
 
 
-class TokenGuard:
-    """ASGI middleware of vLLM's server that applies `refusal`; vLLM's own token check leaves weight updates open.
+class TokenCheck:
+    """ASGI middleware of vLLM's server that refuses requests (`find_refusal`).
+
+    vLLM's own token check leaves weight updates open.
 
     A middleware sees a request only when its head is complete, and refuses a head above HEAD_BYTES then. Incomplete
     heads are bounded by the server's connections, whose class the middleware replaces at start-up (`_BoundedHeads`).
     """
 
     def __init__(self, app: Application) -> None:
-        """Guard an application by the token of the environment variable; RuntimeError: there is none."""
+        """Require the token of the environment variable; RuntimeError: there is none."""
         bearer = read_token()
         if bearer is None:
             raise RuntimeError(f"a server needs a token in {TOKEN_VARIABLE}; python -m megatron_grpo.serve makes one")
@@ -86,42 +90,43 @@ class TokenGuard:
         self._names = os.environ.get(NAMES_VARIABLE, "").split()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        kind = scope["type"]
-        if kind == "lifespan":
+        scope_type = scope["type"]
+        if scope_type == "lifespan":
             server = getattr(scope["app"].state, "server", None)  # uvicorn's, which vLLM puts there
             if server is None:  # uvicorn takes an exception here to mean that the application has no start-up
                 await send({"type": "lifespan.startup.failed", "message": "this vLLM does not tell its uvicorn server"})
                 return
             config = server.config
             config.http_protocol_class = type("Bounded", (_BoundedHeads, config.http_protocol_class), {})
-        if kind in ("http", "websocket"):
+        if scope_type in ("http", "websocket"):
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             bearer = None if scope["path"] == _OPEN_PATH else self._bearer
-            refused = refusal(scope.get("method", "GET"), headers, bearer, self._names)
-            if _head_bytes(scope) > HEAD_BYTES:
-                refused = 431, f"the line and headers of a request have at most {HEAD_BYTES} bytes"
-            if refused is not None:
-                await _refuse(kind, *refused, send)
+            refusal = find_refusal(scope.get("method", "GET"), headers, bearer, self._names)
+            if _count_head_bytes(scope) > HEAD_BYTES:
+                refusal = 431, f"the line and headers of a request have at most {HEAD_BYTES} bytes"
+            if refusal is not None:
+                await _refuse(scope_type, *refusal, send)
                 return
-        if kind == "http":
+        if scope_type == "http":
             try:
-                receive = await _received(receive)
+                receive = await _read_body(receive)
             except (TimeoutError, ValueError) as error:
-                late = isinstance(error, TimeoutError)
-                reason = f"no whole request within {REQUEST_S:g} s" if late else str(error)
-                await _refuse(kind, 408 if late else 413, reason, send)
+                is_late = isinstance(error, TimeoutError)
+                reason = f"no whole request within {REQUEST_S:g} s" if is_late else str(error)
+                await _refuse(scope_type, 408 if is_late else 413, reason, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _head_bytes(scope: Scope) -> int:
-    """Bytes of a complete head, but for the method: path, query, and each header with its colon, space and line end."""
+def _count_head_bytes(scope: Scope) -> int:
+    """Count the bytes of a complete head, without the method."""
+    # A header has a colon, a space and a line end, too.
     line = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 class _BoundedHeads(asyncio.Protocol):
-    """Ends connections whose request head is overdue or too large; mixed into one of uvicorn's HTTP protocols."""
+    """Mixed into uvicorn's HTTP protocol; ends connections whose head is overdue or too large."""
 
     transport: asyncio.Transport
     cycle: Any
@@ -130,14 +135,17 @@ class _BoundedHeads(asyncio.Protocol):
     _head = 0
     """Bytes of the incomplete head."""
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._begin_head()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
         super().connection_lost(exc)
 
+    @override
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.transport.is_closing() or not self._is_in_head():
@@ -168,7 +176,7 @@ class _BoundedHeads(asyncio.Protocol):
             self.transport.abort()
 
 
-async def _received(receive: Any) -> Callable[[], Awaitable[Any]]:
+async def _read_body(receive: Any) -> Callable[[], Awaitable[Any]]:
     """Read the body of a request; returns an ASGI `receive` that replays it.
 
     Raises:
@@ -184,14 +192,14 @@ async def _received(receive: Any) -> Callable[[], Awaitable[Any]]:
             if size > BODY_BYTES:
                 raise ValueError(f"a request has at most {BODY_BYTES} bytes")
 
-    async def again() -> Any:
+    async def replay() -> Any:
         return messages.pop(0) if messages else await receive()
 
-    return again
+    return replay
 
 
-async def _refuse(kind: str, status: int, reason: str, send: Any) -> None:
-    if kind == "websocket":
+async def _refuse(scope_type: str, status: int, reason: str, send: Any) -> None:
+    if scope_type == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer"), (b"connection", b"close")]

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megatron_grpo.cluster.cleanup import find_shared_files
-from megatron_grpo.generation.shutdown import EngineProcesses, end_processes
+from megatron_grpo.generation.engine_processes import EngineProcesses, end_processes
 
 FAMILY = """
 import subprocess, sys, time

@@ -1,0 +1,165 @@
+"""The gate of an engine: when requests may enter, and when vLLM's scheduler is paused.
+
+The scheduler is paused while no request is in flight, and while weights change under requests in flight.
+
+Why every token has exactly one weight version: `close` first shuts the entry, then pauses vLLM with mode="keep". The
+scheduler stops between two forward passes, so no pass computes with a mixture of weights, and requests in flight keep
+the tokens that they have. The workers then load the new weights, vLLM is told the new version, and `open` resumes the
+scheduler: each request continues where it stopped, and vLLM labels tokens from then on with the new version.
+A response may therefore span versions (`GenerationOutput.spans`), a token cannot. Requests that arrive meanwhile wait
+outside, because prompts are cached under the salt of a version, which is known only once the version is committed.
+Keys and values of tokens before the pause are those of the old weights if the cache outlasts pauses; otherwise the
+pause clears the cache, and the scheduler computes the sequences in flight again under the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Literal
+
+from megatron_grpo.generation.engine_processes import await_alive
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+LEAVE_S = 10.0
+"""Seconds that aborted requests have to drain before an operation that needs a paused engine is refused."""
+LOOK_S = 0.05
+
+Cause = Literal["weights", "memory"]
+"""What is missing while the gate is closed: complete weights, or the device memory of a sleeping engine."""
+
+
+class Gate:
+    """Lets requests into one engine, which starts open and paused.
+
+    Args:
+        llm: the engine.
+        updates_in_flight: while weights change, requests in flight are paused and new ones wait; otherwise new ones are
+            refused.
+        keeps_cache: the engine's prefix cache outlasts a pause; otherwise a pause empties it.
+        on_change: called with the number of requests in flight when it changes.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, *, updates_in_flight: bool, keeps_cache: bool, on_change: Callable[[int], None]
+    ) -> None:
+        self._llm, self._keeps_cache, self._on_change = llm, keeps_cache, on_change
+        self._updates_in_flight = updates_in_flight
+        self._in_flight = 0
+        self._reasons: dict[Cause, str] = {}
+        self._entry = asyncio.Lock()  # held while requests are added, and by `_hold` while weights change
+        self._is_holding = False
+        # The task that pauses the scheduler, which is paused when it is done; None: responses are in flight.
+        self._parking: asyncio.Task[None] | None = None
+        self.pause()
+
+    def require_open(self) -> None:
+        """Raise RuntimeError with the reason if requests are refused now."""
+        for cause, reason in self._reasons.items():
+            if cause == "memory" or not self._updates_in_flight:
+                raise RuntimeError(reason)
+
+    def is_closed(self, cause: Cause) -> bool:
+        """True from `close` until `open` for this cause."""
+        return cause in self._reasons
+
+    async def close(self, cause: Cause, reason: str) -> None:
+        """Keep new requests out, and pause requests in flight when their weights change.
+
+        Args:
+            cause: what is missing; the gate is open again when no cause remains.
+            reason: text for requests that are refused.
+        """
+        self._reasons[cause] = reason
+        if cause == "weights" and self._updates_in_flight:
+            await self._hold()
+
+    async def open(self, cause: Cause) -> None:
+        """Resume requests in flight, and let requests enter, unless another cause remains."""
+        self._reasons.pop(cause, None)
+        if cause == "weights":
+            if self._in_flight and self._parking is not None:
+                await self._resume()
+            if self._is_holding:
+                self._is_holding = False
+                self._entry.release()
+
+    def pause(self) -> None:
+        """Begin a pause; `wait_paused` waits until the scheduler has stopped."""
+        self._parking = asyncio.create_task(self._park())
+
+    async def wait_paused(self) -> AsyncLLM:
+        """Wait until the scheduler has stopped, and return the engine.
+
+        Raises:
+            RuntimeError: responses are still in flight after LEAVE_S.
+        """
+        began = time.monotonic()
+        while self._parking is None and time.monotonic() < began + LEAVE_S:
+            await asyncio.sleep(LOOK_S)  # aborted requests may still be draining
+        if self._parking is None:
+            raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
+        await self._parking
+        return self._llm
+
+    @asynccontextmanager
+    async def entry(self, requests: int) -> AsyncIterator[None]:
+        """Context in which requests are added; weights do not change meanwhile.
+
+        A paused engine resumes at the end of the context: its scheduler sees all requests before it takes the first.
+        """
+        async with self._entry:
+            self._count(requests)  # from here on no pause begins
+            try:
+                if self._parking is not None:
+                    await self._parking
+                yield
+                if self._parking is not None:
+                    await self._resume()
+            except BaseException:
+                self.leave(requests)
+                raise
+
+    def leave(self, requests: int) -> None:
+        """Record that requests have ended; after the last one the engine is paused."""
+        self._count(-requests)
+        if requests and not self._in_flight and self._parking is None:
+            self.pause()
+
+    @asynccontextmanager
+    async def running_scheduler(self) -> AsyncIterator[None]:
+        """Context in which a closed engine's scheduler runs.
+
+        New requests are kept out as before. Afterwards it is paused if the body failed or if no requests are in flight.
+        """
+        await self._resume()
+        try:
+            yield
+        except BaseException:
+            self.pause()
+            raise
+        if not self._in_flight:
+            self.pause()
+
+    async def _hold(self) -> None:
+        if not self._is_holding:
+            await self._entry.acquire()  # wait until requests that are being added are in flight
+            self._is_holding = True
+        if self._parking is None:
+            self.pause()
+
+    def _count(self, requests: int) -> None:
+        self._in_flight += requests
+        self._on_change(self._in_flight)
+
+    async def _resume(self) -> None:
+        self._parking = None
+        await await_alive(self._llm, self._llm.resume_generation())
+
+    async def _park(self) -> None:
+        call = self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_cache)
+        await await_alive(self._llm, call)
