@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megatron_grpo.config.command_line import MISTAKE, answer_help
 from megatron_grpo.config.errors import suggest_name
-from megatron_grpo.config.help import COMMANDS, MISTAKE, answer_help, format_commands
+from megatron_grpo.config.help import COMMANDS, format_commands
 from megatron_grpo.config.output import tolerant_output
 
 

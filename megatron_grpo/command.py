@@ -10,9 +10,10 @@ from typing import Literal
 import yaml
 
 from megatron_grpo.algorithms.dispatch import run_algorithm
+from megatron_grpo.config.command_line import FAILED, MISTAKE, answer_help, report_interruption
 from megatron_grpo.config.compose import Composed
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import FAILED, MISTAKE, answer_help, format_help, report_interruption
+from megatron_grpo.config.help import format_help
 from megatron_grpo.config.keys import find_key, is_section
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import OPTION

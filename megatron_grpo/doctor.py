@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.config.conversion import convert_argument
-from megatron_grpo.config.help import FAILED, run_command
+from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command, silence_packages
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.observability.summary import read_end_reason
@@ -41,59 +38,36 @@ when something is found.
   key=value  keys of the run's configuration that differ now, such as policy.model.path
   --json     one JSON object instead of a table
 """
-_OWN: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool, "timeout_s": Seconds}
+_OPTIONS: dict[str, Any] = {"step": Positive, "tokens": Positive, "engine": bool, "timeout_s": Seconds, "--json": bool}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("doctor: ", arguments, USAGE, _run)
+    return run_command("doctor", arguments, USAGE, _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    run_dir, own, overrides = _split(arguments)
-    given = {name: convert_argument(name, own[name], kind) for name, kind in _OWN.items() if name in own}
+    parsed = parse_arguments(arguments, _OPTIONS, most_words=1, is_override=lambda name: "." in name)
+    if not parsed.words:
+        raise ValueError("give the folder of one run; --help shows the arguments")
+    run_dir, as_json = Path(os.path.expanduser(parsed.words[0])), parsed.options.pop("json", False)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not the folder of a run")
     if not (run_dir / CONFIG_FILE).exists() and (reason := read_end_reason(run_dir)) is not None:
         raise ValueError(f"{run_dir} has no configuration, because the run ended before its first step: {reason}")
-    config = load_run_config(run_dir, overrides)
+    config = load_run_config(run_dir, parsed.overrides)
     model = fetch_model_folder(config.policy.model.path)
     if not (model / "config.json").is_file():
         raise ValueError(f"policy.model.path={model} has no model; add policy.model.path=FOLDER if it has moved")
-    logging.disable(logging.WARNING)  # packages log their fallbacks
-    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    try:
-        with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as scratch:
-            from megatron_grpo.verification.doctor.examination import diagnose  # here: torch takes seconds to import
+    with silence_packages(), tempfile.TemporaryDirectory() as scratch:
+        from megatron_grpo.verification.doctor.examination import diagnose  # after the checks, because it imports torch
 
-            diagnosis = diagnose(run_dir, config, model, Path(scratch), **given)
-    finally:
-        logging.disable(logging.NOTSET)
-    print(json.dumps(_as_json(run_dir, diagnosis)) if "--json" in arguments else "\n".join(_lines(run_dir, diagnosis)))
+        diagnosis = diagnose(run_dir, config, model, Path(scratch), **parsed.options)
+    print(json.dumps(_to_json(run_dir, diagnosis)) if as_json else "\n".join(_format_lines(run_dir, diagnosis)))
     return FAILED if diagnosis.findings else 0
 
 
-def _split(arguments: Sequence[str]) -> tuple[Path, dict[str, str], list[str]]:
-    """(folder of the run, the command's own arguments by name, overrides of the configuration)."""
-    folders, own, overrides = [], {}, []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if argument == "--json":
-            continue
-        if name in _OWN and equals:
-            own[name] = value
-        elif equals and "." in name:
-            overrides.append(argument)
-        elif equals or argument.startswith("-"):
-            raise ValueError(f"{argument} is not understood; --help shows what there is")
-        else:
-            folders.append(argument)
-    if len(folders) != 1:
-        raise ValueError(f"give the folder of one run, not {len(folders)}; --help shows what there is")
-    return Path(os.path.expanduser(folders[0])), own, overrides
-
-
-def _as_json(run_dir: Path, found: Diagnosis) -> dict[str, Any]:
+def _to_json(run_dir: Path, found: Diagnosis) -> dict[str, Any]:
     sides = {
         name: {"distance": asdict(distance), "rounding": asdict(rounding)}
         for name, (distance, rounding) in found.sides.items()
@@ -102,7 +76,7 @@ def _as_json(run_dir: Path, found: Diagnosis) -> dict[str, Any]:
     return {"run": str(run_dir), **asdict(found), "sides": sides, "findings": findings}
 
 
-def _lines(run_dir: Path, found: Diagnosis) -> list[str]:
+def _format_lines(run_dir: Path, found: Diagnosis) -> list[str]:
     lines = [
         f"step {found.step} of {run_dir}: {found.tokens} tokens of {found.rollouts} rollouts, "
         f"sampled by version {found.version}",

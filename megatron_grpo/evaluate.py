@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
+from megatron_grpo.config.command_line import run_command
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.help import run_command
 from megatron_grpo.evaluation.request import read_request
 
 USAGE = """\
@@ -32,7 +32,7 @@ _TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("evaluate: ", arguments, USAGE, _evaluate, failures=(RunError, OSError))
+    return run_command("evaluate", arguments, USAGE, _evaluate, failures=(RunError, OSError))
 
 
 def _evaluate(arguments: Sequence[str]) -> int:

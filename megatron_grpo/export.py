@@ -1,20 +1,17 @@
-"""Turns a checkpoint into a Hugging Face folder: python -m megatron_grpo.export checkpoint=… output=…"""
+"""Writes a checkpoint as a Hugging Face folder: python -m megatron_grpo.export checkpoint=… output=…"""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_grpo.config.conversion import convert_argument
-from megatron_grpo.config.errors import suggest_name, to_text
-from megatron_grpo.config.help import run_command
+from megatron_grpo.config.command_line import parse_arguments, run_command, silence_packages
+from megatron_grpo.config.errors import to_text
 from megatron_grpo.config.paths import check_writable, is_hub_name
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import PathText
@@ -37,84 +34,91 @@ python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quant
   push_to_hub  repository on the Hugging Face hub, such as ORGANISATION/NAME, that the folder is sent to; a new one is
               private
 """
-_PATHS, _PUSH = ("checkpoint", "output"), "push_to_hub"
-_KINDS: dict[str, Any] = {**dict.fromkeys(_PATHS, PathText), "format": Literal["hf", "peft", "quantized"], _PUSH: str}
-"""Types of the arguments, by name."""
+_OPTIONS = {
+    "checkpoint": PathText,
+    "output": PathText,
+    "format": Literal["hf", "peft", "quantized"],
+    "push_to_hub": str,
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("export: ", arguments, USAGE, _export)
+    return run_command("export", arguments, USAGE, _export)
 
 
 def _export(arguments: Sequence[str]) -> int:
-    """Check command line, checkpoint and model before torch is imported, then write the model."""
-    given = _read_arguments(arguments)
-    checkpoint, output = (Path(given[name]) for name in _PATHS)
+    """Check the command line, the checkpoint and the model, then write the model."""
+    parsed = parse_arguments(arguments, _OPTIONS)
+    checkpoint, output = (Path(parsed.require(name, "PATH")) for name in ("checkpoint", "output"))
+    form, hub_name = parsed.options.get("format", "hf"), parsed.options.get("push_to_hub")
+    if hub_name is not None and not is_hub_name(hub_name):
+        raise ValueError(f"push_to_hub={hub_name} is not a name on the hub; give ORGANISATION/NAME")
     checkpoint = resolve_checkpoint(checkpoint)
-    weights, form = checkpoint / POLICY_FOLDER, given.get("format", "hf")
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
-    if not (checkpoint / MANIFEST_FILE).exists() and not weights.exists():
+    if not (checkpoint / MANIFEST_FILE).exists() and not (checkpoint / POLICY_FOLDER).exists():
         raise ValueError(f"checkpoint={checkpoint} is not a checkpoint; give a folder RUN_DIR/checkpoints/step_N")
     _require_writable(output)
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    policy = _trained_policy(config_file)
-    template = config_file.with_name(TEMPLATE_FILE)
+    policy = _read_policy(config_file)
     if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     if form == "quantized" and policy.quantization is None:
         raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
     source = fetch_model_folder(policy.model.path)
     if not (source / "config.json").is_file():
-        text = f"the model that the run began with, policy.model.path in {config_file}, is not there; its settings and"
         raise ValueError(
-            f"{source}: {text} tokenizer belong to the export: put it back, or correct the path in that file"
+            f"{source}: the model that the run began with, policy.model.path in {config_file}, is not there; its "
+            "settings and tokenizer belong to the export: put it back, or correct the path in that file"
         )
-    shape = read_model_shape(source)
-    remark = verify_checkpoint(checkpoint)  # last, because a large checkpoint takes a while
-    if remark:
-        print(f"export: {remark}", file=sys.stderr)
-    logging.disable(logging.WARNING)  # packages log their fallbacks
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            from megatron_grpo.trainer.hf_export import export_checkpoint  # only now, because it imports torch
-
-            export_checkpoint(
-                weights,
-                source,
-                shape,
-                output,
-                precision=policy.precision,
-                lora=policy.lora,
-                adapters_of=policy.model.path if form == "peft" else None,
-                quantization=policy.quantization if form == "quantized" else None,
-                chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
-            )
-    finally:
-        logging.disable(logging.NOTSET)
+    template = config_file.with_name(TEMPLATE_FILE)
+    _write_model(checkpoint, source, output, policy, form, template)
     print(f"wrote {output} from {checkpoint}")
     if template.is_file():
         text = "serve the base model with it" if form == "peft" else f"which is that of {output} too"
         print(f"the run's prompts were rendered by {template}, {text}")
-    if _PUSH in given:
-        print(f"sent to {push_to_hub(output, given[_PUSH], policy.model.path, checkpoint, adapters=form == 'peft')}")
+    if hub_name is not None:
+        print(f"sent to {push_to_hub(output, hub_name, policy.model.path, checkpoint, adapters=form == 'peft')}")
     return 0
 
 
-def _trained_policy(config_file: Path) -> PolicyConfig:
-    """Model, precision, adapters and quantisation of a run; other keys, which may be another version's, are ignored."""
+def _write_model(checkpoint: Path, source: Path, output: Path, policy: PolicyConfig, form: str, template: Path) -> None:
+    """Verify the checkpoint, and write its weights as a folder of Hugging Face."""
+    shape = read_model_shape(source)
+    remark = verify_checkpoint(checkpoint)  # the last check, because a large checkpoint takes a while
+    if remark:
+        print(f"export: {remark}", file=sys.stderr)
+    with silence_packages():
+        from megatron_grpo.trainer.hf_export import export_checkpoint  # after the checks, because it imports torch
+
+        export_checkpoint(
+            checkpoint / POLICY_FOLDER,
+            source,
+            shape,
+            output,
+            precision=policy.precision,
+            lora=policy.lora,
+            adapters_of=policy.model.path if form == "peft" else None,
+            quantization=policy.quantization if form == "quantized" else None,
+            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+        )
+
+
+def _read_policy(config_file: Path) -> PolicyConfig:
+    """Read the model, precision, adapters and quantization of a run."""
     try:
         policy = read_config_file(config_file).get("policy")
     except FileNotFoundError:
         raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
-    given = policy if isinstance(policy, dict) else {}
-    model = given.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("path"), str) or "precision" not in given:
+    settings = policy if isinstance(policy, dict) else {}
+    model = settings.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("path"), str) or "precision" not in settings:
         raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
-    kept = {name: given[name] for name in ("precision", "lora", "quantization") if name in given}
+    # Other keys do not matter to an export, and may be another version's.
+    needed = {name: settings[name] for name in ("precision", "lora", "quantization") if name in settings}
     try:
-        return TypeAdapter(PolicyConfig).validate_python({"model": {"path": model["path"]}, **kept})
+        return TypeAdapter(PolicyConfig).validate_python({"model": {"path": model["path"]}, **needed})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(("policy", *map(str, first["loc"])))
@@ -130,23 +134,6 @@ def _require_writable(output: Path) -> None:
         raise ValueError(f"output={output} cannot be written: {problem.text}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"output={output} already exists; give the path of a new folder")
-
-
-def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """The value of each argument, by name."""
-    values: dict[str, str] = {}
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name not in _KINDS or not equals:
-            hint = suggest_name(name.lstrip("-+"), _KINDS, "{}=...", otherwise="")
-            raise ValueError(f"{argument} is not understood{hint}\n{USAGE}".rstrip())
-        values[name] = convert_argument(name, value, _KINDS[name])
-    for name in _PATHS:
-        if not values.get(name):
-            raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())
-    if _PUSH in values and not is_hub_name(values[_PUSH]):
-        raise ValueError(f"{_PUSH}={values[_PUSH]} is not a name on the hub; give ORGANISATION/NAME")
-    return values
 
 
 if __name__ == "__main__":

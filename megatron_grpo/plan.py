@@ -6,11 +6,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import Config
@@ -46,6 +46,7 @@ python -m megatron_grpo.plan calibrate RUN_DIR [cluster.gpu=h100] [--out FILE.ya
 Says whether a run fits, and how long a step takes, from dry runs of its ranks; needs no GPU and no weights, only the
 model's config.json. Exit code 1: the run does not fit.
 """
+_OPTIONS = {"--search": bool, "--json": bool, "--html": Path, "--out": Path}
 _PRETRAIN = "plan.workload=pretrain"
 _SHOWN = 8
 """Most layouts of each sort that are listed."""
@@ -53,29 +54,29 @@ _SHOWN = 8
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("plan: ", arguments, USAGE, _plan, failures=(RunError,))
+    return run_command("plan", arguments, USAGE, _plan, failures=(RunError,))
 
 
 def _plan(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["calibrate"]:
         return _calibrate(arguments[1:])
-    options, overrides = _options(arguments)
-    config, shape = _read(overrides, compose_for_search if options.search else compose_config)
+    options, overrides = _parse_options(arguments)
+    config, shape = _read(overrides, compose_for_search if "search" in options else compose_config)
     found, layouts = None, None
     with tracing() as pool:
-        if options.search:
+        if "search" in options:
             layouts = search(config, shape, pool, budget_s=config.plan.search_s)
             found = layouts.best[0].plan if layouts.best else None
         else:
             found = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
             found = with_advice(found, pool)
-    if options.json:
+    if "json" in options:
         shown = found if layouts is None else layouts
         print(json.dumps(None if shown is None else shown.as_dict(), indent=1))
     else:
         print("\n".join([*(_search_table(layouts) if layouts else ()), *(_plan_table(found) if found else ())]))
-    if options.html is not None and found is not None:
-        write_page(options.html, found)
+    if "html" in options and found is not None:
+        write_page(options["html"], found)
     return 0 if found is not None and not found.problems else FAILED
 
 
@@ -142,7 +143,7 @@ def _search_table(found: Search) -> Iterator[str]:
 
 def _calibrate(arguments: Sequence[str]) -> int:
     """Fit a profile to the run in a folder."""
-    options, words = _options(arguments)
+    options, words = _parse_options(arguments)
     folders = [Path(one) for one in words if "=" not in one]
     if len(folders) != 1:
         raise ValueError("calibrate takes one RUN_DIR, the folder of a run that recorded its rollouts")
@@ -162,7 +163,7 @@ def _calibrate(arguments: Sequence[str]) -> int:
     tensors = max(one.phases[one.phase] for one in plan.ranks) / GIB
     found = calibrate(measured, plan.timed_on, plan.hardware, tensors)
     print("\n".join(found.table()))
-    file = options.out or Path(f"{plan.hardware.name}_calibrated.yaml")
+    file = options.get("out") or Path(f"{plan.hardware.name}_calibrated.yaml")
     write_profile(file, found.hardware, f"{plan.hardware.name}_calibrated")
     print(f"wrote {file}; use it as plan.hardware={file}")
     return 0
@@ -215,35 +216,10 @@ def _read(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) 
     return config, shape
 
 
-@dataclass(slots=True)
-class Options:
-    """The options of a command line."""
-
-    search: bool = False
-    json: bool = False
-    html: Path | None = None
-    """File for the page; None: no page is written."""
-    out: Path | None = None
-    """File for the profile of `calibrate`; None: a name in the working folder."""
-
-
-def _options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
-    """The options, and the arguments that belong to the recipe; ValueError: there is no such option."""
-    options, overrides, rest = Options(), [], iter(arguments)
-    for word in rest:
-        name, _, value = word.partition("=")
-        if word in ("--json", "--search"):
-            setattr(options, word.removeprefix("--"), True)
-        elif name in ("--html", "--out"):
-            text = value or next(rest, "")
-            if not text:
-                raise ValueError(f"{name} needs a file")
-            setattr(options, name.removeprefix("--"), Path(text))
-        elif word.startswith("--") and name != OPTION:
-            raise ValueError(f"{word} is not an option; the options are --search, --json and --html FILE")
-        else:
-            overrides.append(word)
-    return options, overrides
+def _parse_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split a command line into options and arguments of the recipe."""
+    parsed = parse_arguments(arguments, _OPTIONS, is_override=lambda name: name == OPTION or not name.startswith("--"))
+    return parsed.options, parsed.overrides
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megatron_grpo.config.conversion import convert_argument
+from megatron_grpo.config.command_line import parse_arguments, run_command
 from megatron_grpo.config.errors import ConfigError, Problem
-from megatron_grpo.config.help import run_command
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
@@ -25,7 +24,7 @@ python -m megatron_grpo.refit_plan +exp=NAME key=value … [--gb-per-s=N] [--jso
 
 Plans the refit of refit.mode=reshard from the layouts of policy and generation; starts no process and needs no GPU.
 """
-_SPEED = "--gb-per-s"
+_OPTIONS = {"--gb-per-s": PositiveFloat, "--json": bool}
 _DEFAULT_SPEED = 50.0
 _LINKS_SHOWN = 32
 """Most links that are listed one by one."""
@@ -33,12 +32,13 @@ _LINKS_SHOWN = 32
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("", arguments, USAGE, _plan)
+    return run_command("refit_plan", arguments, USAGE, _plan)
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    speed, as_json, overrides = _options(arguments)
-    config = compose_config(overrides)
+    parsed = parse_arguments(arguments, _OPTIONS, is_override=lambda name: not name.startswith("--"))
+    speed = parsed.options.get("gb_per_s", _DEFAULT_SPEED)
+    config = compose_config(parsed.overrides)
     shape, policy = find_model_shape(config), config.policy
     if shape is None:
         path = f"policy.model.path={policy.model.path}"
@@ -46,7 +46,7 @@ def _plan(arguments: Sequence[str]) -> int:
     layouts, bucket = (policy.parallel, config.generation.parallel), int(config.refit.bucket_mib * 2**20)
     summary = refit_summary(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
     nccl = _nccl(config, summary)
-    if as_json:
+    if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))
     else:
         print("\n".join(_table(summary, nccl, speed)))
@@ -64,20 +64,6 @@ def _nccl(config: Config, summary: RefitSummary) -> dict[str, int]:
         "sending_bytes": sending,
         "receiving_bytes": receiving,
     }
-
-
-def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
-    """(speed in GB/s, whether to print JSON, the arguments that belong to the recipe)."""
-    speed, overrides = _DEFAULT_SPEED, []
-    for word in arguments:
-        name, _, value = word.partition("=")
-        if name == _SPEED:
-            speed = convert_argument(name, value, PositiveFloat)
-        elif word.startswith("--") and word != "--json":
-            raise ValueError(f"{word} is not an option; the options are {_SPEED}=N and --json")
-        elif word != "--json":
-            overrides.append(word)
-    return speed, "--json" in arguments, overrides
 
 
 def _table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[str]:

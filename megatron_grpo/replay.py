@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from megatron_grpo.batch.replay_files import library_versions
-from megatron_grpo.config.conversion import convert_argument
-from megatron_grpo.config.errors import ConfigError, Problem, suggest_name
-from megatron_grpo.config.help import FAILED, run_command
+from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command, silence_packages
+from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.config.section import Positive, Seconds
 
@@ -67,12 +65,13 @@ class ReplayRequest:
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     # A step that cannot be done again exits as a mistake does: exit code 1 says that it was done and differs.
-    return run_command("replay: ", arguments, USAGE, _run)
+    return run_command("replay", arguments, USAGE, _run)
 
 
 def _run(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
-    record, comparisons = replay(request)
+    with silence_packages():
+        record, comparisons = replay(request)
     agrees = all(one.agrees for one in comparisons)
     if request.json:
         print(json.dumps(_as_json(record, comparisons)))
@@ -91,8 +90,6 @@ def replay(request: ReplayRequest) -> tuple[RecordedStep, list[Comparison]]:
         ValueError: the record or the changes cannot be used; says why.
         RunError: a rank failed, or there is no GPU for each rank.
     """
-    warnings.filterwarnings("ignore")  # packages warn about their fallbacks
-    os.environ["PYTHONWARNINGS"] = "ignore"
     from megatron_grpo.verification.replay.compare import (  # here: torch takes seconds to import
         compare,
         recorded,
@@ -230,29 +227,18 @@ def read_request(arguments: Sequence[str]) -> ReplayRequest:
     Raises:
         ValueError: an argument is wrong or missing.
     """
-    values: dict[str, Any] = {"overrides": []}
     kinds = get_type_hints(ReplayRequest, include_extras=True)
-    own = [name for name in kinds if name not in ("run_dir", "overrides", "json")]
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if argument == "--json":
-            values["json"] = True
-        elif equals and key in own:
-            values[key] = convert_argument(key, text, kinds[key])
-        elif equals and key.startswith(_SECTIONS):
-            values["overrides"].append(argument)
-        elif equals and "." in key:
+    options = {name: kind for name, kind in kinds.items() if name not in ("run_dir", "overrides", "json")}
+    parsed = parse_arguments(arguments, {**options, "--json": bool}, most_words=1, is_override=lambda name: "." in name)
+    for override in parsed.overrides:
+        if not override.startswith(_SECTIONS):
             text = "changes nothing in a replay: rollouts, rewards and advantages are the recorded ones"
-            raise ConfigError([Problem(argument, f"{text}; change keys of policy, reference or loss_fn")])
-        elif equals or argument.startswith("-") or "run_dir" in values:
-            hint = suggest_name(f"{key}=", (*(f"{name}=" for name in own), "--json"))
-            raise ValueError(f"{argument} is not an argument{hint}")
-        else:
-            values["run_dir"] = Path(os.path.expanduser(argument))
-    for name, form in (("run_dir", "RUN_DIR"), ("step", "step=N")):
-        if name not in values:
-            raise ValueError(f"{form} is missing; --help shows what there is")
-    return ReplayRequest(**values)
+            raise ConfigError([Problem(override, f"{text}; change keys of policy, reference or loss_fn")])
+    if not parsed.words:
+        raise ValueError("RUN_DIR is missing; --help shows the arguments")
+    parsed.require("step", "N")
+    run_dir = Path(os.path.expanduser(parsed.words[0]))
+    return ReplayRequest(run_dir=run_dir, overrides=parsed.overrides, **parsed.options)
 
 
 if __name__ == "__main__":

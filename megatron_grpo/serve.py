@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_grpo.config.command_line import MISTAKE
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.help import MISTAKE
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.paths import TOKEN_VARIABLE, read_token
 from megatron_grpo.generation.http_access import NAMES_VARIABLE

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from megatron_grpo.config.conversion import convert_argument
-from megatron_grpo.config.errors import RunError, suggest_name
-from megatron_grpo.config.help import FAILED, run_command
+from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command, silence_packages
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.config.section import NonNegative, Positive, Seconds
 from megatron_grpo.models.families import read_model_shape
@@ -91,12 +88,12 @@ class VerifyRequest:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    return run_command("verify: ", arguments, USAGE, _run, failures=(RunError,))
+    return run_command("verify", arguments, USAGE, _run, failures=(RunError,))
 
 
 def _run(arguments: Sequence[str]) -> int:
     request = read_request(arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with silence_packages(), tempfile.TemporaryDirectory() as folder:
         rows = list(verify(request, Path(folder)))
     if request.json:
         print(json.dumps({"model": request.model, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}))
@@ -114,8 +111,6 @@ def verify(request: VerifyRequest, folder: Path) -> Iterator[Row]:
         ValueError: there is no such model, or a layout does not fit it.
         RunError: a rank failed.
     """
-    warnings.filterwarnings("ignore")  # packages warn about their fallbacks
-    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     from megatron_grpo.verification.problem import (  # here: torch takes seconds to import
         make_batch,
         prepare_model,
@@ -187,22 +182,13 @@ def read_request(arguments: Sequence[str]) -> VerifyRequest:
     Raises:
         ValueError: an argument is wrong.
     """
-    values: dict[str, Any] = {}
     kinds = get_type_hints(VerifyRequest, include_extras=True)
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if argument == "--json":
-            values["json"] = True
-        elif not equals or key not in kinds or key == "json":
-            known = (f"{name}=" if name != "json" else "--json" for name in kinds)
-            raise ValueError(f"{argument} is not an argument" + suggest_name(f"{key}=", known))
-        elif key == "layouts":
-            values[key] = read_layouts(key, text)
-        elif key == "packing":
-            packings = {"true": (True,), "false": (False,), "both": (True, False)}
-            values[key] = packings[convert_argument(key, text, Literal["true", "false", "both"])]
-        else:
-            values[key] = convert_argument(key, text, kinds[key])
+    kinds |= {"layouts": str, "packing": Literal["true", "false", "both"]}
+    values = parse_arguments(arguments, {**kinds, "--json": kinds.pop("json")}).options
+    if "layouts" in values:
+        values["layouts"] = read_layouts("layouts", values["layouts"])
+    if "packing" in values:
+        values["packing"] = {"true": (True,), "false": (False,), "both": (True, False)}[values["packing"]]
     return VerifyRequest(**values)
 
 

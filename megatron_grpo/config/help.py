@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from importlib import resources
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.command_line import find_version
 from megatron_grpo.config.keys import SectionKeys, read_keys, read_sections
 from megatron_grpo.config.loop_schema import LOOPS
-from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, list_config_groups
 
 COMMANDS = {
@@ -63,68 +60,6 @@ examples:
   python -m megatron_grpo.train +exp=qwen3_8b_8gpu policy.model.path=/models/mine data.train_path=mine.jsonl
   python -m megatron_grpo.train +exp=quickstart run_dir=outputs/mine   (again: resumes where it stopped)
 """
-
-
-def find_version() -> str:
-    """The version of the installed package."""
-    try:
-        return importlib.metadata.version("megatron_grpo")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def answer_help(arguments: Sequence[str], usage: str) -> bool:
-    """Print the usage or the version if a command line asks for it; returns whether it did."""
-    if {"-h", "--help"} & set(arguments):
-        print(usage, end="")
-    elif "--version" in arguments:
-        print(f"megatron_grpo {find_version()}")
-    else:
-        return False
-    return True
-
-
-FAILED, MISTAKE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-"""Exit codes: a failure, a command line that cannot be run, Ctrl-C, SIGTERM."""
-
-
-def report_interruption(error: KeyboardInterrupt) -> int:
-    """Print a line about an interruption, with the notes of the error; returns the exit code."""
-    print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
-    return TERMINATED if "SIGTERM" in error.args else INTERRUPTED
-
-
-def run_command(
-    prefix: str,
-    arguments: Sequence[str],
-    usage: str,
-    body: Callable[[Sequence[str]], int],
-    failures: tuple[type[Exception], ...] = (),
-) -> int:
-    """Answer --help with `usage`, and --version, or run the body of a command; returns the exit code.
-
-    An error becomes a line on standard error after `prefix`; the exit code is FAILED for `failures`, else MISTAKE.
-    """
-    with tolerant_output():
-        return _exit_code(prefix, arguments, usage, body, failures)
-
-
-def _exit_code(
-    prefix: str,
-    arguments: Sequence[str],
-    usage: str,
-    body: Callable[[Sequence[str]], int],
-    failures: tuple[type[Exception], ...],
-) -> int:
-    if answer_help(arguments, usage):
-        return 0
-    try:
-        return body(arguments)
-    except (ValueError, RunError, OSError) as error:
-        print(f"{prefix}{error}", file=sys.stderr)
-        return FAILED if isinstance(error, failures) else MISTAKE
-    except KeyboardInterrupt as error:
-        return report_interruption(error)
 
 
 def format_commands() -> str:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_grpo.config.command_line import parse_arguments
 from megatron_grpo.config.compose import compose_typed
-from megatron_grpo.config.conversion import convert_argument
 from megatron_grpo.config.data_schema import DatasetConfig
-from megatron_grpo.config.errors import ConfigError, Problem, suggest_name, to_text
-from megatron_grpo.config.overrides import OPTION
+from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.schema import Config
-from megatron_grpo.config.section import Positive, Temperature
+from megatron_grpo.config.section import PathText, Positive, Temperature
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_checks import examine_rows
@@ -70,7 +69,14 @@ def _set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Pro
             yield Problem(subject, "has no rows")
 
 
-_OWN = ("checkpoint", "output", "k", "samples", "temperature", "compare")
+_OPTIONS = {
+    "checkpoint": PathText,
+    "output": PathText,
+    "k": list[Positive],
+    "samples": Positive,
+    "temperature": Temperature,
+    "compare": PathText,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +107,8 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
         ConfigError: the command line has problems; the text names every key.
         ValueError: the configuration of the checkpoint's run cannot be read.
     """
-    own, overrides, files = _split(arguments)
-    for name in ("checkpoint", "output"):
-        if not own.get(name):
-            raise ConfigError([Problem(f"{name}=PATH", "is missing; --help shows what there is")])
-    checkpoint, output = (Path(os.path.expanduser(own[name])) for name in ("checkpoint", "output"))
+    parsed = parse_arguments(arguments, _OPTIONS, is_override=_is_override)
+    checkpoint, output = (Path(parsed.require(name, "PATH")) for name in ("checkpoint", "output"))
     checkpoint = resolve_checkpoint(checkpoint)
     is_run = (checkpoint / POLICY_FOLDER).is_dir()
     if not is_run and not (checkpoint / "config.json").is_file():
@@ -113,6 +116,13 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
         raise ConfigError([Problem(f"checkpoint={checkpoint}", text)])
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
+    files, overrides = [], []
+    for override in parsed.overrides:
+        key, _, value = override.partition("=")
+        if key == DATA_KEY:
+            files += [path.strip() for path in value.removeprefix("[").removesuffix("]").split(",") if path.strip()]
+        else:
+            overrides.append(override)
     config = (
         load_run_config(checkpoint.resolve().parent.parent, overrides)
         if is_run
@@ -123,9 +133,9 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     problems = list(_server_problems(config)) or find_evaluation_problems(config) or list(_set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
-    samples = convert_argument("samples", own.get("samples", "1"), Positive)
-    temperature = _temperature(own, samples, config)
-    compare = Path(os.path.expanduser(own["compare"])) if "compare" in own else None
+    samples = parsed.options.get("samples", 1)
+    temperature = _choose_temperature(parsed.options.get("temperature"), samples, config)
+    compare = Path(parsed.options["compare"]) if "compare" in parsed.options else None
     if compare is not None and not (compare / SAMPLES_FILE).is_file():
         raise ConfigError([Problem(f"compare={compare}", f"has no {SAMPLES_FILE}; give the output of an evaluation")])
     return EvaluationRequest(
@@ -133,7 +143,7 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
         is_run=is_run,
         output=output,
         sets=sets,
-        k=_ks(own.get("k", "[1]"), samples),
+        k=_sort_ks(parsed.options.get("k", [1]), samples),
         samples=samples,
         temperature=temperature,
         compare=compare,
@@ -141,26 +151,8 @@ def read_request(arguments: Sequence[str]) -> EvaluationRequest:
     )
 
 
-def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Split a command line into the evaluation's own arguments (by name), overrides, and paths of sets."""
-    own: dict[str, str] = {}
-    overrides, files = [], []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name in _OWN and equals:
-            own[name] = value
-        elif name == DATA_KEY:
-            files += [one.strip() for one in value.removeprefix("[").removesuffix("]").split(",") if one.strip()]
-        elif name == OPTION:
-            overrides.append(argument if equals else f"{argument}={next(rest, '')}")
-        elif equals and (name.startswith("+") or "." in name or is_composition(name)):
-            overrides.append(argument)
-        else:
-            known = (*_OWN, DATA_KEY)
-            hint = suggest_name(name.lstrip("-"), known, "{}=...", otherwise="; --help shows what there is")
-            raise ConfigError([Problem(argument, f"is not an argument{hint}")])
-    return own, overrides, files
+def _is_override(name: str) -> bool:
+    return name.startswith("+") or "." in name or is_composition(name)
 
 
 def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
@@ -182,18 +174,18 @@ def _server_problems(config: Config) -> Iterator[Problem]:
         yield Problem(f"generation.server.urls={to_text(urls)}", text)
 
 
-def _ks(text: str, samples: int) -> tuple[int, ...]:
-    numbers = sorted(set(convert_argument("k", text, list[Positive])))
+def _sort_ks(ks: Sequence[int], samples: int) -> tuple[int, ...]:
+    numbers = sorted(set(ks))
     if numbers[-1] > samples:
-        raise ConfigError([Problem(f"k={text}", f"needs samples={numbers[-1]} or more; samples={samples}")])
+        text = f"needs samples={numbers[-1]} or more; samples={samples}"
+        raise ConfigError([Problem(f"k=[{','.join(map(str, ks))}]", text)])
     return tuple(numbers)
 
 
-def _temperature(own: dict[str, str], samples: int, config: Config) -> float:
-    """The requested temperature; by default greedy for one response, and as in training for several."""
-    if "temperature" not in own:
+def _choose_temperature(requested: float | None, samples: int, config: Config) -> float:
+    """The requested temperature; by default greedy for one response, else that of training."""
+    if requested is None:
         return 0.0 if samples == 1 else config.generation.temperature
-    value: float = convert_argument("temperature", own["temperature"], Temperature)
-    if value == 0 and samples > 1:
+    if requested == 0 and samples > 1:
         raise ConfigError([Problem("temperature=0", f"makes all samples={samples} of a prompt equal; give samples=1")])
-    return value
+    return requested

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_grpo import export
-from megatron_grpo.config.help import MISTAKE
+from megatron_grpo.config.command_line import MISTAKE
 from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.run.checkpoints import Checkpointer
 from tests.integration.runs import TrainingRun, without_timing

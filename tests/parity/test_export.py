@@ -109,7 +109,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_mistakes_get_one_message(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, output = f"checkpoint={run_dir}/checkpoints/step_3", f"output={tmp_path}/out"
     assert "checkpoint=PATH is missing" in mistake(capsys, output)
-    assert "ouput=x is not understood" in mistake(capsys, checkpoint, "ouput=x")
+    assert "ouput=x is not an argument; did you mean output=?" in mistake(capsys, checkpoint, "ouput=x")
     assert "does not exist" in mistake(capsys, f"checkpoint={tmp_path}/none", output)
     assert "is not a checkpoint" in mistake(capsys, f"checkpoint={run_dir}/checkpoints", output)
     assert "already exists" in mistake(capsys, checkpoint, f"output={run_dir}")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo import plan
 from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
-from megatron_grpo.config.help import FAILED, MISTAKE
+from megatron_grpo.config.command_line import FAILED, MISTAKE
 from megatron_grpo.planning.calibrate import write_profile
 from megatron_grpo.planning.check import fit_remarks
 from megatron_grpo.planning.hardware import hardware
@@ -61,7 +61,7 @@ def overrides(tmp_path: Path) -> list[str]:
     [
         ([], "a plan needs the GPU: give cluster.gpu=a100"),
         (["cluster.gpu=h100", "cluster.gpus_per_node=0"], "is a run on CPU"),
-        (["cluster.gpu=h100", "--fast"], "--fast is not an option"),
+        (["cluster.gpu=h100", "--fast"], "--fast is not an argument"),
         (["cluster.gpu=v100"], "cluster.gpu=v100"),
         (["cluster.gpu=h100", "policy.model.path=/none"], "policy.model.path=/none  no such folder; give a folder in"),
         (["cluster.gpu=h100", "debug.train=false"], "debug.train=False  trains nothing"),

@@ -42,7 +42,7 @@ def test_links_are_listed_where_they_are_few(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["+exp=quickstart", "--speed=3"], "--speed=3 is not an option"),
+        (["+exp=quickstart", "--speed=3"], "--speed=3 is not an argument"),
         (["+exp=quickstart", "--gb-per-s=fast"], "--gb-per-s=fast must be float > 0"),
         (["+exp=quickstart", "policy.parallel.tensor=3"], "policy.parallel.tensor=3"),
         (["+exp=llama3_70b_slurm"], "give a folder with the model's config.json"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_grpo.config.help import MISTAKE, run_command
+from megatron_grpo.config.command_line import MISTAKE, run_command
 from megatron_grpo.config.output import TolerantStream, tolerant_output
 from megatron_grpo.observability.progress import ProgressDisplay
 from megatron_grpo.run.lifetime import record_end
@@ -121,7 +121,7 @@ def test_a_closed_stream_and_a_full_disk_end_no_run_but_fail_a_command(monkeypat
             return 0
 
         with pytest.raises(OSError, match="No space left"):
-            run_command("x: ", [], "", body)
+            run_command("x", [], "", body)
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 

@@ -166,7 +166,7 @@ def test_the_configuration_is_checked_as_for_training(word: str, told: str, mode
         (["samples=0"], r"samples=0 must be int > 0"),
         (["temperature=0", "samples=4"], r"temperature=0 +makes all samples=4 of a prompt equal"),
         (["temperature=hot"], r"temperature=hot must be 0 \(greedy\) or float"),
-        (["sample=4"], r"sample=4 +is not an argument; did you mean samples="),
+        (["sample=4"], r"sample=4 is not an argument; did you mean samples="),
         (["data.val_path=nowhere.jsonl"], r"data\.val_path=nowhere\.jsonl +no such file"),
         (["compare=nowhere"], r"compare=nowhere +has no samples\.jsonl"),
         (["generation.max_new_token=4"], r"generation\.max_new_token.* +unknown key; did you mean"),

@@ -316,7 +316,7 @@ def test_the_command(dense: RecordedRun, tmp_path: Path, capsys: pytest.CaptureF
     [
         (["{run}", "step=9"], "step=9 is not recorded"),
         (["{run}", "step=x"], "step=x must be"),
-        (["{run}", "stepp=1"], "stepp=1 is not understood"),
+        (["{run}", "stepp=1"], "stepp=1 is not an argument; did you mean step=?"),
         (["{run}/no"], "is not the folder of a run"),
         ([], "give the folder of one run"),
         (["{run}", "policy.model.path={run}"], "policy.model.path="),

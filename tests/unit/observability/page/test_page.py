@@ -196,10 +196,10 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
     for arguments, reason in (
         ([], "give the folder of one run, or of two"),
-        ([str(run)] * 3, "give the folder of one run, or of two"),
+        ([str(run)] * 3, f"{run} is not an argument"),
         ([str(run / "nowhere")], "is not a folder"),
         ([str(run.parent / "model")], "is not the folder of a run"),
-        (["--fast"], "--fast is not an option"),
+        (["--fast"], "--fast is not an argument"),
     ):
         assert main(arguments) == 2
         assert reason in capsys.readouterr().err

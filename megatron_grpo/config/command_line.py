@@ -1,0 +1,151 @@
+"""What the commands share: their arguments, --help and --version, error lines and exit codes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_grpo.config.conversion import convert_argument
+from megatron_grpo.config.errors import RunError, suggest_name
+from megatron_grpo.config.output import tolerant_output
+from megatron_grpo.config.overrides import OPTION
+
+# Exit codes: a failure, a command line that cannot be run, Ctrl-C, SIGTERM.
+FAILED, MISTAKE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """Arguments of a command, sorted by their form.
+
+    Example: for `RUN_DIR step=3 policy.precision=float32 --json`
+        CommandLine(options={"step": 3, "json": True}, overrides=["policy.precision=float32"], words=["RUN_DIR"])
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Converted values of the command's own options, by name: gb_per_s for --gb-per-s=50."""
+    overrides: list[str] = field(default_factory=list)
+    """Arguments that belong to the configuration, as they were written."""
+    words: list[str] = field(default_factory=list)
+    """Arguments without = and without dashes."""
+
+    def require(self, name: str, form: str) -> Any:
+        """The value of an option; ValueError: it is missing, and `form` says how it is written."""
+        if not self.options.get(name):
+            raise ValueError(f"{name}={form} is missing; --help shows the arguments")
+        return self.options[name]
+
+
+def parse_arguments(
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    most_words: int = 0,
+    is_override: Callable[[str], bool] = lambda name: False,
+) -> CommandLine:
+    """Sort the arguments of a command by their form, and convert its options.
+
+    Args:
+        arguments: the command line.
+        options: type of each option by its name as it is written: step=N for "step", --json for "--json" of type bool,
+            and --html FILE or --html=FILE for "--html" of another type.
+        most_words: number of words that the command takes.
+        is_override: True for the name of an argument that belongs to the configuration.
+
+    Raises:
+        ValueError: an argument is unknown, or its value is of another type.
+    """
+    parsed = CommandLine()
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, text = argument.partition("=")
+        kind, has_dashes = options.get(name), name.startswith("--")
+        if kind is bool and has_dashes and not equals:
+            parsed.options[_strip_dashes(name)] = True
+        elif kind is not None and kind is not bool and has_dashes:
+            text = text or next(remaining, "")
+            if not text:
+                raise ValueError(f"{name} needs a value")
+            parsed.options[_strip_dashes(name)] = convert_argument(name, text, kind)
+        elif kind is not None and equals and not has_dashes:
+            parsed.options[name] = convert_argument(name, text, kind)
+        elif is_override(name):
+            parsed.overrides.append(f"{name}={next(remaining, '')}" if argument == OPTION else argument)
+        elif equals or name.startswith("-") or len(parsed.words) == most_words:
+            forms = [option if option.startswith("--") else f"{option}=" for option in options]
+            raise ValueError(f"{argument} is not an argument{suggest_name(f'{name}=', forms)}")
+        else:
+            parsed.words.append(argument)
+    return parsed
+
+
+def _strip_dashes(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def run_command(
+    name: str,
+    arguments: Sequence[str],
+    usage: str,
+    body: Callable[[Sequence[str]], int],
+    failures: tuple[type[Exception], ...] = (),
+) -> int:
+    """Answer --help and --version, or run the body of a command; returns the exit code.
+
+    An error becomes a message on standard error; the exit code is FAILED for `failures`, else MISTAKE.
+    """
+    with tolerant_output():
+        if answer_help(arguments, usage):
+            return 0
+        try:
+            return body(arguments)
+        except (ValueError, RunError, OSError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return FAILED if isinstance(error, failures) else MISTAKE
+        except KeyboardInterrupt as error:
+            return report_interruption(error)
+
+
+def answer_help(arguments: Sequence[str], usage: str) -> bool:
+    """Print usage or version if a command line asks for it; returns whether."""
+    if {"-h", "--help"} & set(arguments):
+        print(usage, end="")
+    elif "--version" in arguments:
+        print(f"megatron_grpo {find_version()}")
+    else:
+        return False
+    return True
+
+
+def find_version() -> str:
+    """Find the version of the installed package."""
+    try:
+        return importlib.metadata.version("megatron_grpo")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def report_interruption(error: KeyboardInterrupt) -> int:
+    """Print a line with the notes of an interruption; returns the exit code."""
+    print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    return TERMINATED if "SIGTERM" in error.args else INTERRUPTED
+
+
+@contextmanager
+def silence_packages() -> Iterator[None]:
+    """Hide what packages warn and log about their fallbacks, and their progress bars."""
+    # Processes that the body starts inherit the variables.
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
