@@ -77,10 +77,10 @@ def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: flo
 
 def main() -> None:
     """Print the memory of every recipe and distinct rank, with balanced experts and with 1.5 times as many tokens."""
-    from megatron_grpo.planning.trace import tracing
+    from megatron_grpo.planning.trace import start_trace_pool
 
     found = []
-    with tracing() as pool:
+    with start_trace_pool() as pool:
         for name, config, shape in recipes():
             for skew in (1.0, 1.5) if shape.experts is not None else (1.0,):
                 for result in measure(pool, config, shape, skew):

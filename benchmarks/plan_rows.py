@@ -27,9 +27,9 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.costs import Overlap
 from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.planning.generation_cost import Lengths
-from megatron_grpo.planning.hardware import hardware
-from megatron_grpo.planning.step import step_times
-from megatron_grpo.planning.trace import RankTrace, _more_work, _run, at_depth, tracing
+from megatron_grpo.planning.hardware import load_hardware
+from megatron_grpo.planning.step import build_step_times
+from megatron_grpo.planning.trace import RankTrace, _extrapolate_work, _run_dry, extrapolate_report, start_trace_pool
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.dry_run import DryReport
@@ -171,7 +171,7 @@ def traces_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place
                 times = depth * slope + (low.work[one] - DEPTHS[0] * slope if own else 0)
                 if one.chunk is not None and times > 0:
                     work[one._replace(chunk=chunk)] += _times(one, times)
-        whole = _more_work(low.work, high.work, sum(depths) - DEPTHS[0])
+        whole = _extrapolate_work(low.work, high.work, sum(depths) - DEPTHS[0])
         work.update({one: times for one, times in whole.items() if one.chunk is None})
         if last:
             ends = (stage * ranks, (stage + 1) % len(layers) * ranks)
@@ -226,12 +226,14 @@ def planned(
     for parts in (1, PACKED) if case.get("packed") else (1,):
         lengths = Lengths(0.0, np.full(batch * parts, sequence / parts), "as published")
         every.append(
-            step_times(config, shape, traces, hardware(case["gpu"]), lengths, workload="pretrain", overlap=overlap)
+            build_step_times(
+                config, shape, traces, load_hardware(case["gpu"]), lengths, workload="pretrain", overlap=overlap
+            )
         )
     found: dict[str, list[float]] = {}
     for name in case["published"]:
         if name.startswith("memory"):
-            gpu, peak = hardware(case["gpu"]), peak_gib(case, shape, memory)
+            gpu, peak = load_hardware(case["gpu"]), peak_gib(case, shape, memory)
             cached = peak * (1 + gpu.fragmentation)
             found[name] = [cached, cached + gpu.reserve_gib] if name.endswith("device") else [peak]
         elif name == "tokens":
@@ -259,7 +261,7 @@ def memory_of(case: Mapping[str, Any], shape: ModelShape, reports: Mapping[Place
             found[stage] = reports[stage, 0]
         elif len(layers) == 1 or (stage, DEPTHS[0]) in reports:
             low, high = (reports["time" if len(layers) == 1 else stage, depth] for depth in DEPTHS)
-            found[stage] = at_depth(low, high, layers[stage][0] - DEPTHS[0])[0]
+            found[stage] = extrapolate_report(low, high, layers[stage][0] - DEPTHS[0])[0]
     return found
 
 
@@ -268,7 +270,7 @@ def evaluate(row: Mapping[str, Any], models: Mapping[str, Any], pool: Any) -> di
     shape, began, ends = shape_of(row["model"], models), time.monotonic(), []
     for case in cases(row):
         runs = time_runs(case, shape) | memory_runs(case, shape)
-        futures = {place: pool.submit(_run, *run, 1.0, False) for place, run in runs.items()}
+        futures = {place: pool.submit(_run_dry, *run, 1.0, False) for place, run in runs.items()}
         reports = {place: one.result(DEADLINE_S) for place, one in futures.items()}
         ends.append(planned(case, shape, traces_of(case, shape, reports), memory_of(case, shape, reports)))
     published = row["published"]
@@ -315,7 +317,7 @@ def main() -> None:
     file = yaml.safe_load((HERE / "plan_rows.yaml").read_text())
     chosen = [row for row in file["rows"] if not sys.argv[1:] or row["id"] in sys.argv[1:]]
     results = []
-    with tracing(1) as pool:
+    with start_trace_pool(1) as pool:
         for row in chosen:
             results.append(evaluate(row, file["models"], pool))
             print(results[-1], file=sys.stderr)

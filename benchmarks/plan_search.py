@@ -32,21 +32,21 @@ def measure(recipe: str, nodes: int) -> dict[str, Any]:
     """A search on H100s, within the seconds that a user's search has."""
     from megatron_grpo.config.compose import compose_typed
     from megatron_grpo.models.families import parse_model_shape
-    from megatron_grpo.planning.policy_layouts import layout_name
-    from megatron_grpo.planning.search import search
-    from megatron_grpo.planning.trace import tracing
+    from megatron_grpo.planning.policy_layouts import name_layout
+    from megatron_grpo.planning.search import search_layouts
+    from megatron_grpo.planning.trace import start_trace_pool
 
     config = compose_typed([f"+exp={recipe}", f"cluster.nodes={nodes}", "cluster.gpu=h100"]).config
     assert config is not None
     raw = model_config(config.policy.model.path)
     assert raw is not None, "the model is not in tests/data/hf_configs"
     began, used = time.monotonic(), cpu_s()
-    with tracing() as pool:
-        found = search(config, parse_model_shape(raw), pool, budget_s=config.plan.search_s)
+    with start_trace_pool() as pool:
+        found = search_layouts(config, parse_model_shape(raw), pool, budget_s=config.plan.search_s)
         seconds = cpu_s() - used
     layouts = [
         {
-            "layout": layout_name(one.candidate.config),
+            "layout": name_layout(one.candidate.config),
             "estimated_s": round(one.candidate.estimated_s, 1),
             "step_s": None if one.plan is None or one.plan.times is None else round(one.plan.times.step_s, 1),
             "peak_gib": None if one.plan is None else round(one.plan.fullest.peak / 2**30, 1),

@@ -70,9 +70,9 @@ def _tell_fit(checked: Composed) -> None:
     if config is None or config.cluster.gpu is None:
         return
     if all(problem.key == "cluster.gpus_per_node" for problem in checked.problems):
-        from megatron_grpo.planning.check import fit_remarks  # imported here, because NumPy takes long to import
+        from megatron_grpo.planning.check import check_fit  # imported here, because NumPy takes long to import
 
-        for remark in fit_remarks(config):
+        for remark in check_fit(config):
             print(f"{remark.subject} {remark.text}", flush=True)
 
 

@@ -17,13 +17,13 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.advice import with_advice
-from megatron_grpo.planning.calibrate import calibrate, measured_of, write_profile
+from megatron_grpo.planning.calibrate import fit_hardware, read_measurements, write_profile
 from megatron_grpo.planning.device_memory import GIB
 from megatron_grpo.planning.page import write_page
-from megatron_grpo.planning.policy_layouts import layout_name, overrides_of
-from megatron_grpo.planning.search import Search, search
-from megatron_grpo.planning.trace import tracing
-from megatron_grpo.planning.whole import Plan, fp8_problems_of, profile, submit_plan
+from megatron_grpo.planning.policy_layouts import list_overrides, name_layout
+from megatron_grpo.planning.search import Search, search_layouts
+from megatron_grpo.planning.trace import start_trace_pool
+from megatron_grpo.planning.whole import Plan, find_fp8_problems, find_profile, submit_plan
 from megatron_grpo.preflight.load import compose_config, compose_for_search
 from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.run.recorded_config import load_run_config
@@ -63,9 +63,9 @@ def _plan(arguments: Sequence[str]) -> int:
     options, overrides = _parse_options(arguments)
     config, shape = _read(overrides, compose_for_search if "search" in options else compose_config)
     found, layouts = None, None
-    with tracing() as pool:
+    with start_trace_pool() as pool:
         if "search" in options:
-            layouts = search(config, shape, pool, budget_s=config.plan.search_s)
+            layouts = search_layouts(config, shape, pool, budget_s=config.plan.search_s)
             found = layouts.best[0].plan if layouts.best else None
         else:
             found = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
@@ -131,13 +131,13 @@ def _search_table(found: Search) -> Iterator[str]:
     for number, one in enumerate(found.best[:_SHOWN], start=1):
         assert one.plan is not None
         assert one.plan.times is not None
-        times, name = one.plan.times, layout_name(one.candidate.config)
+        times, name = one.plan.times, name_layout(one.candidate.config)
         why = f"  ({one.reason})" if one.reason else ""
         peak = one.plan.fullest.peak / GIB
         yield f"{number:3}{times.step_s:9.1f}{times.tokens_per_s_per_gpu:14,.0f}{peak:10.1f}  {name}{why}"
-    yield from (f"  -  {layout_name(one.candidate.config)}: {one.reason}" for one in found.failed[:_SHOWN])
+    yield from (f"  -  {name_layout(one.candidate.config)}: {one.reason}" for one in found.failed[:_SHOWN])
     if found.best:
-        yield "the first one: " + " ".join(overrides_of(found.best[0].candidate.config))
+        yield "the first one: " + " ".join(list_overrides(found.best[0].candidate.config))
     yield ""
 
 
@@ -157,11 +157,11 @@ def _calibrate(arguments: Sequence[str]) -> int:
         raise ConfigError(problems or [Problem(subject, text)])
     if not config.cluster.gpus:
         raise ValueError(f"{run_dir} is a run on CPU; profiles are of GPUs")
-    measured = measured_of(run_dir)
-    with tracing() as pool:
+    measured = read_measurements(run_dir)
+    with start_trace_pool() as pool:
         plan = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
     tensors = max(one.phases[one.phase] for one in plan.ranks) / GIB
-    found = calibrate(measured, plan.timed_on, plan.hardware, tensors)
+    found = fit_hardware(measured, plan.timed_on, plan.hardware, tensors)
     print("\n".join(found.table()))
     file = options.get("out") or Path(f"{plan.hardware.name}_calibrated.yaml")
     write_profile(file, found.hardware, f"{plan.hardware.name}_calibrated")
@@ -198,7 +198,7 @@ def _read(overrides: Sequence[str], compose: Callable[[Sequence[str]], Config]) 
     # nothing.
     fixed = ["debug.rollouts_from=none", "data.val_path=null"] if _PRETRAIN in overrides else []
     config = compose([*overrides, *fixed])
-    problems = list(fp8_problems_of(config, profile(config)))
+    problems = list(find_fp8_problems(config, find_profile(config)))
     if problems:
         raise ConfigError(problems)
     if not config.cluster.gpus:

@@ -11,7 +11,7 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.section import PositiveFloat
 from megatron_grpo.models.source import find_model_shape
-from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, refit_summary
+from megatron_grpo.planning.refit_summary import RankLoad, RefitSummary, summarize_refit
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, NCCL_SENDING, estimate_nccl_bytes
 from megatron_grpo.preflight.load import compose_config
 
@@ -44,7 +44,7 @@ def _plan(arguments: Sequence[str]) -> int:
         path = f"policy.model.path={policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
     layouts, bucket = (policy.parallel, config.generation.parallel), int(config.refit.bucket_mib * 2**20)
-    summary = refit_summary(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
+    summary = summarize_refit(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
     nccl = _nccl(config, summary)
     if "json" in parsed.options:
         print(json.dumps({**summary.as_dict(speed * 1e9), "nccl": nccl}, indent=2))

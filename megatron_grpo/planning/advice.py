@@ -14,20 +14,20 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
 from megatron_grpo.planning.changes import (
     Changes,
-    all_changes,
+    apply_changes,
     as_overrides,
-    changed,
-    engine_changes,
-    layout_changes,
-    single_changes,
+    find_engine_changes,
+    iterate_layout_changes,
+    iterate_single_changes,
+    merge_changes,
 )
 from megatron_grpo.planning.device_memory import GIB, RankMemory
-from megatron_grpo.planning.elsewhere import least_gib, other_nodes, whole_layouts
-from megatron_grpo.planning.engine_layouts import room_problems
-from megatron_grpo.planning.estimates import activation_bytes, static_bytes
+from megatron_grpo.planning.elsewhere import find_least_gib, iterate_node_counts, iterate_run_layouts
+from megatron_grpo.planning.engine_layouts import find_room_problems
+from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes
 from megatron_grpo.planning.policy_layouts import has_own_engines
 from megatron_grpo.planning.trace import LateError
-from megatron_grpo.planning.whole import Advice, Plan, host_gib, host_memory, submit_plan
+from megatron_grpo.planning.whole import Advice, Plan, count_host_gib, find_host_memory, submit_plan
 from megatron_grpo.preflight.config_checks import find_problems
 
 _COMPUTING = ("train", "logprobs", "reference", "values")
@@ -53,7 +53,7 @@ def with_advice(plan: Plan, pool: ProcessPoolExecutor, *, brief: bool = False) -
     if not plan.shortages:
         return plan
     trials = _Trials(plan, pool, time.monotonic() + plan.config.plan.search_s, brief)
-    return replace(plan, advice=_advise(trials))
+    return replace(plan, advice=_advise_on(trials))
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Trials:
         """Plan the proposals that pass the run's checks and were not planned before."""
         pending = []
         for changes in proposals:
-            name, config = " ".join(sorted(as_overrides(changes))), changed(self.plan.config, changes)
+            name, config = " ".join(sorted(as_overrides(changes))), apply_changes(self.plan.config, changes)
             if name in self.seen or self.is_late:
                 continue
             self.seen.add(name)
@@ -106,8 +106,8 @@ class _Trials:
 
     def _is_refused_by_arithmetic(self, config: Config) -> bool:
         """Whether hosts or engines are short of memory, which needs no dry run."""
-        needed, has = host_gib(config, self.plan.shape), host_memory(config, self.plan.hardware)
-        lacks_room = has_own_engines(config) and room_problems(config, self.plan.shape, self.plan.hardware)
+        needed, has = count_host_gib(config, self.plan.shape), find_host_memory(config, self.plan.hardware)
+        lacks_room = has_own_engines(config) and find_room_problems(config, self.plan.shape, self.plan.hardware)
         return (has is not None and needed > has) or bool(lacks_room)
 
     def confirmed(self, changes: Changes, made: Plan) -> Plan | None:
@@ -147,23 +147,23 @@ class _Trials:
         return Advice(text + idle, tuple(overrides), peak, self.count)
 
 
-def _advise(trials: _Trials) -> Advice:
+def _advise_on(trials: _Trials) -> Advice:
     """Try single keys, then small sets of keys, then all layouts of the same nodes, then more nodes."""
     plan = trials.plan
-    of_engines = engine_changes(plan)
+    of_engines = find_engine_changes(plan)
     if of_engines is not None:
-        for proposals in _proposals(plan, of_engines):
+        for proposals in _iterate_proposals(plan, of_engines):
             found = trials.best(proposals)
             if found is not None:
                 return found
-    return _elsewhere(trials)
+    return _iterate_elsewhere(trials)
 
 
-def _proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
+def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
     """Changes to plan, the smallest sets first; within a size those first that leave the least estimated memory."""
-    if of_engines and not _lacks_besides_engines(plan):
+    if of_engines and not _lacks_more_than_engines(plan):
         yield [of_engines]
-    singles, layouts = list(single_changes(plan)), _layouts(plan)
+    singles, layouts = list(iterate_single_changes(plan)), _iterate_layouts(plan)
     estimate = _Estimate(plan)
     one_key = [one for one in (*singles, *layouts) if len(one) == 1]
     yield [one | of_engines for one in sorted(one_key, key=estimate.gib)]
@@ -176,7 +176,7 @@ def _proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
         alike = [(estimate.gib(one), place, one) for place, one in enumerate(sets) if len(one) == number]
         alike = sorted(one for one in alike if one[0] < _MARGIN * plan.hardware.memory_gib)
         yield [one | of_engines for _, _, one in alike[: 2 * _TOGETHER]]
-    everything = all_changes(plan)
+    everything = merge_changes(plan)
     yield [everything | of_engines]
     yield [
         everything | layout | of_engines
@@ -188,24 +188,24 @@ def _overlap(*changes: Changes) -> bool:
     return sum(map(len, changes)) > len({key for one in changes for key in one})
 
 
-def _lacks_besides_engines(plan: Plan) -> bool:
+def _lacks_more_than_engines(plan: Plan) -> bool:
     """Whether GPUs of the models or hosts are short too."""
     needed, has = plan.host
     return plan.fullest.peak > plan.hardware.memory_gib * GIB or (has is not None and needed > has)
 
 
-def _layouts(plan: Plan) -> list[Changes]:
+def _iterate_layouts(plan: Plan) -> list[Changes]:
     """Layouts of the models that do not fit, those with the least estimated memory."""
     has, found = plan.hardware.memory_gib * GIB, []
-    for section, ranks, shape in _models(plan):
+    for section, ranks, shape in _iterate_models(plan):
         if max((one.peak for one in ranks), default=0) > has:
             estimate = _Estimate(plan)
-            layouts = sorted(layout_changes(plan, section, shape), key=estimate.gib)
+            layouts = sorted(iterate_layout_changes(plan, section, shape), key=estimate.gib)
             found += [one for one in layouts if len(one) == 1] + layouts[:_LAYOUTS]
     return found
 
 
-def _models(plan: Plan) -> Iterator[tuple[str, Sequence[RankMemory], ModelShape]]:
+def _iterate_models(plan: Plan) -> Iterator[tuple[str, Sequence[RankMemory], ModelShape]]:
     yield "policy", plan.ranks, plan.shape
     if plan.value_ranks:
         own = find_value_shape(plan.config) if plan.config.value.model.path is not None else None
@@ -220,12 +220,12 @@ class _Estimate:
         self.static, self.others = self._arithmetic({})
 
     def _arithmetic(self, changes: Changes) -> tuple[float, float]:
-        config = changed(self.plan.config, changes)
+        config = apply_changes(self.plan.config, changes)
         if self.worst.model != "policy" and config.value_model is not None:
             config = replace(
                 config, policy=config.value_model, loss_fn=replace(config.loss_fn, reference_policy_kl_penalty=0.0)
             )
-        return float(static_bytes(config, self.plan.shape)), activation_bytes(config, self.plan.shape)
+        return float(count_static_bytes(config, self.plan.shape)), estimate_activation_bytes(config, self.plan.shape)
 
     def gib(self, changes: Changes) -> float:
         """GiB after changes."""
@@ -236,40 +236,42 @@ class _Estimate:
         return (tensors + rest + worst.reserve) / GIB
 
 
-def _elsewhere(trials: _Trials) -> Advice:
+def _iterate_elsewhere(trials: _Trials) -> Advice:
     """Advice with other layouts of models and engines on the same nodes, or on more of them; or that nothing does."""
     plan = trials.plan
     usable = plan.hardware.memory_gib - plan.hardware.reserve_gib
     if usable <= 0:
         text = f"nothing makes it fit: CUDA and its libraries alone take {plan.hardware.reserve_gib:g} GiB of a GPU"
         return Advice(text, tried=trials.count)
-    everything = changed(plan.config, all_changes(plan))
-    for nodes in other_nodes(everything, plan.shape, plan.hardware, trials.deadline):
-        found = trials.best(whole_layouts(plan.config, everything, plan.shape, plan.hardware, nodes))
+    everything = apply_changes(plan.config, merge_changes(plan))
+    for nodes in iterate_node_counts(everything, plan.shape, plan.hardware, trials.deadline):
+        found = trials.best(iterate_run_layouts(plan.config, everything, plan.shape, plan.hardware, nodes))
         if found is not None and nodes == plan.config.cluster.num_nodes:
             return found
         if found is not None:
-            return replace(found, text=f"{_nothing(trials)}; {found.text}")
+            return replace(found, text=f"{_explain_nothing_fits(trials)}; {found.text}")
         if trials.is_late:
             break
-    return Advice(_nothing(trials), tried=trials.count)
+    return Advice(_explain_nothing_fits(trials), tried=trials.count)
 
 
-def _nothing(trials: _Trials) -> str:
+def _explain_nothing_fits(trials: _Trials) -> str:
     """That no change makes the run fit on its nodes, and why."""
     plan, cluster = trials.plan, trials.plan.config.cluster
     where = f"on {cluster.num_nodes} x {cluster.gpus} {plan.hardware.name}"
-    least, usable = least_gib(plan), plan.hardware.memory_gib - plan.hardware.reserve_gib
+    least, usable = find_least_gib(plan), plan.hardware.memory_gib - plan.hardware.reserve_gib
     if least > usable:
         why = f"weights, gradients and optimizer state alone take at least {least:.1f} of {usable:.1f} GiB of a GPU"
         return f"nothing makes it fit {where}: in every layout {why}"
     if trials.is_late:
         limit = f"within plan.search_s={plan.config.plan.search_s:g}"
-        return f"none of {trials.count} changes that were planned {limit} makes it fit {where}{_closest(trials)}"
-    return f"none of {trials.count} changes that were planned makes it fit {where}{_closest(trials)}"
+        return (
+            f"none of {trials.count} changes that were planned {limit} makes it fit {where}{_describe_closest(trials)}"
+        )
+    return f"none of {trials.count} changes that were planned makes it fit {where}{_describe_closest(trials)}"
 
 
-def _closest(trials: _Trials) -> str:
+def _describe_closest(trials: _Trials) -> str:
     if trials.closest is None or trials.closest[0] <= 0:
         return ""
     return f"; the closest, {' '.join(as_overrides(trials.closest[1]))}, lacks {trials.closest[0]:.1f} GiB"

@@ -59,7 +59,7 @@ class Calibration:
         return lines
 
 
-def measured_of(run_dir: Path) -> Measured:
+def read_measurements(run_dir: Path) -> Measured:
     """The medians of a run's metrics.jsonl.
 
     Raises:
@@ -74,7 +74,7 @@ def measured_of(run_dir: Path) -> Measured:
     return Measured(seconds, tensors, len(lines))
 
 
-def calibrate(
+def fit_hardware(
     measured: Measured, plan: Callable[[Hardware], StepTimes], hardware: Hardware, planned_tensors_gib: float
 ) -> Calibration:
     """Fit a profile to a run.
@@ -93,7 +93,7 @@ def calibrate(
     for name, (efficiencies, phases) in FITS.items():
         target = measured.seconds.get(name, 0.0)
         if target > 0 and _sum(before, phases) > 0:
-            fitted = _fitted(fitted, efficiencies, partial(_planned, plan, phases), target)
+            fitted = _fit_efficiency(fitted, efficiencies, partial(_time_planned, plan, phases), target)
     extra = max(0.0, measured.tensors_gib - planned_tensors_gib) if measured.tensors_gib else 0.0
     fitted = replace(fitted, reserve_gib=round(hardware.reserve_gib + extra, 3))
     after, rows = plan(fitted), []
@@ -117,25 +117,25 @@ def _sum(times: StepTimes, phases: tuple[str, ...]) -> float:
     return sum(found.get(name, 0.0) for name in phases)
 
 
-def _planned(plan: Callable[[Hardware], StepTimes], phases: tuple[str, ...], hardware: Hardware) -> float:
+def _time_planned(plan: Callable[[Hardware], StepTimes], phases: tuple[str, ...], hardware: Hardware) -> float:
     return _sum(plan(hardware), phases)
 
 
-def _fitted(
+def _fit_efficiency(
     hardware: Hardware, names: tuple[str, ...], seconds: Callable[[Hardware], float], target: float
 ) -> Hardware:
     """The profile with one factor on these efficiencies; the nearest limit where no factor reaches the target."""
     low, high = _LEAST, _MOST
     for _ in range(40):
         middle = (low * high) ** 0.5
-        if seconds(_scaled(hardware, names, middle)) > target:
+        if seconds(_scale_efficiency(hardware, names, middle)) > target:
             low = middle
         else:
             high = middle
-    return _scaled(hardware, names, (low * high) ** 0.5)
+    return _scale_efficiency(hardware, names, (low * high) ** 0.5)
 
 
-def _scaled(hardware: Hardware, names: tuple[str, ...], factor: float) -> Hardware:
+def _scale_efficiency(hardware: Hardware, names: tuple[str, ...], factor: float) -> Hardware:
     reached: Efficiency = hardware.efficiency
     changed = {name: round(min(1.0, getattr(reached, name) * factor), 4) for name in names}
     return replace(hardware, efficiency=replace(reached, **changed))

@@ -10,8 +10,14 @@ from typing import Any
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.engine_layouts import engine_layouts, is_of_engines, room_problems
-from megatron_grpo.planning.policy_layouts import ENGINE_SIZES, POLICY_SIZES, idle_gpus, legal_layouts, written
+from megatron_grpo.planning.engine_layouts import find_room_problems, is_of_engines, iterate_engine_layouts
+from megatron_grpo.planning.policy_layouts import (
+    ENGINE_SIZES,
+    POLICY_SIZES,
+    count_idle_gpus,
+    iterate_legal_layouts,
+    write_value,
+)
 from megatron_grpo.planning.whole import Plan
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.engine_checks import NCCL_RECEIVING, estimate_nccl_bytes
@@ -22,7 +28,7 @@ Changes = dict[str, Any]
 """New values by key, such as policy.microbatch_tokens."""
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     """A copy of a configuration with other values of some keys."""
     found = copy.deepcopy(config)
     for key, value in changes.items():
@@ -36,10 +42,10 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
     """Changes as they are written on a command line."""
-    return [f"{key}={written(value)}" for key, value in changes.items()]
+    return [f"{key}={write_value(value)}" for key, value in changes.items()]
 
 
-def single_changes(plan: Plan) -> Iterator[Changes]:
+def iterate_single_changes(plan: Plan) -> Iterator[Changes]:
     """Keys that take tensors off the GPUs, or off the hosts where these are short; other results are rounding alone."""
     config = plan.config
     yield from _of_model(config, "policy")
@@ -84,15 +90,15 @@ def _of_model(config: Config, section: str) -> Iterator[Changes]:
         yield {f"{section}.optimizer.cpu_offload": 1.0, **spread}
 
 
-def all_changes(plan: Plan) -> Changes:
+def merge_changes(plan: Plan) -> Changes:
     """Every single change at once."""
     found: Changes = {}
-    for change in single_changes(plan):
+    for change in iterate_single_changes(plan):
         found |= {key: value for key, value in change.items() if key not in found}
     return found
 
 
-def layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Changes]:
+def iterate_layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Changes]:
     """Other layouts of a model on its GPUs, and on those that are idle: the keys that differ.
 
     Args:
@@ -103,23 +109,23 @@ def layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Chan
     config = plan.config
     model = config.policy if section == "policy" else config.value_model
     assert model is not None
-    own, spare = model.parallel.world_size, 0 if config.generation.is_colocated else idle_gpus(config)
+    own, spare = model.parallel.world_size, 0 if config.generation.is_colocated else count_idle_gpus(config)
     # Checked as if it were the policy, without engines and other models, whose keys are checked with the whole.
     alone = replace(config, policy=model)
     for gpus in dict.fromkeys([own, *(own * more for more in range(2, 9) if own * more <= own + spare), own + spare]):
-        for made in legal_layouts(alone, shape, gpus, needs_all=False):
+        for made in iterate_legal_layouts(alone, shape, gpus, needs_all=False):
             if made.policy.activation_checkpointing == model.activation_checkpointing:
-                changes = _differences(section, model.parallel, made.policy.parallel)
+                changes = _list_differences(section, model.parallel, made.policy.parallel)
                 if changes:
                     yield changes
 
 
-def _differences(section: str, before: ParallelConfig, after: ParallelConfig) -> Changes:
+def _list_differences(section: str, before: ParallelConfig, after: ParallelConfig) -> Changes:
     pairs = ((name, getattr(before, name), getattr(after, name)) for name in POLICY_SIZES)
     return {f"{section}.parallel.{name}": new for name, old, new in pairs if new != old}
 
 
-def engine_changes(plan: Plan) -> Changes | None:
+def find_engine_changes(plan: Plan) -> Changes | None:
     """The fewest keys that give engines room on the GPUs that they have, and the idle ones; None: none do.
 
     An engine takes more of its GPUs, or splits its weights over more of them. On shared GPUs it has to leave room to
@@ -130,23 +136,23 @@ def engine_changes(plan: Plan) -> Changes | None:
         return {}
     parallel = config.generation.parallel
     own = parallel.ranks_per_engine * parallel.data
-    counts = [own] if config.generation.is_colocated else [own, *range(own + 1, own + idle_gpus(config) + 1)]
+    counts = [own] if config.generation.is_colocated else [own, *range(own + 1, own + count_idle_gpus(config) + 1)]
     best: tuple[tuple[int, float], Changes] | None = None
     for gpus in counts:
-        for layout in (parallel, *engine_layouts(config, shape, gpus)):
-            for share in _shares_of_memory(plan):
-                changes = _engine_differences(config, layout, share)
-                tried = changed(config, changes)
+        for layout in (parallel, *iterate_engine_layouts(config, shape, gpus)):
+            for share in _list_memory_shares(plan):
+                changes = _list_engine_differences(config, layout, share)
+                tried = apply_changes(config, changes)
                 order = (len(changes), abs(share - config.generation.engine.gpu_memory_utilization))
                 if best is not None and order >= best[0]:
                     continue
                 problems = [one for one in find_problems(tried, shape) if is_of_engines(one)]
-                if not problems and not room_problems(tried, shape, gpu):
+                if not problems and not find_room_problems(tried, shape, gpu):
                     best = order, changes
     return None if best is None else best[1]
 
 
-def _shares_of_memory(plan: Plan) -> list[float]:
+def _list_memory_shares(plan: Plan) -> list[float]:
     """Values of gpu_memory_utilization to try: that of the run, and the largest that leaves room to the models."""
     share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
     linked = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
@@ -157,7 +163,7 @@ def _shares_of_memory(plan: Plan) -> list[float]:
     return [share, *(more for more in (_USUAL_SHARE, most) if share < more <= most)]
 
 
-def _engine_differences(config: Config, layout: Any, share: float) -> Changes:
+def _list_engine_differences(config: Config, layout: Any, share: float) -> Changes:
     parallel = config.generation.parallel
     pairs = ((name, getattr(parallel, name), getattr(layout, name)) for name in ENGINE_SIZES)
     changes: Changes = {f"generation.parallel.{name}": new for name, old, new in pairs if new != old}

@@ -11,12 +11,12 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.planning.advice import with_advice
 from megatron_grpo.planning.device_memory import GIB
-from megatron_grpo.planning.trace import tracing
+from megatron_grpo.planning.trace import start_trace_pool
 from megatron_grpo.planning.whole import submit_plan
 from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 
 
-def fit_remarks(config: Config) -> Iterator[Problem]:
+def check_fit(config: Config) -> Iterator[Problem]:
     """Remarks of --check on a run that does not fit the GPUs of cluster.gpu, or whose layout does not build.
 
     Nothing is planned without cluster.gpu, on CPUs, or when the model is not on this machine. Dry runs take seconds to
@@ -30,7 +30,7 @@ def fit_remarks(config: Config) -> Iterator[Problem]:
         return
     subject = f"cluster.gpu={config.cluster.gpu}"
     try:
-        with tracing() as pool:
+        with start_trace_pool() as pool:
             plan = submit_plan(config, shape, pool, brief=True).result(time.monotonic() + config.plan.timeout_s)
             plan = with_advice(plan, pool, brief=True)
     except ConfigError as error:

@@ -79,7 +79,7 @@ class PhaseSeconds:
     """A message to a neighbouring pipeline stage."""
 
 
-def product_s(hardware: Hardware, work: Work) -> float:
+def time_product(hardware: Hardware, work: Work) -> float:
     """Seconds of a matrix product, or of the products of a layer's experts.
 
     The larger of memory traffic and arithmetic. Products are computed in tiles of the result: the last wave of tiles
@@ -88,14 +88,14 @@ def product_s(hardware: Hardware, work: Work) -> float:
     (m, k, n, number), reached = work.sizes, hardware.efficiency
     if not work.flops:
         return 0.0
-    filled = max(_filled(m / number, n, number, hardware.sms, tile) for tile in TILES)
+    filled = max(_fill_share(m / number, n, number, hardware.sms, tile) for tile in TILES)
     fp8 = reached.matmul_fp8 / reached.matmul if work.dtype == "fp8" else 1.0
     share = (reached.grouped if work.kind == "grouped_matmul" else reached.matmul) * fp8
     speed = hardware.flops.get(work.dtype, hardware.flops["bfloat16"]) * share * filled * k / (k + reached.inner)
     return max(work.flops / speed, work.nbytes / (hardware.memory_bytes_per_s * reached.memory)) + reached.kernel_s
 
 
-def _filled(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
+def _fill_share(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
     """Share of the peak that kernels of this tile reach on `number` results of [rows, columns]."""
     high, wide = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
     used = rows / tile[0] / high * columns / tile[1] / wide
@@ -103,28 +103,28 @@ def _filled(rows: float, columns: int, number: int, sms: int, tile: tuple[int, i
     return used * tiles / (math.ceil(tiles / sms) * sms) * tile[2]
 
 
-def operator_s(hardware: Hardware, work: Work) -> float:
+def time_operator(hardware: Hardware, work: Work) -> float:
     """Seconds of an operator that is not a message."""
     reached = hardware.efficiency
     moved = work.nbytes / (hardware.memory_bytes_per_s * reached.memory)
     if work.kind in ("matmul", "grouped_matmul"):
-        return product_s(hardware, work)
+        return time_product(hardware, work)
     if work.kind == "attention":
         return max(work.flops / (hardware.flops["bfloat16"] * reached.attention), moved) + reached.kernel_s
     return moved + reached.kernel_s
 
 
-def message_s(hardware: Hardware, work: Work, copies: int = 1) -> float:
-    """Seconds of a message; see `collective_s`, and for a send the link between its two ranks."""
+def time_message(hardware: Hardware, work: Work, copies: int = 1) -> float:
+    """Seconds of a message; see `time_collective`, and for a send the link between its two ranks."""
     if work.kind == "send":
         here, there = (rank // hardware.gpus_per_domain for rank in work.ranks)
         reached = hardware.efficiency
         inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
         return work.nbytes / (inside if here == there else outside) + reached.message_s
-    return collective_s(hardware, work.name, work.nbytes, work.ranks, copies)
+    return time_collective(hardware, work.name, work.nbytes, work.ranks, copies)
 
 
-def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int, ...], copies: int = 1) -> float:
+def time_collective(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int, ...], copies: int = 1) -> float:
     """Seconds of a collective.
 
     Rings (all-gather, reduce-scatter; twice for an all-reduce) move (n - 1) / n of the bytes through every rank: at
@@ -157,7 +157,7 @@ def collective_s(hardware: Hardware, name: str, nbytes: int, ranks: tuple[int, .
     return times * nbytes * (count - 1) / count / speed + reached.message_s
 
 
-def phase_seconds(
+def sum_phase(
     work: Mapping[Work, int], passes: Mapping[tuple[str, int], int], phase: str, hardware: Hardware, overlap: Overlap
 ) -> PhaseSeconds:
     """Add up the work of a phase, by passes of a microbatch.
@@ -176,40 +176,42 @@ def phase_seconds(
         if one.phase != phase:
             continue
         if one.name in _GRADIENTS:
-            found.gradients += times * message_s(hardware, one)
+            found.gradients += times * time_message(hardware, one)
         elif one.name == _PARAMETERS:
-            found.parameters += times * message_s(hardware, one)
+            found.parameters += times * time_message(hardware, one)
         elif one.kind == "send":
-            found.send_s = max(found.send_s, message_s(hardware, one))
+            found.send_s = max(found.send_s, time_message(hardware, one))
         elif one.chunk is None:
             messages = one.kind == "collective"
-            found.outside += times * (message_s(hardware, one) if messages else operator_s(hardware, one))
+            found.outside += times * (time_message(hardware, one) if messages else time_operator(hardware, one))
         else:
             key, share = (one.chunk, one.is_backward), times / number[one.chunk]
             here = found.passes.setdefault(key, PassSeconds())
-            _add(here, one, share, hardware, overlap, rings[key])
+            _add_work(here, one, share, hardware, overlap, rings[key])
     for key, (ring, attention) in rings.items():
         found.passes[key].exposed += max(0.0, ring - attention)
     return found
 
 
-def _add(here: PassSeconds, one: Work, share: float, hardware: Hardware, overlap: Overlap, ring: list[float]) -> None:
+def _add_work(
+    here: PassSeconds, one: Work, share: float, hardware: Hardware, overlap: Overlap, ring: list[float]
+) -> None:
     here.launch += share * hardware.efficiency.launch_s
     if one.kind != "collective":
-        seconds = share * operator_s(hardware, one)
+        seconds = share * time_operator(hardware, one)
         here.compute += seconds
         here.kinds[one.kind] += seconds
         ring[1] += seconds if one.kind == "attention" else 0.0
         return
-    seconds = share * message_s(hardware, one, overlap.expert_copies)
+    seconds = share * time_message(hardware, one, overlap.expert_copies)
     here.kinds[one.name] += seconds
     if one.name == "ring":
         ring[0] += seconds
     else:
-        here.exposed += seconds * (1 - _hidden(one, overlap, hardware.efficiency))
+        here.exposed += seconds * (1 - _find_hidden_share(one, overlap, hardware.efficiency))
 
 
-def _hidden(one: Work, overlap: Overlap, reached: Efficiency) -> float:
+def _find_hidden_share(one: Work, overlap: Overlap, reached: Efficiency) -> float:
     """Share of a message of a pass that nothing waits for.
 
     In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.planning.hardware import Hardware
-from megatron_grpo.planning.trace import RankTrace, before_refit
+from megatron_grpo.planning.trace import RankTrace, name_phase_before_refit
 from megatron_grpo.preflight.engine_checks import NCCL_SENDING, estimate_nccl_bytes
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RankMemory:
         }
 
 
-def rank_memory(
+def build_rank_memory(
     config: Config,
     trace: RankTrace,
     hardware: Hardware,
@@ -116,11 +116,11 @@ def rank_memory(
         phases = {"train": phases["train"]}
     elif config.generation.is_colocated and "refit" in phases:
         # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
-        before = report.held[before_refit(report)]
-        weights = _parts(report, "onload", before).get("weights", 0)
+        before = report.held[name_phase_before_refit(report)]
+        weights = _list_parts(report, "onload", before).get("weights", 0)
         phases = {**phases, "refit": phases["refit"] - before + weights + engine_weights}
     peak = max(phases.values())
-    by_phase = {name: _parts(report, name, size) for name, size in phases.items()}
+    by_phase = {name: _list_parts(report, name, size) for name, size in phases.items()}
     moment = max(
         (sizes for sort, sizes in report.moments.items() if sort[0] in phases), key=lambda sizes: sum(sizes.values())
     )
@@ -129,7 +129,7 @@ def rank_memory(
         for kind, size in sorted(moment.items(), key=lambda one: -one[1])
         if size >= 2**20
     ]
-    parts = reserve_parts(config, peak, hardware, model=model)
+    parts = list_reserve_parts(config, peak, hardware, model=model)
     return RankMemory(
         trace.stage,
         trace.rank,
@@ -144,9 +144,9 @@ def rank_memory(
     )
 
 
-def _parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
+def _list_parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
     """The bytes of a phase by kind. Of a refit, for which a deep rank has no moment of its own, those before it."""
-    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, before_refit(report))]
+    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, name_phase_before_refit(report))]
     fullest = min(moments, key=lambda one: abs(sum(one.values()) - size), default={})
     found = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
     return {**found, "other tensors": size - sum(found.values())}
@@ -157,7 +157,7 @@ def _name(kind: str) -> str:
     return f"other tensors of {kind}" if kind in ("build", "logprobs", "reference", "train", "refit") else kind
 
 
-def reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: str = "policy") -> dict[str, int]:
+def list_reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: str = "policy") -> dict[str, int]:
     """Bytes of a GPU that a rank of a model needs besides `tensors` bytes of tensors, by their purpose."""
     parts = {
         "CUDA context, cuBLAS, process groups": int(hardware.reserve_gib * GIB),
@@ -170,11 +170,11 @@ def reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: st
     if model == "policy":
         parts["NCCL of the refit"] = estimate_nccl_bytes(config, peers, NCCL_SENDING)
     if config.generation.is_colocated:
-        parts["sleeping engine"] = sleeping_engine(config, hardware)
+        parts["sleeping engine"] = count_sleeping_engine(config, hardware)
     return parts
 
 
-def sleeping_engine(config: Config, hardware: Hardware) -> int:
+def count_sleeping_engine(config: Config, hardware: Hardware) -> int:
     """Bytes that a sleeping engine keeps on a GPU: its own context, and its CUDA graphs."""
     graphs = 0.0 if config.generation.engine.enforce_eager else GRAPHS_GIB
     return int((hardware.reserve_gib + graphs) * GIB)

@@ -82,7 +82,7 @@ def run_phases(config: Config) -> frozenset[str]:
     return frozenset(name for name, happens in phases.items() if happens)
 
 
-def dry_run(
+def run_dry(
     config: Config,
     shape: ModelShape,
     rank: int,
@@ -105,10 +105,10 @@ def dry_run(
         phases: names of the phases to run, as `run_phases` gives them; None: all.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    return tracked_run(config, shape, rank, fake, expert_skew=expert_skew, moves=moves, phases=phases)
+    return run_tracked(config, shape, rank, fake, expert_skew=expert_skew, moves=moves, phases=phases)
 
 
-def tracked_run(
+def run_tracked(
     config: Config,
     shape: ModelShape,
     rank: int,
@@ -148,7 +148,7 @@ def tracked_run(
                     require_fp8(config.policy.fp8, shape, platform)
                     _multiply_in_fp8(policy, config.policy.fp8)
                 if config.reference.offload:
-                    mode.discount(reference_weights(policy))
+                    mode.discount(list_reference_weights(policy))
             mode.name_kind(gradients_of(policy), "gradients")
             mode.name_kind(optimizer_state_of(policy), "optimizer")
             mode.name_kind(weights_of(policy), "weights")
@@ -190,10 +190,10 @@ def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases
             rank.compute_logprobs(*work)
     if reference and isinstance(rank, PolicyRank):
         with mode.phase("reference"):
-            mode.count_again(reference_weights(rank))
+            mode.count_again(list_reference_weights(rank))
             rank.compute_reference_logprobs(*work)
             if config.reference.offload:
-                mode.discount(reference_weights(rank))
+                mode.discount(list_reference_weights(rank))
     batch, microbatches = full_microbatches(rank, policy.microbatch_tokens, reference=reference)
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
@@ -305,6 +305,6 @@ def full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> 
     return TokenBatch(lengths * number, fields), [[next(sequences) for _ in lengths] for _ in range(number)]
 
 
-def reference_weights(rank: ModelRank) -> list[Tensor]:
+def list_reference_weights(rank: ModelRank) -> list[Tensor]:
     """The weights of the reference policy, which are on the device here even if they are to be on the host."""
     return [parameter for chunk in rank.reference or () for parameter in chunk.parameters()]

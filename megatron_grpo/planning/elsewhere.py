@@ -10,18 +10,18 @@ from typing import Any
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.changes import Changes, all_changes, changed
+from megatron_grpo.planning.changes import Changes, apply_changes, merge_changes
 from megatron_grpo.planning.device_memory import GIB
-from megatron_grpo.planning.engine_layouts import best_engines
-from megatron_grpo.planning.estimates import activation_bytes, static_bytes
+from megatron_grpo.planning.engine_layouts import find_best_engines
+from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.policy_layouts import (
     ENGINE_SIZES,
     POLICY_SIZES,
-    gpu_splits,
+    find_least_static_gib,
     has_own_engines,
-    least_static_gib,
-    possible_layouts,
+    iterate_possible_layouts,
+    split_gpus,
 )
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.whole import Plan
@@ -51,7 +51,7 @@ _KEYS = (
 )
 
 
-def other_nodes(config: Config, shape: ModelShape, gpu: Hardware, deadline: float) -> Iterator[int]:
+def iterate_node_counts(config: Config, shape: ModelShape, gpu: Hardware, deadline: float) -> Iterator[int]:
     """Numbers of nodes on which a run may fit, its own first; those on which no layout can are left out.
 
     Args:
@@ -62,12 +62,12 @@ def other_nodes(config: Config, shape: ModelShape, gpu: Hardware, deadline: floa
     """
     nodes = config.cluster.num_nodes
     while nodes <= _MOST_NODES and time.monotonic() < deadline:
-        if next(_fitting(_on(config, nodes), shape, gpu), None) is not None:
+        if next(_iterate_fitting(_place_on_nodes(config, nodes), shape, gpu), None) is not None:
             yield nodes
         nodes += max(1, nodes // 4)
 
 
-def _on(config: Config, nodes: int) -> Config:
+def _place_on_nodes(config: Config, nodes: int) -> Config:
     """The run on this many nodes; engines that share GPUs with the policy do so on one node only."""
     placed = config
     if nodes > 1 and config.generation.is_colocated:
@@ -75,40 +75,44 @@ def _on(config: Config, nodes: int) -> Config:
     return replace(placed, cluster=replace(placed.cluster, num_nodes=nodes))
 
 
-def whole_layouts(before: Config, config: Config, shape: ModelShape, gpu: Hardware, nodes: int) -> Iterator[Changes]:
+def iterate_run_layouts(
+    before: Config, config: Config, shape: ModelShape, gpu: Hardware, nodes: int
+) -> Iterator[Changes]:
     """Changes of `before` into layouts on this many nodes whose estimated memory fits, with keys that save memory."""
-    for made in _fitting(_on(config, nodes), shape, gpu):
-        changes = {key: _value(made, key) for key in _keys(made) if _value(made, key) != _value(before, key)}
-        if not find_problems(changed(before, changes), shape):
+    for made in _iterate_fitting(_place_on_nodes(config, nodes), shape, gpu):
+        changes = {
+            key: _read_key(made, key) for key in _list_keys(made) if _read_key(made, key) != _read_key(before, key)
+        }
+        if not find_problems(apply_changes(before, changes), shape):
             yield changes
 
 
-def _keys(config: Config) -> Iterator[str]:
+def _list_keys(config: Config) -> Iterator[str]:
     yield from _KEYS
     yield from (f"policy.parallel.{name}" for name in POLICY_SIZES)
     if has_own_engines(config):
         yield from (f"generation.parallel.{name}" for name in ENGINE_SIZES)
 
 
-def _value(config: Config, key: str) -> Any:
+def _read_key(config: Config, key: str) -> Any:
     node: Any = config
     for part in key.split("."):
         node = getattr(node, part)
     return node
 
 
-def _fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[Config]:
+def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[Config]:
     """Layouts of policy and engines whose estimated memory fits, those with the least of each way to share GPUs out."""
     sized: dict[int, list[Config]] = {}
     used: set[int] = set()
-    for policy_gpus, engine_gpus in gpu_splits(config)[:_SPLITS]:
+    for policy_gpus, engine_gpus in split_gpus(config)[:_SPLITS]:
         if policy_gpus not in sized:
             sized[policy_gpus] = _with_room(config, shape, gpu, policy_gpus)
         if policy_gpus in used or not sized[policy_gpus]:
             continue
         engines: Config | None = config
         if engine_gpus:
-            engines = best_engines(config, shape, gpu, policy_gpus, engine_gpus, Refusals())
+            engines = find_best_engines(config, shape, gpu, policy_gpus, engine_gpus, Refusals())
         if engines is None:
             continue
         used.add(policy_gpus)
@@ -120,21 +124,21 @@ def _with_room(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> l
     """Layouts of the policy whose estimated memory fits, those with the least first."""
     usable = (gpu.memory_gib - gpu.reserve_gib) / (1 + gpu.fragmentation)
     sized: list[tuple[float, int, Config]] = []
-    for layout in possible_layouts(config, shape, gpus, Refusals()):
+    for layout in iterate_possible_layouts(config, shape, gpus, Refusals()):
         if layout.policy.activation_checkpointing != config.policy.activation_checkpointing:
             continue
-        static = static_bytes(layout, shape) / GIB
-        estimated = static + activation_bytes(layout, shape) / GIB if static < usable else static
+        static = count_static_bytes(layout, shape) / GIB
+        estimated = static + estimate_activation_bytes(layout, shape) / GIB if static < usable else static
         if estimated < usable:
             sized.append((estimated, len(sized), layout))
     return [layout for _, _, layout in sorted(sized, key=lambda one: one[:2])]
 
 
-def least_gib(plan: Plan) -> float:
+def find_least_gib(plan: Plan) -> float:
     """Least GiB of weights, gradients and optimizer state of the fullest GPU, over layouts on the run's nodes.
 
     With every key that saves memory, and on as many GPUs as engines leave that have one GPU.
     """
-    config = changed(plan.config, all_changes(plan))
-    counts = sorted({policy for policy, _ in gpu_splits(config)}, reverse=True)[:_SPLITS]
-    return min((least_static_gib(config, plan.shape, gpus) for gpus in counts), default=float("inf"))
+    config = apply_changes(plan.config, merge_changes(plan))
+    counts = sorted({policy for policy, _ in split_gpus(config)}, reverse=True)[:_SPLITS]
+    return min((find_least_static_gib(config, plan.shape, gpus) for gpus in counts), default=float("inf"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.generation_cost import decoder_of, engine_size, generate, lengths_of
+from megatron_grpo.planning.generation_cost import build_decoder, find_lengths, generate, size_engine
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.preflight.config_checks import find_problems
@@ -17,7 +17,7 @@ _STAGES = 8
 """Most pipeline stages of an engine that are tried."""
 
 
-def engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[GenerationParallelConfig]:
+def iterate_engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[GenerationParallelConfig]:
     """Every way to share GPUs out to engines: those without experts of their own on each rank, and those with."""
     recipe = config.generation.parallel
     stages = [size for size in range(1, _STAGES + 1) if gpus % size == 0]
@@ -30,7 +30,7 @@ def engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Gen
                 yield replace(recipe, tensor=tensor, pipeline=pipeline, expert=expert, data=data)
 
 
-def best_engines(
+def find_best_engines(
     config: Config, shape: ModelShape, hardware: Hardware, policy_gpus: int, gpus: int, refusals: Refusals
 ) -> Config | None:
     """The configuration with the engines that answer a step's prompts soonest, on this many GPUs; None: there are none.
@@ -45,17 +45,17 @@ def best_engines(
     """
     best: tuple[float, Config] | None = None
     policy = replace(config.policy, parallel=ParallelConfig(data=policy_gpus))
-    for parallel in engine_layouts(config, shape, gpus):
+    for parallel in iterate_engine_layouts(config, shape, gpus):
         tried = replace(config, generation=replace(config.generation, parallel=parallel))
         # The search looks for the policy's layout afterwards; here only its GPUs count.
         problems = [one for one in find_problems(replace(tried, policy=policy), shape) if is_of_engines(one)]
         if refusals.refuse(problems):
             continue
-        lacking = room_problems(tried, shape, hardware)
+        lacking = find_room_problems(tried, shape, hardware)
         if lacking:
-            refusals.lack_room(_lacking_gib(tried, shape, hardware), lacking[0])
+            refusals.lack_room(_compute_lacking_gib(tried, shape, hardware), lacking[0])
             continue
-        seconds = _seconds(tried, shape, hardware)
+        seconds = _time_share(tried, shape, hardware)
         if best is None or seconds < best[0]:
             best = seconds, tried
     return None if best is None else best[1]
@@ -66,9 +66,9 @@ def is_of_engines(problem: Problem) -> bool:
     return problem.key.startswith("generation.parallel.")
 
 
-def room_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list[Problem]:
+def find_room_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list[Problem]:
     """The problem of engines whose cache does not hold the longest sequence."""
-    size, parallel = engine_size(config, shape, hardware), config.generation.parallel
+    size, parallel = size_engine(config, shape, hardware), config.generation.parallel
     longest, share = config.policy.max_total_sequence_length, config.generation.engine.gpu_memory_utilization
     if size.most_sequences(longest) >= 1:
         return []
@@ -82,17 +82,17 @@ def room_problems(config: Config, shape: ModelShape, hardware: Hardware) -> list
     return [Problem(f"generation.parallel.tensor={parallel.tensor}{stages}", text)]
 
 
-def _lacking_gib(config: Config, shape: ModelShape, hardware: Hardware) -> float:
+def _compute_lacking_gib(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     """GiB that an engine's GPU lacks for the longest sequence."""
-    size, longest = engine_size(config, shape, hardware), config.policy.max_total_sequence_length
+    size, longest = size_engine(config, shape, hardware), config.policy.max_total_sequence_length
     has = config.generation.engine.gpu_memory_utilization * hardware.memory_gib
     return (size.weight_bytes + size.activation_bytes + longest * size.kv_bytes_per_token) / 2**30 - has
 
 
-def _seconds(config: Config, shape: ModelShape, hardware: Hardware) -> float:
+def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     """Seconds of an engine for its share of a step's prompts."""
-    lengths, size = lengths_of(config), engine_size(config, shape, hardware)
+    lengths, size = find_lengths(config), size_engine(config, shape, hardware)
     most = max(1, min(config.generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean()))))
     share = lengths.responses[:: config.generation.parallel.data]
     copies = config.training_loop.num_generations_per_prompt
-    return generate(decoder_of(config, shape, hardware), lengths.prompt, share, most, copies).seconds
+    return generate(build_decoder(config, shape, hardware), lengths.prompt, share, most, copies).seconds

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import shard_policy
-from megatron_grpo.planning.generation_cost import attention_numbers, expert_numbers, lengths_of
+from megatron_grpo.planning.generation_cost import count_attention_numbers, count_expert_numbers, find_lengths
 from megatron_grpo.planning.hardware import Hardware
 
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
-def static_bytes(config: Config, shape: ModelShape) -> int:
+def count_static_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of weights, gradients and optimizer state of the fullest rank, without padding; with adapters, of weights.
 
     A number trained in bfloat16 takes 2 bytes as weight, 4 as gradient, and 12 in the optimizer: main weight and two
@@ -22,12 +22,12 @@ def static_bytes(config: Config, shape: ModelShape) -> int:
     """
     policy, parallel = config.policy, config.policy.parallel
     each, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
-    weight, gradient, state = number_bytes(policy)
+    weight, gradient, state = count_number_bytes(policy)
     copies = 2 if config.uses_reference and not config.reference.offload and not policy.lora.rank else 1
     worst = 0.0
     for shard in shard_policy(parallel, shape)[::each]:
-        dense, routed = layer_numbers(shape, shard.layers)
-        dense += _ends(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
+        dense, routed = count_layer_numbers(shape, shard.layers)
+        dense += _count_vocabulary_matrices(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
         total = 0.0
         for numbers, replicas in (
             (dense / parallel.tensor, parallel.data * parallel.context),
@@ -40,12 +40,12 @@ def static_bytes(config: Config, shape: ModelShape) -> int:
     return int(worst)
 
 
-def _ends(has_embedding: bool, has_head: bool, shape: ModelShape) -> int:
+def _count_vocabulary_matrices(has_embedding: bool, has_head: bool, shape: ModelShape) -> int:
     """Matrices of the vocabulary that a stage holds: embedding and head, one matrix where they are tied."""
     return int(has_embedding) + int(has_head and not (shape.tied_embeddings and has_embedding))
 
 
-def number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
+def count_number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
     """Bytes of a trained number: as weight, as gradient, and in the optimizer; at least, where fields change them."""
     fields = policy.megatron_optimizer
     weight = 1.0 if policy.fp8.is_on_device and policy.fp8.parameters else float(_WIDTH[policy.precision])
@@ -56,7 +56,7 @@ def number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
     return weight, float(gradient), float(moments + (main if policy.precision != "float32" else 0))
 
 
-def host_bytes(config: Config, shape: ModelShape) -> float:
+def count_host_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of host memory, over all nodes, of tensors that are kept off the GPUs.
 
     Optimizer state on the host is a main weight, a gradient and two moments, in float32. Where engines share the GPUs
@@ -64,10 +64,13 @@ def host_bytes(config: Config, shape: ModelShape) -> float:
     background copies weights and optimizer state.
     """
     policy, parallel, engines = config.policy, config.policy.parallel, config.generation.parallel
-    numbers = sum(layer_numbers(shape, range(shape.layers))) + _ends(True, True, shape) * shape.vocab * shape.hidden
-    weight, _, state = number_bytes(policy)
+    numbers = (
+        sum(count_layer_numbers(shape, range(shape.layers)))
+        + _count_vocabulary_matrices(True, True, shape) * shape.vocab * shape.hidden
+    )
+    weight, _, state = count_number_bytes(policy)
     copies = parallel.data * parallel.context  # of dense matrices; experts have as many or fewer
-    dense = numbers - layer_numbers(shape, range(shape.layers))[1]
+    dense = numbers - count_layer_numbers(shape, range(shape.layers))[1]
     held = dense * copies + (numbers - dense) * max(
         1, copies * parallel.tensor // (parallel.expert * parallel.expert_tensor)
     )
@@ -85,17 +88,17 @@ def host_bytes(config: Config, shape: ModelShape) -> float:
     return total
 
 
-def layer_numbers(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
+def count_layer_numbers(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
     """Numbers in the matrices of layers besides routed experts, and of these layers' routed experts."""
-    dense, routed = len(layers) * attention_numbers(shape, 1), 0.0
+    dense, routed = len(layers) * count_attention_numbers(shape, 1), 0.0
     with_experts = sum(map(shape.has_experts, layers))
     if shape.experts is not None:
-        routed += with_experts * shape.experts.count * expert_numbers(shape)
+        routed += with_experts * shape.experts.count * count_expert_numbers(shape)
         dense += with_experts * shape.hidden * (3 * shape.experts.shared_ffn_hidden + shape.experts.count)
     return dense + (len(layers) - with_experts) * 3 * shape.hidden * shape.ffn_hidden, routed
 
 
-def activation_bytes(config: Config, shape: ModelShape) -> float:
+def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
     """Rough bytes of activations of the fullest stage: what the microbatches in flight keep for the backward pass.
 
     With recomputation a layer keeps its input, and one layer at a time all of it; without, every layer keeps the inputs
@@ -123,7 +126,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> float:
     return float(width * tokens * (layers * in_flight * kept + whole) + logits)
 
 
-def estimate(config: Config, shape: ModelShape, hardware: Hardware, tokens: float | None = None) -> float:
+def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, tokens: float | None = None) -> float:
     """Rough seconds of an optimizer step on the samples of a step, by which layouts are put in order.
 
     Products at half of the peak; messages of tensor, context and expert parallelism that nothing hides, at the speed of
@@ -133,13 +136,13 @@ def estimate(config: Config, shape: ModelShape, hardware: Hardware, tokens: floa
         config: the run's configuration.
         shape: sizes of the model.
         hardware: the GPUs.
-        tokens: tokens of all samples of a step; None: those of `lengths_of`.
+        tokens: tokens of all samples of a step; None: those of `find_lengths`.
     """
     policy, parallel = config.policy, config.policy.parallel
-    tokens = float(lengths_of(config).totals.sum()) if tokens is None else tokens
+    tokens = float(find_lengths(config).totals.sum()) if tokens is None else tokens
     passes = 4.0 if policy.activation_checkpointing else 3.0
     experts = shape.experts
-    dense, routed = layer_numbers(shape, range(shape.layers))
+    dense, routed = count_layer_numbers(shape, range(shape.layers))
     active = shape.vocab * shape.hidden + dense
     active += routed * experts.top_k / experts.count if experts is not None else 0.0
     compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import VOCABULARY_MULTIPLE, shard_engine
-from megatron_grpo.planning.costs import collective_s
+from megatron_grpo.planning.costs import time_collective
 from megatron_grpo.planning.hardware import Hardware
 
 BLOCK_TOKENS = 16
@@ -44,7 +44,7 @@ class Lengths:
         return self.prompt + self.responses
 
 
-def log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, prompt: float) -> Lengths:
+def draw_log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, prompt: float) -> Lengths:
     """Responses whose lengths are the quantiles of a log-normal distribution, cut off at the longest.
 
     Args:
@@ -61,7 +61,7 @@ def log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, pr
     return Lengths(prompt, np.asarray(np.clip(np.rint(lengths), 1, longest), dtype=np.float64), source)
 
 
-def recorded_lengths(run_dir: Path, samples: int) -> Lengths:
+def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
     """Lengths of a recorded run's last step, repeated or thinned out to `samples`.
 
     Raises:
@@ -78,7 +78,7 @@ def recorded_lengths(run_dir: Path, samples: int) -> Lengths:
     return Lengths(float((totals - sampled).mean()), chosen, f"responses of {run_dir}, step {last}")
 
 
-def lengths_of(config: Config) -> Lengths:
+def find_lengths(config: Config) -> Lengths:
     """Lengths of the samples of a step: those of plan.*, or of a recorded run.
 
     Raises:
@@ -91,12 +91,12 @@ def lengths_of(config: Config) -> Lengths:
         return Lengths(0.0, np.full(number, float(tokens)), f"{number} sequences of {tokens} tokens")
     if plan.lengths_from is not None:
         try:
-            return recorded_lengths(Path(plan.lengths_from), config.samples_per_step)
+            return read_recorded_lengths(Path(plan.lengths_from), config.samples_per_step)
         except OSError as error:
             raise ValueError(f"plan.lengths_from={plan.lengths_from} has no rollouts: {error}") from None
     prompt = plan.prompt_tokens or max(config.data.max_input_seq_length // 4, 1)
     mean = plan.response_tokens or max(longest // 2, 1)
-    return log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
+    return draw_log_normal_lengths(mean, plan.response_sigma, config.samples_per_step, longest, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +121,18 @@ class EngineSize:
         return self.cache_blocks // math.ceil(tokens / BLOCK_TOKENS)
 
 
-def engine_size(config: Config, shape: ModelShape, hardware: Hardware) -> EngineSize:
+def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> EngineSize:
     """Sizes of an engine's fullest rank by vLLM's arithmetic.
 
     vLLM gives the cache what gpu_memory_utilization leaves after weights and the activations that it measures with a
     pass of max_num_batched_tokens tokens: the widest feed-forward, and logits in float32 of max_num_seqs tokens.
     """
     generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
-    width, matrix_width = _widths(config)
-    weights = max(_weights(shape, one, width, matrix_width) for one in shard_engine(parallel, shape))
+    width, matrix_width = _find_widths(config)
+    weights = max(_count_weight_bytes(shape, one, width, matrix_width) for one in shard_engine(parallel, shape))
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
     layers = math.ceil(shape.layers / parallel.pipeline)
-    kv = kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
+    kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
     tokens = engine.max_num_batched_tokens or _PROFILED_TOKENS
     wide = 2 * shape.ffn_hidden / parallel.tensor + 3 * shape.hidden
     if shape.experts is not None:
@@ -143,13 +143,13 @@ def engine_size(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     return EngineSize(weights, kv, activations, max(0, int(left // (BLOCK_TOKENS * kv))))
 
 
-def _widths(config: Config) -> tuple[int, int]:
+def _find_widths(config: Config) -> tuple[int, int]:
     """Bytes of a number in an engine: of activations, norms and embeddings, and of the layers' matrices."""
     width = _WIDTH[config.engine_dtype]
     return width, 1 if str(config.generation.engine_args.get("quantization", "")).startswith("fp8") else width
 
 
-def kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) -> int:
+def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) -> int:
     """Bytes of a rank's KV cache for each token: keys and values of its heads, or one latent vector and the key's
     rotated part, which every rank has (multi-latent attention)."""
     if shape.latent is not None:
@@ -157,7 +157,7 @@ def kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) 
     return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
 
 
-def attention_numbers(shape: ModelShape, tensor: int) -> float:
+def count_attention_numbers(shape: ModelShape, tensor: int) -> float:
     """Numbers in a layer's attention matrices on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
     if latent is None:
@@ -169,21 +169,21 @@ def attention_numbers(shape: ModelShape, tensor: int) -> float:
     return down + (up + heads * latent.value_dim * hidden) / tensor
 
 
-def expert_numbers(shape: ModelShape) -> int:
+def count_expert_numbers(shape: ModelShape) -> int:
     """Numbers in the matrices of one expert."""
     assert shape.experts is not None
     return 3 * shape.hidden * shape.experts.ffn_hidden
 
 
-def _weights(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> int:
+def _count_weight_bytes(shape: ModelShape, shard: Any, width: int, matrix_width: int) -> int:
     """Bytes of a rank's weights; norms are left out."""
     tensor, total = shard.tensor.count, 0.0
     for layer in shard.layers:
-        numbers = attention_numbers(shape, tensor)
+        numbers = count_attention_numbers(shape, tensor)
         if shape.has_experts(layer):
             assert shape.experts is not None
             first, last = shard.experts
-            numbers += (last - first) * expert_numbers(shape) / shard.expert_tensor.count
+            numbers += (last - first) * count_expert_numbers(shape) / shard.expert_tensor.count
             numbers += 3 * shape.hidden * shape.experts.shared_ffn_hidden / tensor
             total += width * shape.hidden * shape.experts.count
         else:
@@ -211,7 +211,7 @@ class Decoder:
         Of a layer's experts those are read that some token chose: E (1 - (1 - k / E)^b) of E for b tokens.
         """
         reached, shape = self.hardware.efficiency, self.shape
-        kv = kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
+        kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
         read = self._read(sequences) + sequences * context * kv
         flops = 2.0 * sequences * self._active()
         speed = self.hardware.flops["bfloat16"] * reached.matmul
@@ -233,10 +233,10 @@ class Decoder:
         """Numbers that a token is multiplied with on a rank of each stage, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
-            total += attention_numbers(shape, self.tensor)
+            total += count_attention_numbers(shape, self.tensor)
             if shape.has_experts(layer):
                 assert shape.experts is not None
-                total += shape.experts.top_k * expert_numbers(shape) / self.tensor
+                total += shape.experts.top_k * count_expert_numbers(shape) / self.tensor
                 total += 3 * shape.hidden * shape.experts.shared_ffn_hidden / self.tensor
             else:
                 total += 3 * shape.hidden * shape.ffn_hidden / self.tensor
@@ -249,7 +249,7 @@ class Decoder:
         if experts is not None:
             touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
             layers = sum(map(shape.has_experts, range(shape.layers)))
-            numbers += layers * (touched - experts.top_k) * expert_numbers(shape) / self.tensor
+            numbers += layers * (touched - experts.top_k) * count_expert_numbers(shape) / self.tensor
         return self.weight_width * numbers
 
     def _reduce_s(self, tokens: float) -> float:
@@ -257,13 +257,13 @@ class Decoder:
         if self.tensor == 1:
             return 0.0
         nbytes, reached = int(tokens * self.shape.hidden * self.width), self.hardware.efficiency
-        ring = collective_s(self.hardware, "allreduce", nbytes, tuple(range(self.tensor)))
+        ring = time_collective(self.hardware, "allreduce", nbytes, tuple(range(self.tensor)))
         return ring - reached.message_s + reached.decode_message_s
 
 
-def decoder_of(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
+def build_decoder(config: Config, shape: ModelShape, hardware: Hardware) -> Decoder:
     """The engines of a run."""
-    return Decoder(shape, hardware, config.generation.parallel.tensor, *_widths(config))
+    return Decoder(shape, hardware, config.generation.parallel.tensor, *_find_widths(config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,18 +98,18 @@ class Hardware:
         return found
 
 
-def profile_names() -> list[str]:
+def list_profiles() -> list[str]:
     """Names of the profiles that the package has."""
-    return list(_profiles())
+    return list(_read_profiles())
 
 
-def _profiles() -> dict[str, dict[str, Any]]:
+def _read_profiles() -> dict[str, dict[str, Any]]:
     text = files("megatron_grpo.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return found
 
 
-def hardware(name: str) -> Hardware:
+def load_hardware(name: str) -> Hardware:
     """A profile by its name, or from a YAML file of the form that `calibrate` writes, NAME: {flops: …}.
 
     Raises:
@@ -123,14 +123,14 @@ def hardware(name: str) -> Hardware:
         if not isinstance(raw, dict) or len(raw) != 1 or not isinstance(next(iter(raw.values())), dict):
             raise ValueError(f"{name} holds no hardware profile: it needs one entry, NAME: {{flops: …}}")
         (found,) = raw.items()
-        return _made(*found)
-    profiles = _profiles()
+        return _build_hardware(*found)
+    profiles = _read_profiles()
     if name not in profiles:
         raise ValueError(f"cluster.gpu={name} is unknown; there are {', '.join(profiles)}, or a file NAME.yaml")
-    return _made(name, profiles[name])
+    return _build_hardware(name, profiles[name])
 
 
-def _made(name: str, raw: dict[str, Any]) -> Hardware:
+def _build_hardware(name: str, raw: dict[str, Any]) -> Hardware:
     known, measured = {one.name for one in fields(Hardware)}, {one.name for one in fields(Efficiency)}
     raw = dict(raw)
     efficiency = raw.pop("efficiency", {})

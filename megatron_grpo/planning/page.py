@@ -29,34 +29,35 @@ _OWN_STYLE += "h3 { font-size: 13.5px; margin: 12px 0 4px; } ul { padding-left: 
 def write_page(file: Path, plan: Plan) -> None:
     """Write the page; OSError: the file cannot be written."""
     style = resources.files("megatron_grpo.observability.page").joinpath("assets", STYLE).read_text(encoding="utf-8")
-    write_text(file, render_page(style + _OWN_STYLE, "", "\n".join(_body(plan)), [], title="Plan"))
+    write_text(file, render_page(style + _OWN_STYLE, "", "\n".join(_render_body(plan)), [], title="Plan"))
 
 
-def _body(plan: Plan) -> Iterator[str]:
+def _render_body(plan: Plan) -> Iterator[str]:
     outcome = "failed" if plan.problems else "completed"
     yield f'<h1>{escape(plan.config.name)} <span class="outcome {outcome}">{escape(plan.verdict)}</span></h1>'
     yield from (f'<p class="reason">{escape(one)}</p>' for one in plan.problems)
     yield '<dl class="tiles">'
-    yield from (f'<div class="tile"><dt>{name}</dt><dd>{value}</dd></div>' for name, value in _figures(plan))
+    yield from (f'<div class="tile"><dt>{name}</dt><dd>{value}</dd></div>' for name, value in _render_figures(plan))
     yield "</dl>"
     yield "<h2>Memory by phase</h2>"
-    yield f'<p class="note">{_legend({name: _COLOURS[name] for name in KINDS})}; the line is the GPU\'s memory.</p>'
+    legend = _render_legend({name: _COLOURS[name] for name in KINDS})
+    yield f'<p class="note">{legend}; the line is the GPU\'s memory.</p>'
     for rank in (*plan.ranks, *plan.value_ranks):
         skew = f", experts at {rank.expert_skew:g} times the mean" if rank.expert_skew > 1 else ""
         of = "" if rank.model == "policy" else f" of the {rank.model}"
         yield f"<h3>Stage {rank.stage}{of}, {rank.layers} layers{skew}</h3>"
-        yield memory_bars(rank, plan.hardware.memory_gib)
+        yield draw_memory_bars(rank, plan.hardware.memory_gib)
     if plan.times is not None:
         yield "<h2>A step</h2>"
-        yield timeline(plan.times)
+        yield draw_timeline(plan.times)
         yield "<h2>An optimizer step, by pipeline stage</h2>"
-        yield stage_bars(plan.times)
+        yield draw_stage_bars(plan.times)
     yield "<h2>Assumptions</h2><ul>"
     yield from (f"<li>{escape(one)}</li>" for one in plan.assumptions)
     yield "</ul>"
 
 
-def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
+def _render_figures(plan: Plan) -> Iterator[tuple[str, str]]:
     idle = f"; {plan.idle} idle" if plan.idle else ""
     yield "GPUs in use", f"{plan.gpus - plan.idle} <small>of {plan.gpus}{idle}</small>"
     yield "fullest GPU", f"{plan.fullest.peak / GIB:.1f} <small>of {plan.hardware.memory_gib:g} GiB</small>"
@@ -67,12 +68,12 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "refit", f"{plan.times.refit_s:.2f} <small>s</small>"
 
 
-def _legend(colours: dict[str, int]) -> str:
+def _render_legend(colours: dict[str, int]) -> str:
     square = '<svg width="12" height="12"><rect class="p{}" width="12" height="12"/></svg> {}'
     return ", ".join(square.format(number, escape(name)) for name, number in colours.items())
 
 
-def memory_bars(rank: RankMemory, memory_gib: float) -> str:
+def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
     """A bar for each phase, by kinds of tensors and the reserve, with a line at the GPU's memory."""
     scale = _WIDTH / max(memory_gib * GIB, rank.peak)
     rows = []
@@ -83,10 +84,10 @@ def memory_bars(rank: RankMemory, memory_gib: float) -> str:
         rows.append((name, cells, f"{(rank.phases[name] + rank.reserve) / GIB:.1f} GiB"))
     at = _LEFT + memory_gib * GIB * scale
     line = f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{len(rows) * _ROW}"/>'
-    return _drawing(rows, line)
+    return _wrap_drawing(rows, line)
 
 
-def timeline(times: StepTimes) -> str:
+def draw_timeline(times: StepTimes) -> str:
     """The phases of a synchronous step one after the other; of an asynchronous one, generation beside the others."""
     together = times.asynchronous_s is not None
     scale = _WIDTH / max(times.step_s, times.phase_s.get("generation", 0.0), 1e-9)
@@ -96,10 +97,10 @@ def timeline(times: StepTimes) -> str:
         clock = 0.0 if together and name == "generation" else clock + seconds
         cells = [(begin * scale, 0, ""), (seconds * scale, _PHASES.get(name, 7), f"{name}: {seconds:.2f} s")]
         rows.append((name, cells, f"{seconds:.1f} s"))
-    return _drawing(rows)
+    return _wrap_drawing(rows)
 
 
-def stage_bars(times: StepTimes) -> str:
+def draw_stage_bars(times: StepTimes) -> str:
     """Seconds in which each pipeline stage computes, of the seconds of the schedule; the rest is its bubble."""
     scale = _WIDTH / max(times.train.seconds, 1e-9)
     rows = []
@@ -107,10 +108,10 @@ def stage_bars(times: StepTimes) -> str:
         idle = times.train.seconds - busy
         cells = [(busy * scale, 3, f"computes {busy:.2f} s"), (idle * scale, 9, f"waits {idle:.2f} s")]
         rows.append((f"stage {stage}", cells, f"{idle / max(times.train.seconds, 1e-9):.0%} idle"))
-    return _drawing(rows)
+    return _wrap_drawing(rows)
 
 
-def _drawing(rows: Sequence[tuple[str, list[tuple[float, int, str]], str]], more: str = "") -> str:
+def _wrap_drawing(rows: Sequence[tuple[str, list[tuple[float, int, str]], str]], more: str = "") -> str:
     """Rows of bars: (label, [(width, colour; 0: a gap, tooltip)], figure)."""
     found = []
     for number, (label, cells, figure) in enumerate(rows):

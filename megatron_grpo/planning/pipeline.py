@@ -25,7 +25,7 @@ class Timeline:
     """Seconds that each stage computes."""
 
 
-def schedule(stages: int, stage: int, chunks: int, microbatches: int, *, forward_only: bool = False) -> list[Slot]:
+def order_passes(stages: int, stage: int, chunks: int, microbatches: int, *, forward_only: bool = False) -> list[Slot]:
     """The order of a stage's passes in Megatron-Core.
 
     With one chunk, 1F1B (Narayanan et al. 2021, section 2.2.1): as many forward passes as stages come after this one,
@@ -53,7 +53,7 @@ def schedule(stages: int, stage: int, chunks: int, microbatches: int, *, forward
     return order + [slot(number, True) for number in range(total - warm, total)]
 
 
-def timeline(
+def run_schedule(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     microbatches: int,
@@ -78,7 +78,7 @@ def timeline(
     stages, chunks = len(forward), len(forward[0])
     if chunks > 1 and microbatches % stages:
         raise ValueError(f"an interleaved pipeline of {stages} stages takes no {microbatches} microbatches")
-    orders = [schedule(stages, one, chunks, microbatches, forward_only=forward_only) for one in range(stages)]
+    orders = [order_passes(stages, one, chunks, microbatches, forward_only=forward_only) for one in range(stages)]
     done: dict[tuple[int, Slot], float] = {}
     free, busy, places = [0.0] * stages, [0.0] * stages, [0] * stages
     waiting = list(range(stages))
@@ -88,7 +88,7 @@ def timeline(
             order = orders[stage]
             while places[stage] < len(order):
                 slot = order[places[stage]]
-                ready = _ready(done, stage, slot, stages, chunks, send_s)
+                ready = _find_input_time(done, stage, slot, stages, chunks, send_s)
                 if ready is None:
                     break
                 seconds = (backward if slot.is_backward else forward)[stage][slot.chunk]
@@ -104,7 +104,7 @@ def timeline(
     return Timeline(max(free), tuple(busy))
 
 
-def _ready(
+def _find_input_time(
     done: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
 ) -> float | None:
     """When the input of a pass is there; None: the pass that makes it has not run."""

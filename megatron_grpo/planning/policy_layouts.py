@@ -11,7 +11,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.estimates import static_bytes
+from megatron_grpo.planning.estimates import count_static_bytes
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.layout_checks import count_gpus, count_reward_model_gpus
@@ -42,26 +42,26 @@ class Candidate:
     """Rough GiB of the fullest rank, activations included."""
 
 
-def overrides_of(config: Config) -> list[str]:
+def list_overrides(config: Config) -> list[str]:
     """The overrides with which a recipe gets the layouts that a search found."""
     policy, engines = config.policy, config.generation.parallel
-    found = [f"policy.parallel.{name}={written(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
-    found.append(f"policy.activation_checkpointing={written(policy.activation_checkpointing)}")
+    found = [f"policy.parallel.{name}={write_value(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
+    found.append(f"policy.activation_checkpointing={write_value(policy.activation_checkpointing)}")
     if policy.activation_checkpointing:
-        found.append(f"policy.recompute_modules={written(policy.recompute_modules)}")
+        found.append(f"policy.recompute_modules={write_value(policy.recompute_modules)}")
     if not config.needs_generation or config.generation.server.urls:
         return found
     return found + [f"generation.parallel.{name}={getattr(engines, name)}" for name in ENGINE_SIZES]
 
 
-def written(value: Any) -> str:
+def write_value(value: Any) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(write_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def layout_name(config: Config) -> str:
+def name_layout(config: Config) -> str:
     """A layout in short: TP4 PP2 DP4, recompute."""
     parallel = config.policy.parallel
     sizes = {
@@ -83,7 +83,7 @@ def has_own_engines(config: Config) -> bool:
     return config.needs_generation and not config.generation.server.urls
 
 
-def gpu_splits(config: Config) -> list[tuple[int, int]]:
+def split_gpus(config: Config) -> list[tuple[int, int]]:
     """GPUs of the policy and of the engines, in the order in which a search tries them.
 
     First that in the recipe's proportion on all GPUs; then those whose smaller side, relative to the recipe's share of
@@ -92,26 +92,26 @@ def gpu_splits(config: Config) -> list[tuple[int, int]]:
     """
     total = config.cluster.num_nodes * config.cluster.gpus - int(-(-sum(count_reward_model_gpus(config).values()) // 1))
     if not has_own_engines(config) or config.generation.is_colocated:
-        total -= 0 if config.generation.is_colocated else _value_gpus(config)
+        total -= 0 if config.generation.is_colocated else _count_value_gpus(config)
         return [(number, number if has_own_engines(config) else 0) for number in range(total, 0, -1)]
-    total -= _value_gpus(config)
+    total -= _count_value_gpus(config)
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     share = total * policy / (policy + engines.ranks_per_engine * engines.data)
     splits = [(one, other) for one in range(1, total) for other in range(1, total - one + 1)]
     return sorted(splits, key=lambda split: (-min(split[0] / share, split[1] / (total - share), 1), -sum(split)))
 
 
-def _value_gpus(config: Config) -> int:
+def _count_value_gpus(config: Config) -> int:
     return 0 if config.value_model is None else config.value_model.parallel.world_size
 
 
-def idle_gpus(config: Config) -> int:
+def count_idle_gpus(config: Config) -> int:
     """GPUs of the run's nodes that nothing uses."""
     used = sum(count_gpus(config).values())
     return max(0, config.cluster.num_nodes * config.cluster.gpus - int(-(-used // 1)))
 
 
-def legal_layouts(
+def iterate_legal_layouts(
     config: Config, shape: ModelShape, gpus: int, refusals: Refusals | None = None, *, needs_all: bool = True
 ) -> Iterator[Config]:
     """Every layout of the policy on this many GPUs that passes the run's checks, with and without recomputed layers.
@@ -125,22 +125,22 @@ def legal_layouts(
         refusals: gets the problems of the sizes and layouts that are refused.
         needs_all: whether a layout has to pass the checks of the whole run too: engines, value model, sum of all GPUs.
     """
-    check = find_problems if needs_all else _size_problems
+    check = find_problems if needs_all else _find_size_problems
     refusals = Refusals() if refusals is None else refusals
-    for made in possible_layouts(config, shape, gpus, refusals):
+    for made in iterate_possible_layouts(config, shape, gpus, refusals):
         if not refusals.refuse(check(made, shape)):
             yield made
 
 
-def possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Refusals) -> Iterator[Config]:
-    """Layouts of sizes each of which passes the run's checks by itself; arguments as of `legal_layouts`."""
+def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Refusals) -> Iterator[Config]:
+    """Layouts of sizes each of which passes the run's checks by itself; arguments as of `iterate_legal_layouts`."""
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
 
     def usable(layouts: Iterable[ParallelConfig]) -> list[ParallelConfig]:
-        return [one for one in layouts if not refusals.refuse(_size_problems(_with_layout(config, one), shape))]
+        return [one for one in layouts if not refusals.refuse(_find_size_problems(_with_layout(config, one), shape))]
 
     tensors = usable(ParallelConfig(tensor=size, sequence=size > 1) for size in sizes)
-    stages = usable(one for size in sizes if size <= shape.layers for one in _pipelines(config, shape, size))
+    stages = usable(one for size in sizes if size <= shape.layers for one in _iterate_pipelines(config, shape, size))
     replicas = {one.data for one in usable(ParallelConfig(data=size) for size in sizes)}
     experts = [1] if shape.experts is None else [size for size in range(1, gpus + 1) if shape.experts.count % size == 0]
     for tensor, stage, expert in product(tensors, stages, experts):
@@ -154,13 +154,13 @@ def possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Ref
             yield from _with_recomputation(config, parallel)
 
 
-def least_static_gib(config: Config, shape: ModelShape, gpus: int) -> float:
+def find_least_static_gib(config: Config, shape: ModelShape, gpus: int) -> float:
     """Least GiB of weights, gradients and optimizer state of the fullest GPU, over layouts on this many GPUs."""
-    layouts = possible_layouts(config, shape, gpus, Refusals())
-    return min((static_bytes(layout, shape) / 2**30 for layout in layouts), default=float("inf"))
+    layouts = iterate_possible_layouts(config, shape, gpus, Refusals())
+    return min((count_static_bytes(layout, shape) / 2**30 for layout in layouts), default=float("inf"))
 
 
-def _pipelines(config: Config, shape: ModelShape, size: int) -> Iterator[ParallelConfig]:
+def _iterate_pipelines(config: Config, shape: ModelShape, size: int) -> Iterator[ParallelConfig]:
     """Pipelines of this many stages: with the recipe's ends, equal stages, or ends that take what does not divide."""
     recipe = config.policy.parallel
     if size == recipe.pipeline and (recipe.first_stage_layers or recipe.last_stage_layers):
@@ -191,6 +191,6 @@ def _with_layout(config: Config, parallel: ParallelConfig) -> Config:
     return replace(config, policy=replace(config.policy, parallel=parallel))
 
 
-def _size_problems(config: Config, shape: ModelShape) -> list[Problem]:
+def _find_size_problems(config: Config, shape: ModelShape) -> list[Problem]:
     """Problems of the run's checks for one size of a layout, the other sizes being 1."""
     return [one for one in find_problems(config, shape) if not one.key.startswith(_OTHER_SECTIONS)]

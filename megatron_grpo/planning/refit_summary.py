@@ -60,7 +60,7 @@ class RefitSummary:
         }
 
 
-def refit_summary(
+def summarize_refit(
     shape: ModelShape,
     training: ParallelConfig,
     generation: GenerationParallelConfig,

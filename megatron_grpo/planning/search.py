@@ -13,22 +13,22 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.device_memory import GIB
-from megatron_grpo.planning.engine_layouts import best_engines
-from megatron_grpo.planning.estimates import activation_bytes, estimate, static_bytes
-from megatron_grpo.planning.generation_cost import lengths_of
+from megatron_grpo.planning.engine_layouts import find_best_engines
+from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes, estimate_step_s
+from megatron_grpo.planning.generation_cost import find_lengths
 from megatron_grpo.planning.hardware import Hardware
 from megatron_grpo.planning.policy_layouts import (
     Candidate,
-    gpu_splits,
+    count_idle_gpus,
+    find_least_static_gib,
     has_own_engines,
-    idle_gpus,
-    least_static_gib,
-    legal_layouts,
-    overrides_of,
+    iterate_legal_layouts,
+    list_overrides,
+    split_gpus,
 )
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.planning.trace import LateError
-from megatron_grpo.planning.whole import PendingPlan, Plan, as_planned, profile, submit_plan
+from megatron_grpo.planning.whole import PendingPlan, Plan, as_planned, find_profile, submit_plan
 
 _RANKING = 0.7
 """Share of the seconds for brief plans of many layouts; the rest is for a whole plan of the best one."""
@@ -77,7 +77,7 @@ class Search:
         """The result for JSON."""
         rows = [
             {
-                "overrides": overrides_of(one.candidate.config),
+                "overrides": list_overrides(one.candidate.config),
                 "fits": fits,
                 "reason": one.reason,
                 **({} if one.plan is None else one.plan.as_dict()),
@@ -112,12 +112,14 @@ class Share:
     """Least GiB of weights, gradients and optimizer state of a legal layout's fullest GPU."""
 
 
-def _least(config: Config, shape: ModelShape) -> float:
+def _find_least_gib(config: Config, shape: ModelShape) -> float:
     """Least GiB of weights, gradients and optimizer state of the fullest GPU, on any number of the run's GPUs."""
-    return min(least_static_gib(config, shape, gpus) for gpus in {policy for policy, _ in gpu_splits(config)})
+    return min(find_least_static_gib(config, shape, gpus) for gpus in {policy for policy, _ in split_gpus(config)})
 
 
-def search(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, wanted: int = 8) -> Search:
+def search_layouts(
+    config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, wanted: int = 8
+) -> Search:
     """Rank layouts by the seconds of a step; those with the best estimates run dry until the budget is used up.
 
     Args:
@@ -132,47 +134,47 @@ def search(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budg
         RunError: not one dry run was done in time.
     """
     began = time.monotonic()
-    gpu, config = profile(config), as_planned(config)
-    shares = _shares(config, shape, gpu)
+    gpu, config = find_profile(config), as_planned(config)
+    shares = _iterate_shares(config, shape, gpu)
     found: tuple[Share, list[PlannedLayout]] | None = None
     reason, unfit = "", ""
     for share, why in shares:
-        layouts = list(_run(share.candidates, shape, pool, began + _RANKING * budget_s, wanted))
-        if found is None or _fitting(layouts):
+        layouts = list(_run_candidates(share.candidates, shape, pool, began + _RANKING * budget_s, wanted))
+        if found is None or _select_fitting(layouts):
             found, reason = (share, layouts), "; ".join(filter(None, (unfit, why)))
-        if _fitting(layouts) or time.monotonic() > began + _RANKING * budget_s:
+        if _select_fitting(layouts) or time.monotonic() > began + _RANKING * budget_s:
             break
-        if not share.candidates and _least(config, shape) >= gpu.memory_gib - gpu.reserve_gib:
+        if not share.candidates and _find_least_gib(config, shape) >= gpu.memory_gib - gpu.reserve_gib:
             break  # the policy is too large for all GPUs together, so for any share of them
         unfit = unfit or "no layout {} fits".format("of policy and engines on {} + {} GPUs".format(*share.gpus))
     assert found is not None, "without a share there is an error"
     share, layouts = found
     if not layouts and share.candidates:
         raise RunError(f"no dry run was done within plan.search_s={budget_s:g}; give more")
-    layouts = list(_confirmed(layouts, shape, pool, began + budget_s))
-    fitting = _fitting(layouts)
+    layouts = list(_confirm_fastest(layouts, shape, pool, began + budget_s))
+    fitting = _select_fitting(layouts)
     others = [one for one in layouts if one.plan is None or one.plan.problems]
     return Search(
-        best=[replace(one, reason=why_slower(one.plan, fitting[0].plan)) for one in fitting],
+        best=[replace(one, reason=explain_slower(one.plan, fitting[0].plan)) for one in fitting],
         failed=others,
         legal=len(share.candidates) + share.too_large,
         too_large=share.too_large,
         left=len(share.candidates) - len(layouts),
         gpus=share.gpus,
-        idle=idle_gpus(share.candidates[0].config if share.candidates else share.config),
+        idle=count_idle_gpus(share.candidates[0].config if share.candidates else share.config),
         least_gib=share.least_gib,
         why_not_all=reason,
         searched_s=time.monotonic() - began,
     )
 
 
-def _shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[Share, str]]:
+def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[Share, str]]:
     """The ways to share the GPUs out that have legal layouts, each with the reason why those before it have none.
 
     Raises:
         ValueError: there is no such way; names every reason.
     """
-    splits, refused, tried = gpu_splits(config), Refusals(), 0
+    splits, refused, tried = split_gpus(config), Refusals(), 0
     reasons: list[str] = []
     policies: dict[int, bool] = {}
     for policy_gpus, engine_gpus in splits[:_SPLITS]:
@@ -180,13 +182,13 @@ def _shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[
             continue
         refusals, engines = Refusals(), config
         if engine_gpus:
-            made = best_engines(config, shape, gpu, policy_gpus, engine_gpus, refusals)
+            made = find_best_engines(config, shape, gpu, policy_gpus, engine_gpus, refusals)
             if made is None:
                 refused.add(refusals)
                 reasons.append(f"no engines on {engine_gpus} GPUs")
                 continue
             engines = made
-        share = _share(engines, shape, gpu, (policy_gpus, engine_gpus), refusals)
+        share = _build_share(engines, shape, gpu, (policy_gpus, engine_gpus), refusals)
         policies[policy_gpus] = bool(share.candidates or share.too_large)
         if not policies[policy_gpus]:
             refused.add(refusals)
@@ -197,10 +199,10 @@ def _shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[
         yield share, "; ".join(told[:3]) + because
         tried += 1
     if not tried:
-        raise ValueError("\n".join([_nothing_legal(config, splits), *refused.lines()]))
+        raise ValueError("\n".join([_explain_refusals(config, splits), *refused.lines()]))
 
 
-def _nothing_legal(config: Config, splits: Sequence[tuple[int, int]]) -> str:
+def _explain_refusals(config: Config, splits: Sequence[tuple[int, int]]) -> str:
     cluster = config.cluster
     total = f"{cluster.num_nodes} x {cluster.gpus} GPUs"
     if not splits:
@@ -212,14 +214,14 @@ def _nothing_legal(config: Config, splits: Sequence[tuple[int, int]]) -> str:
     return f"no layout of {sides} on {total} passes the run's checks{many}; the reasons:"
 
 
-def _share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, int], refusals: Refusals) -> Share:
+def _build_share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, int], refusals: Refusals) -> Share:
     """The layouts of the policy on its GPUs, in the order in which they run dry."""
-    tokens, usable = float(lengths_of(config).totals.sum()), gpu.memory_gib - gpu.reserve_gib
+    tokens, usable = float(find_lengths(config).totals.sum()), gpu.memory_gib - gpu.reserve_gib
     found = []
-    for layout in legal_layouts(config, shape, gpus[0], refusals):
-        static = static_bytes(layout, shape) / GIB
-        estimated = static + activation_bytes(layout, shape) / GIB
-        found.append(Candidate(layout, static, estimate(layout, shape, gpu, tokens), estimated))
+    for layout in iterate_legal_layouts(config, shape, gpus[0], refusals):
+        static = count_static_bytes(layout, shape) / GIB
+        estimated = static + estimate_activation_bytes(layout, shape) / GIB
+        found.append(Candidate(layout, static, estimate_step_s(layout, shape, gpu, tokens), estimated))
     order = sorted(
         (one for one in found if one.static_gib < usable),
         key=lambda one: (one.estimated_gib > usable, one.estimated_s),
@@ -228,17 +230,17 @@ def _share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, in
     return Share(gpus, config, order, len(found) - len(order), least)
 
 
-def _fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
+def _select_fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
     """Layouts that fit, the fastest first."""
     found = [(one.plan.times.step_s, one) for one in layouts if one.plan and not one.plan.problems and one.plan.times]
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def _confirmed(
+def _confirm_fastest(
     layouts: Sequence[PlannedLayout], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
 ) -> Iterator[PlannedLayout]:
     """The layouts, of which the fastest gets a whole plan in place of its brief one; if it does not fit, the next."""
-    fitting = _fitting(layouts)
+    fitting = _select_fitting(layouts)
     yield from (one for one in layouts if one not in fitting)
     while fitting:
         one = fitting.pop(0)
@@ -253,7 +255,7 @@ def _confirmed(
     yield from fitting
 
 
-def _run(
+def _run_candidates(
     order: Sequence[Candidate], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float, wanted: int
 ) -> Iterator[PlannedLayout]:
     """Dry runs in this order, until `wanted` of them fit or the deadline (of time.monotonic) is over."""
@@ -292,7 +294,7 @@ def _takes_more(one: Candidate, other: Candidate) -> bool:
     )
 
 
-def why_slower(plan: Plan | None, best: Plan | None) -> str:
+def explain_slower(plan: Plan | None, best: Plan | None) -> str:
     """The phase in which a layout loses most against the best one; empty for the best itself."""
     if plan is None or best is None or plan is best or plan.times is None or best.times is None:
         return ""

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, phase_seconds
-from megatron_grpo.planning.generation_cost import Lengths, decoder_of, engine_size, generate
+from megatron_grpo.planning.costs import Overlap, PassSeconds, PhaseSeconds, sum_phase
+from megatron_grpo.planning.generation_cost import Lengths, build_decoder, generate, size_engine
 from megatron_grpo.planning.hardware import Hardware
-from megatron_grpo.planning.pipeline import Timeline, timeline
-from megatron_grpo.planning.refit_summary import refit_summary
+from megatron_grpo.planning.pipeline import Timeline, run_schedule
+from megatron_grpo.planning.refit_summary import summarize_refit
 from megatron_grpo.preflight.layout_checks import count_gpus
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _Model:
     def phases(self, name: str) -> list[PhaseSeconds]:
         """The seconds of every pipeline stage in a phase; stages that were not traced are like the last one before."""
         traced = {
-            one.stage: phase_seconds(one.report.work, one.report.passes, name, self.hardware, self.overlap)
+            one.stage: sum_phase(one.report.work, one.report.passes, name, self.hardware, self.overlap)
             for one in self.ranks
         }
         stages = range(self.config.policy.parallel.pipeline)
@@ -116,7 +116,7 @@ class _Model:
                 for one in phases
             ]
 
-        return timeline(
+        return run_schedule(
             seconds(False),
             [] if forward_only else seconds(True),
             batch.microbatches,
@@ -140,7 +140,7 @@ def overlap_of(config: Config) -> Overlap:
     )
 
 
-def step_times(
+def build_step_times(
     config: Config,
     shape: ModelShape,
     ranks: Sequence[RankTrace],
@@ -170,25 +170,25 @@ def step_times(
     model.assumptions.append(lengths.source)
     totals, gpus = lengths.totals, config.policy.parallel.world_size
     if workload == "pretrain":
-        train, phase_s = _learning(model, totals, 1)
+        train, phase_s = _time_learning(model, totals, 1)
         return StepTimes(
             phase_s, sum(phase_s.values()), None, float(totals.sum()), gpus, 0.0, 0, model.assumptions, train
         )
     steps = config.optimizer_steps_per_step
-    train, learning_s = _learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
+    train, learning_s = _time_learning(model, np.array_split(totals, max(1, steps // config.passes_per_step))[0], steps)
     has_engines = config.needs_generation and not config.generation.server.urls
-    refit_s, refit_bytes = _refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
+    refit_s, refit_bytes = _time_refit(config, shape, hardware) if config.needs_generation else (0.0, 0)
     if config.needs_generation and not has_engines:
         model.assumptions.append("generation by generation.server.urls is left out: their GPUs are not known")
     generation_s, steady_s = (
-        _generation(config, shape, hardware, lengths, model.assumptions) if has_engines else (0.0, 0.0)
+        _time_generation(config, shape, hardware, lengths, model.assumptions) if has_engines else (0.0, 0.0)
     )
     phase_s = {
         **({"generation": generation_s} if has_engines else {}),
-        **_logprobs(model, totals),
-        **_value_model(config, value_ranks, hardware, totals),
+        **_time_logprobs(model, totals),
+        **_time_value_model(config, value_ranks, hardware, totals),
         **learning_s,
-        **(_moves(config, [*ranks, *value_ranks], hardware) if has_engines else {}),
+        **(_time_moves(config, [*ranks, *value_ranks], hardware) if has_engines else {}),
         **({"refit": refit_s} if config.needs_generation else {}),
     }
     ahead, asynchronous = config.training_loop.async_grpo, None
@@ -210,19 +210,19 @@ def step_times(
     )
 
 
-def _learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tuple[Timeline, dict[str, float]]:
+def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tuple[Timeline, dict[str, float]]:
     """The schedule of an optimizer step on samples of these lengths, and the seconds of `steps` such steps by phase."""
     phases = model.phases("train")
     batch = model.batch(totals, model.config.policy.microbatch_tokens)
     schedule = model.run(phases, batch, forward_only=False)
     update = max(one.outside for one in phases)
     return schedule, {
-        "train": steps * (schedule.seconds + _exposed(model, phases, batch)),
+        "train": steps * (schedule.seconds + _time_exposed(model, phases, batch)),
         "optimizer": steps * update,
     }
 
 
-def _logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
+def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     """Seconds of the log-probabilities that a step needs before it learns, of the policy and of the reference."""
     config, policy = model.config, model.config.policy
     batch = model.batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
@@ -232,7 +232,7 @@ def _logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-def _value_model(
+def _time_value_model(
     config: Config, ranks: Sequence[RankTrace], hardware: Hardware, totals: NDArray[np.float64]
 ) -> dict[str, float]:
     """Seconds of the value model: its values of all samples, and its optimizer steps."""
@@ -243,11 +243,11 @@ def _value_model(
     batch = model.batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
     values_s = model.run(model.phases("values"), batch, forward_only=True).seconds
     part = np.array_split(totals, max(1, steps // config.passes_per_step))[0]
-    learning_s = _learning(model, part, steps)[1]
+    learning_s = _time_learning(model, part, steps)[1]
     return {"values": values_s, "train_value": sum(learning_s.values())}
 
 
-def _exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
+def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
     """Seconds of the messages of data-parallel ranks that nothing hides, in an optimizer step.
 
     Gradients are reduced while the last microbatch goes backward, weights are gathered while the first one goes
@@ -268,11 +268,11 @@ def _exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
     return exposed
 
 
-def _refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
+def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
     """Seconds and bytes of a refit, from its plan: the busiest rank at the speed of its port, or of NVLink."""
     policy, generation, reached = config.policy, config.generation, hardware.efficiency
     bucket = int(config.refit.bucket_mib * 2**20)
-    summary = refit_summary(
+    summary = summarize_refit(
         shape, policy.parallel, generation.parallel, policy.precision, bucket, config.refit.fp8_blocks
     )
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
@@ -281,19 +281,19 @@ def _refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float
     return summary.seconds(speed), summary.bytes
 
 
-def _generation(
+def _time_generation(
     config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, assumptions: list[str]
 ) -> tuple[float, float]:
     """Seconds until the samples of a step are complete, and seconds for each batch while others follow it."""
     generation, responses = config.generation, lengths.responses
-    size = engine_size(config, shape, hardware)
+    size = size_engine(config, shape, hardware)
     most = min(generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
     if most < 1:
         raise ValueError(
             f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
             f"{size.weight_bytes / 2**30:.1f} GiB on each GPU of {hardware.memory_gib:g} GiB; use more ranks"
         )
-    decoder, copies = decoder_of(config, shape, hardware), config.training_loop.num_generations_per_prompt
+    decoder, copies = build_decoder(config, shape, hardware), config.training_loop.num_generations_per_prompt
     engines = generation.parallel.data
     own = np.sort(responses)[::-1][::engines][::-1]  # the fullest engine, where they do not share out evenly
     # Responses start in random order, because their lengths are not known.
@@ -305,7 +305,7 @@ def _generation(
     return alone.seconds, stream.seconds / ahead
 
 
-def _moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
+def _time_moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
     """Seconds in which the policy moves to host memory and back, where engines use its GPUs in turn."""
     if not config.generation.is_colocated:
         return {}

@@ -62,7 +62,7 @@ class _Depth:
     shape: ModelShape
 
 
-def distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
+def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
     """Pipeline stages that differ in their layers, embedding or head, each with the numbers of its layers.
 
     Of stages that are alike, the first: it holds activations of the most microbatches. With `few`, stages with the
@@ -72,12 +72,12 @@ def distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> 
     each = parallel.world_size // parallel.pipeline
     found: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
     for stage, shard in enumerate(shard_policy(parallel, shape)[::each]):
-        sorts = tuple((shape.has_experts(one), one in _exceptions(config, shape)) for one in shard.layers)
+        sorts = tuple((shape.has_experts(one), one in _find_bf16_layers(config, shape)) for one in shard.layers)
         found.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
     return dict(found.values())
 
 
-def _exceptions(config: Config, shape: ModelShape) -> frozenset[int]:
+def _find_bf16_layers(config: Config, shape: ModelShape) -> frozenset[int]:
     """Layers that compute in bfloat16 although the others compute in FP8."""
     fp8 = config.policy.fp8
     if not fp8.is_on_device:
@@ -85,7 +85,7 @@ def _exceptions(config: Config, shape: ModelShape) -> frozenset[int]:
     return frozenset((*range(fp8.first_layers_bf16), *range(shape.layers - fp8.last_layers_bf16, shape.layers)))
 
 
-def _depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_Depth]:
+def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_Depth]:
     """The dry runs from which the memory of a stage with these layers follows: one, or two shallow ones.
 
     The bytes alive at any one moment are linear in the number of layers, all alike, of which the rank has equally many
@@ -98,7 +98,7 @@ def _depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_D
     alike = all(sorts[dense:]) or not any(sorts)
     share = config.policy.optimizer.cpu_offload
     uneven = chunks > 1 and (dense or parallel.count_embedding or parallel.count_loss)
-    irregular = uneven or not alike or shape.windowed or _exceptions(config, shape) or share not in (0.0, 1.0)
+    irregular = uneven or not alike or shape.windowed or _find_bf16_layers(config, shape) or share not in (0.0, 1.0)
     if irregular or full - dense <= (_SHALLOW + 2) * chunks:
         return [_Depth(full, config, shape)]
     even = replace(parallel, first_stage_layers=None, last_stage_layers=None, count_embedding=False, count_loss=False)
@@ -113,7 +113,7 @@ def _depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_D
     return found
 
 
-def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, dict[str, int]]:
+def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, dict[str, int]]:
     """The report of a rank with more layers, and the bytes of each kind that every step of depth adds to its peak.
 
     The peak of a phase is the most of many moments. Each of them is linear in the number of layers, their maximum need
@@ -125,7 +125,7 @@ def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, d
         factor: steps of depth from `low` to the rank in question.
     """
     moments = {
-        sort: _line(low.moments[sort], high.moments[sort], factor)
+        sort: _extrapolate_bytes(low.moments[sort], high.moments[sort], factor)
         for sort in low.moments
         if sort in high.moments and sort[0] != _REFIT
     }
@@ -138,7 +138,7 @@ def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, d
     slope = {kind: more.get(kind, 0) - fewer.get(kind, 0) for kind in more}
     held = {name: low.held[name] + (high.held[name] - low.held[name]) * factor for name in low.held}
     if _REFIT in high.phases:
-        before = before_refit(high)
+        before = name_phase_before_refit(high)
         phases[_REFIT] = held[before] + high.phases[_REFIT] - high.held[before]
     report = replace(
         low,
@@ -147,17 +147,17 @@ def at_depth(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, d
         held=held,
         holders=moments[fullest],
         moments=moments,
-        work=_more_work(low.work, high.work, factor),
+        work=_extrapolate_work(low.work, high.work, factor),
     )
     return report, slope
 
 
-def before_refit(report: DryReport) -> str:
+def name_phase_before_refit(report: DryReport) -> str:
     """The phase before a refit: onload where engines share the GPUs, else train."""
     return "onload" if "onload" in report.held else "train"
 
 
-def _more_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
+def _extrapolate_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
     """The work of a rank with more layers.
 
     Operators of a layer occur more often. Sizes of others grow with the number of layers, such as the messages of
@@ -181,20 +181,20 @@ def _more_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[
     return found
 
 
-def _line(low: Mapping[str, int], high: Mapping[str, int], factor: int) -> dict[str, int]:
+def _extrapolate_bytes(low: Mapping[str, int], high: Mapping[str, int], factor: int) -> dict[str, int]:
     """Bytes by kind on the line through two moments, `factor` steps from the first."""
     kinds = low.keys() | high.keys()
     return {kind: low.get(kind, 0) + (high.get(kind, 0) - low.get(kind, 0)) * factor for kind in kinds}
 
 
 @contextmanager
-def tracing(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
+def start_trace_pool(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
     """Processes for dry runs, which see no GPU; as many as there are cores. They end with the body."""
     # They are forked from a server that has imported everything, because imports take longer than most dry runs.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_grpo.planning.dry_run"])
     before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=_quiet)
+    pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=_silence_process)
     try:
         yield pool
     finally:
@@ -204,20 +204,20 @@ def tracing(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
                 process.kill()
 
 
-def _quiet() -> None:
+def _silence_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
 
 
-def _run(config: Config, shape: ModelShape, rank: int, expert_skew: float, moves: bool) -> DryReport:
-    import torch  # only in the processes of `tracing`
+def _run_dry(config: Config, shape: ModelShape, rank: int, expert_skew: float, moves: bool) -> DryReport:
+    import torch  # only in the processes of `start_trace_pool`
 
-    from megatron_grpo.planning.dry_run import dry_run, run_phases
+    from megatron_grpo.planning.dry_run import run_dry, run_phases
 
     torch.set_num_threads(1)
     phases = run_phases(config) - ({"refit"} if shape.value_head is not None else set())
-    return dry_run(config, shape, rank, expert_skew=expert_skew, moves=moves, phases=phases)
+    return run_dry(config, shape, rank, expert_skew=expert_skew, moves=moves, phases=phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class PendingTrace:
         low, high = self.depths
         step = high - low
         shallow, deep = reports
-        report, slope = at_depth(shallow, deep, (self.layers - low) // step)
+        report, slope = extrapolate_report(shallow, deep, (self.layers - low) // step)
         per_layer = {kind: size // step for kind, size in slope.items() if size > 0}
         return RankTrace(self.stage, self.rank, self.layers, self.expert_skew, report, per_layer)
 
@@ -264,12 +264,15 @@ def submit_traces(
     moves: bool = True,
     few: bool = False,
 ) -> list[PendingTrace]:
-    """Begin the dry runs of a rank of each distinct stage; `moves` as in `dry_run`, `few` as in `distinct_stages`."""
+    """Start the dry runs of a rank of each distinct stage.
+
+    `moves` is that of `run_dry`, and `few` that of `find_distinct_stages`.
+    """
     each = config.policy.parallel.world_size // config.policy.parallel.pipeline
     pending = []
-    for stage, layers in distinct_stages(config, shape, few=few).items():
-        depths = _depths(config, shape, layers)
-        runs = [pool.submit(_run, one.config, one.shape, stage * each, expert_skew, moves) for one in depths]
+    for stage, layers in find_distinct_stages(config, shape, few=few).items():
+        depths = _list_depths(config, shape, layers)
+        runs = [pool.submit(_run_dry, one.config, one.shape, stage * each, expert_skew, moves) for one in depths]
         numbers = [one.layers for one in depths]
         pending.append(PendingTrace(stage, stage * each, len(layers), expert_skew, numbers, runs))
     return pending

@@ -14,13 +14,13 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.models.families import as_value_model
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import find_value_shape
-from megatron_grpo.planning.device_memory import GIB, RankMemory, rank_memory, reserve_parts
-from megatron_grpo.planning.engine_layouts import room_problems
-from megatron_grpo.planning.estimates import host_bytes
-from megatron_grpo.planning.generation_cost import EngineSize, engine_size, lengths_of
-from megatron_grpo.planning.hardware import Hardware, hardware, profile_names
-from megatron_grpo.planning.policy_layouts import has_own_engines, idle_gpus
-from megatron_grpo.planning.step import StepTimes, step_times
+from megatron_grpo.planning.device_memory import GIB, RankMemory, build_rank_memory, list_reserve_parts
+from megatron_grpo.planning.engine_layouts import find_room_problems
+from megatron_grpo.planning.estimates import count_host_bytes
+from megatron_grpo.planning.generation_cost import EngineSize, find_lengths, size_engine
+from megatron_grpo.planning.hardware import Hardware, list_profiles, load_hardware
+from megatron_grpo.planning.policy_layouts import count_idle_gpus, has_own_engines
+from megatron_grpo.planning.step import StepTimes, build_step_times
 from megatron_grpo.planning.trace import PendingTrace, RankTrace, submit_traces
 from megatron_grpo.preflight.layout_checks import count_gpus
 
@@ -75,9 +75,9 @@ class Plan:
     def timed_on(self, gpu: Hardware) -> StepTimes:
         """Seconds by phase on other hardware; ValueError: an engine has no room for a sequence."""
         balanced = [one for one in self.traces if one.expert_skew == 1.0]
-        lengths, workload = lengths_of(self.config), self.config.plan.workload
+        lengths, workload = find_lengths(self.config), self.config.plan.workload
         value = [one for one in self.value_traces if one.expert_skew == 1.0]
-        return step_times(self.config, self.shape, balanced, gpu, lengths, workload=workload, value_ranks=value)
+        return build_step_times(self.config, self.shape, balanced, gpu, lengths, workload=workload, value_ranks=value)
 
     @property
     def fullest(self) -> RankMemory:
@@ -92,7 +92,7 @@ class Plan:
     @property
     def idle(self) -> int:
         """GPUs of the run's nodes that nothing uses."""
-        return idle_gpus(self.config)
+        return count_idle_gpus(self.config)
 
     @property
     def verdict(self) -> str:
@@ -126,7 +126,7 @@ class Plan:
         """Engines without room for one sequence, or that leave too little of shared GPUs."""
         if self.engine is None:
             return
-        yield from (f"{one.subject} {one.text}" for one in room_problems(self.config, self.shape, self.hardware))
+        yield from (f"{one.subject} {one.text}" for one in find_room_problems(self.config, self.shape, self.hardware))
         if not self.config.generation.is_colocated:
             return
         share, has = self.config.generation.engine.gpu_memory_utilization, self.hardware.memory_gib
@@ -145,7 +145,7 @@ class Plan:
     @property
     def host(self) -> tuple[float, float | None]:
         """GiB of a node's host memory that tensors take, and that it has; None: not known."""
-        return host_gib(self.config, self.shape), host_memory(self.config, self.hardware)
+        return count_host_gib(self.config, self.shape), find_host_memory(self.config, self.hardware)
 
     def _host_shortages(self) -> Iterator[str]:
         needed, has = self.host
@@ -178,7 +178,7 @@ class Plan:
     def assumptions(self) -> list[str]:
         """Assumptions behind the figures, besides the configuration."""
         worst = self.fullest
-        parts = reserve_parts(self.config, worst.phases[worst.phase], self.hardware, model=worst.model)
+        parts = list_reserve_parts(self.config, worst.phases[worst.phase], self.hardware, model=worst.model)
         left = worst.reserve - sum(parts.values())
         parts |= {"the other model on the GPU": left} if left else {}
         reserve = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
@@ -208,7 +208,7 @@ class Plan:
         return found + ([] if self.times is None else self.times.assumptions)
 
 
-def profile(config: Config) -> Hardware:
+def find_profile(config: Config) -> Hardware:
     """The hardware that a plan assumes: plan.hardware, else the profile of cluster.gpu.
 
     Raises:
@@ -216,8 +216,8 @@ def profile(config: Config) -> Hardware:
     """
     name = config.plan.hardware or config.cluster.gpu
     if name is None:
-        raise ValueError(f"a plan needs the GPU: give cluster.gpu={', '.join(profile_names())}")
-    found = hardware(name)
+        raise ValueError(f"a plan needs the GPU: give cluster.gpu={', '.join(list_profiles())}")
+    found = load_hardware(name)
     domain = found.gpus_per_domain  # a rack's reaches over nodes, a node's has at most its GPUs
     per_node = config.cluster.gpus or domain
     return replace(found, gpus_per_domain=min(domain, per_node)) if domain <= _MOST_OF_NODE else found
@@ -227,7 +227,7 @@ _MOST_OF_NODE = 16
 """Most GPUs that NVLink joins within one node; larger domains are racks of nodes."""
 
 
-def fp8_problems_of(config: Config, gpu: Hardware) -> Iterator[Problem]:
+def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
     """FP8 that the planned GPU has no units for, as a run says it of a machine's own GPUs."""
     fp8, capability = config.policy.fp8, tuple(int(part) for part in f"{gpu.capability:.1f}".split("."))
     if fp8.is_on_device and gpu.capability and capability < fp8.least_capability:
@@ -239,15 +239,15 @@ def fp8_problems_of(config: Config, gpu: Hardware) -> Iterator[Problem]:
         yield Problem(f"policy.fp8.format={fp8.format}", f"{text}use {fix}")
 
 
-def host_memory(config: Config, gpu: Hardware) -> float | None:
+def find_host_memory(config: Config, gpu: Hardware) -> float | None:
     """GiB of a node's host memory: plan.host_memory_gib, else that of the profile; None: not known."""
     return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
 
 
-def host_gib(config: Config, shape: ModelShape) -> float:
+def count_host_gib(config: Config, shape: ModelShape) -> float:
     """GiB of tensors that a node's host holds, if all nodes of the run hold equally much."""
     used = math.ceil(sum(count_gpus(config).values()) / max(config.cluster.gpus, 1))
-    return host_bytes(config, shape) / GIB / max(1, used)
+    return count_host_bytes(config, shape) / GIB / max(1, used)
 
 
 def as_planned(config: Config) -> Config:
@@ -286,7 +286,7 @@ class PendingPlan:
         traces = [one.result(deadline) for one in self.traces]
         value_traces = [one.result(deadline) for one in self.value_traces]
         has_engines = has_own_engines(config)
-        engine = engine_size(config, shape, gpu) if has_engines else None
+        engine = size_engine(config, shape, gpu) if has_engines else None
         beside = 0 if engine is None else engine.weight_bytes
         # Models that share GPUs with engines share them with each other too, all at once while they learn.
         together = config.generation.is_colocated and has_engines
@@ -294,13 +294,13 @@ class PendingPlan:
             max((one.report.held["train"] for one in found), default=0) if together else 0
             for found in (traces, value_traces)
         )
-        ranks = [rank_memory(config, one, gpu, beside, beside=of_value) for one in traces]
+        ranks = [build_rank_memory(config, one, gpu, beside, beside=of_value) for one in traces]
         value = config if config.value_model is None else replace(config, policy=config.value_model)
-        values = [rank_memory(value, one, gpu, model="value model", beside=of_policy) for one in value_traces]
+        values = [build_rank_memory(value, one, gpu, model="value model", beside=of_policy) for one in value_traces]
         plan = Plan(
             config, shape, gpu, ranks, engine, None, traces, time.monotonic() - self.began, values, value_traces
         )
-        has_room = engine is None or engine.most_sequences(float(lengths_of(config).totals.mean()))
+        has_room = engine is None or engine.most_sequences(float(find_lengths(config).totals.mean()))
         return replace(plan, times=plan.timed_on(gpu) if has_room else None)
 
 
@@ -318,8 +318,8 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
         ValueError: there is no profile of the hardware.
     """
     began = time.monotonic()
-    gpu, config = profile(config), as_planned(config)
-    problems = list(fp8_problems_of(config, gpu))
+    gpu, config = find_profile(config), as_planned(config)
+    problems = list(find_fp8_problems(config, gpu))
     if problems:
         raise ConfigError(problems)
     models = [(config, shape)]

@@ -24,10 +24,10 @@ def ends_dry(layout: Layout, tiny: TinyModel, **policy: Any) -> None:
     if DRY not in os.environ:
         return
     from megatron_grpo.config.schema import Config, ModelConfig, PolicyConfig
-    from megatron_grpo.planning.dry_run import dry_run
+    from megatron_grpo.planning.dry_run import run_dry
 
     model = ModelConfig(path=str(tiny.path))
     config = Config(policy=PolicyConfig(model=model, parallel=layout.parallel, precision="bfloat16", **policy))
     for rank in range(layout.ranks):
-        dry_run(config, tiny.shape, rank)
+        run_dry(config, tiny.shape, rank)
     pytest.skip(f"dry: two steps of {layout.ranks} ranks on tensors without numbers")

@@ -13,8 +13,8 @@ from megatron_grpo import plan
 from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.config.command_line import FAILED, MISTAKE
 from megatron_grpo.planning.calibrate import write_profile
-from megatron_grpo.planning.check import fit_remarks
-from megatron_grpo.planning.hardware import hardware
+from megatron_grpo.planning.check import check_fit
+from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 from megatron_grpo.run.directory import record_start
@@ -119,19 +119,19 @@ def test_an_unknown_family_is_called_that_as_by_check(
     assert "architecture MambaForCausalLM is not supported; supported: Qwen3ForCausalLM" in told.text
     assert plan.main([*overrides, "cluster.gpu=h100"]) == MISTAKE
     assert " ".join(told.text.split()) in " ".join(capsys.readouterr().err.split())
-    assert [one.text for one in fit_remarks(compose_config([*overrides, "cluster.gpu=h100"]))] == [told.text]
+    assert [one.text for one in check_fit(compose_config([*overrides, "cluster.gpu=h100"]))] == [told.text]
 
 
 def small_gpu(folder: Path, memory_gib: float) -> str:
     """A profile of this much memory, with which a reserve is left for libraries."""
     file = folder / "tiny.yaml"
-    write_profile(file, replace(hardware("h100"), memory_gib=memory_gib), "tiny")
+    write_profile(file, replace(load_hardware("h100"), memory_gib=memory_gib), "tiny")
     return f"plan.hardware={file}"
 
 
 def test_check_remarks_on_a_run_that_does_not_fit(overrides: list[str], tmp_path: Path) -> None:
-    assert not list(fit_remarks(compose_config(overrides)))
-    (found, *_) = fit_remarks(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path, 2.0)]))
+    assert not list(check_fit(compose_config(overrides)))
+    (found, *_) = check_fit(compose_config([*overrides, "cluster.gpu=h100", small_gpu(tmp_path, 2.0)]))
     assert found.subject == "cluster.gpu=h100"
     told = (
         r"does not fit: rank \d \(pipeline stage \d\) takes [\d.]+ of 2\.0 GiB in \w+; nothing makes it fit: CUDA and "

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from megatron_grpo.config.schema import Config, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.planning.dry.tracker import MemoryTracker
-from megatron_grpo.planning.dry_run import dry_run
+from megatron_grpo.planning.dry_run import run_dry
 from tests.cuda.null.test_rank import Case, fp8, layout
 from tests.cuda.null.trial import make_trial
 
@@ -82,7 +82,7 @@ def test_layers_hold_what_transformer_engines_hold(case: Case, models: Callable[
         trial.train()
     dry: list[int] = []
     with held_after_layers(dry, tracked):
-        dry_run(config, read_model_shape(folder), case.number)
+        run_dry(config, read_model_shape(folder), case.number)
     layers = len(trial.rank.chunks[0].decoder.layers)
     assert layers > 2
     of_layers = [[after - before for before, after in pairwise(held[:layers])] for held in (real, dry)]

@@ -13,28 +13,33 @@ from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning import advice as advice_module
 from megatron_grpo.planning.advice import with_advice
-from megatron_grpo.planning.changes import changed, engine_changes, layout_changes, single_changes
+from megatron_grpo.planning.changes import (
+    apply_changes,
+    find_engine_changes,
+    iterate_layout_changes,
+    iterate_single_changes,
+)
 from megatron_grpo.planning.device_memory import GIB, Holder, RankMemory
-from megatron_grpo.planning.estimates import activation_bytes, static_bytes
-from megatron_grpo.planning.generation_cost import engine_size
-from megatron_grpo.planning.hardware import Hardware, hardware
-from megatron_grpo.planning.policy_layouts import idle_gpus
+from megatron_grpo.planning.estimates import count_static_bytes, estimate_activation_bytes
+from megatron_grpo.planning.generation_cost import size_engine
+from megatron_grpo.planning.hardware import Hardware, load_hardware
+from megatron_grpo.planning.policy_layouts import count_idle_gpus
 from megatron_grpo.planning.whole import Advice, Plan
 from megatron_grpo.preflight.config_checks import find_problems
 
 DENSE = read_model_shape("tests/data/hf_configs/qwen3_8b")
 EXPERTS = read_model_shape("tests/data/hf_configs/qwen3_30b_a3b")
-H100 = hardware("h100")
+H100 = load_hardware("h100")
 
 
 def planned(config: Config, shape: ModelShape, gpu: Hardware = H100) -> Plan:
     """A plan whose memory is that of the estimates; the log-probabilities' batches add to it."""
-    static = static_bytes(config, shape)
+    static = count_static_bytes(config, shape)
     tokens = config.policy.logprob_microbatch_tokens or config.policy.microbatch_tokens
-    others = int(activation_bytes(config, shape)) + 4000 * tokens
+    others = int(estimate_activation_bytes(config, shape)) + 4000 * tokens
     holders = [Holder("weights", static, 1, None), Holder("linear", others, 1, None)]
     rank = RankMemory(0, 0, 1, 1.0, {"train": static + others}, {}, 3 * GIB, holders, 2 * GIB)
-    return Plan(config, shape, gpu, [rank], engine_size(config, shape, gpu), None, [], 0.0)
+    return Plan(config, shape, gpu, [rank], size_engine(config, shape, gpu), None, [], 0.0)
 
 
 @dataclass
@@ -120,9 +125,13 @@ def test_advice_fits_and_no_single_key_does_where_it_has_several(
     assert found.overrides, found.text
     assert not applied(config, found, gpu).shortages
     if len(found.overrides) > 1:
-        singles = [one for one in (*single_changes(plan), *layout_changes(plan, "policy", DENSE)) if len(one) == 1]
-        others = engine_changes(plan) or {}
-        assert all(planned(changed(config, one | others), DENSE, gpu).shortages for one in singles)
+        singles = [
+            one
+            for one in (*iterate_single_changes(plan), *iterate_layout_changes(plan, "policy", DENSE))
+            if len(one) == 1
+        ]
+        others = find_engine_changes(plan) or {}
+        assert all(planned(apply_changes(config, one | others), DENSE, gpu).shortages for one in singles)
 
 
 def applied(config: Config, found: Advice, gpu: Hardware, shape: ModelShape = DENSE) -> Plan:
@@ -136,9 +145,9 @@ def applied(config: Config, found: Advice, gpu: Hardware, shape: ModelShape = DE
     for override in found.overrides:
         key, _, text = override.partition("=")
         changes[key] = text if key == "generation.placement" or "kernel" in key else value(text)
-    made = changed(config, changes)
+    made = apply_changes(config, changes)
     assert not find_problems(made, shape)
-    assert idle_gpus(made) >= 0
+    assert count_idle_gpus(made) >= 0
     return planned(made, shape, gpu)
 
 
@@ -149,8 +158,8 @@ def test_of_single_keys_that_fit_the_one_that_frees_most_is_advised() -> None:
     found = with_advice(plan, None).advice  # type: ignore[arg-type]
     assert found is not None
     freed = {}
-    for one in (*single_changes(plan), *layout_changes(plan, "policy", DENSE)):
-        made = changed(config, one)
+    for one in (*iterate_single_changes(plan), *iterate_layout_changes(plan, "policy", DENSE)):
+        made = apply_changes(config, one)
         if len(one) == 1 and not find_problems(made, DENSE):
             freed[next(iter(one))] = planned(made, DENSE).fullest.peak
     assert found.overrides[0].startswith(min(freed, key=freed.__getitem__))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.planning.calibrate import Measured, calibrate, measured_of, write_profile
-from megatron_grpo.planning.hardware import Hardware, hardware
+from megatron_grpo.planning.calibrate import Measured, fit_hardware, read_measurements, write_profile
+from megatron_grpo.planning.hardware import Hardware, load_hardware
 from megatron_grpo.planning.pipeline import Timeline
 from megatron_grpo.planning.step import StepTimes
 
@@ -27,13 +27,13 @@ def planned(gpu: Hardware) -> StepTimes:
 
 
 def test_a_run_of_a_slower_gpu_gives_back_its_efficiencies() -> None:
-    gpu = hardware("h100")
+    gpu = load_hardware("h100")
     slower = replace(
         gpu, efficiency=replace(gpu.efficiency, matmul=0.4, memory=0.4, decode_memory=0.35, network=0.25, nvlink=0.2)
     )
     run = planned(slower).phase_s
     seconds = run | {"train": run["train"] + run["optimizer"], "total": sum(run.values())}
-    found = calibrate(Measured(seconds, 61.5, 10), planned, gpu, planned_tensors_gib=60.0)
+    found = fit_hardware(Measured(seconds, 61.5, 10), planned, gpu, planned_tensors_gib=60.0)
     reached = found.hardware.efficiency
     assert (reached.matmul, reached.memory) == pytest.approx((0.4, 0.4), abs=1e-3)  # both of them by one factor
     assert (reached.decode_memory, reached.network) == pytest.approx((0.35, 0.25), abs=1e-3)
@@ -47,9 +47,9 @@ def test_a_run_of_a_slower_gpu_gives_back_its_efficiencies() -> None:
 
 
 def test_efficiencies_stay_possible() -> None:
-    found = calibrate(Measured({"generation": 1e-3}, 0.0, 1), planned, hardware("h100"), 60.0)
+    found = fit_hardware(Measured({"generation": 1e-3}, 0.0, 1), planned, load_hardware("h100"), 60.0)
     assert found.hardware.efficiency.decode_memory == 1.0
-    assert found.hardware.reserve_gib == hardware("h100").reserve_gib
+    assert found.hardware.reserve_gib == load_hardware("h100").reserve_gib
 
 
 def test_first_steps_are_left_out(tmp_path: Path) -> None:
@@ -59,13 +59,13 @@ def test_first_steps_are_left_out(tmp_path: Path) -> None:
         for i, one in enumerate(seconds)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert measured_of(tmp_path) == Measured({"train": 5.0, "total": 5.0}, 4, 3)
+    assert read_measurements(tmp_path) == Measured({"train": 5.0, "total": 5.0}, 4, 3)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(ValueError, match="no steps after the first 2"):
-        measured_of(tmp_path)
+        read_measurements(tmp_path)
 
 
 def test_a_written_profile_is_read_back(tmp_path: Path) -> None:
-    ours = replace(hardware("a100"), name="ours", reserve_gib=3.25)
+    ours = replace(load_hardware("a100"), name="ours", reserve_gib=3.25)
     write_profile(tmp_path / "ours.yaml", ours, "ours")
-    assert hardware(str(tmp_path / "ours.yaml")) == ours
+    assert load_hardware(str(tmp_path / "ours.yaml")) == ours

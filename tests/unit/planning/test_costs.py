@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_grpo.planning.costs import Overlap, collective_s, message_s, operator_s, phase_seconds, product_s
+from megatron_grpo.planning.costs import Overlap, sum_phase, time_collective, time_message, time_operator, time_product
 from megatron_grpo.planning.dry.work import Work
-from megatron_grpo.planning.hardware import Efficiency, hardware
+from megatron_grpo.planning.hardware import Efficiency, load_hardware
 
 IDEAL = Efficiency(
     matmul=1, matmul_fp8=1, inner=0, grouped=1, attention=1, memory=1, nvlink=1, network=1, kernel_s=0, launch_s=0,
     message_s=0, hidden=1, hidden_tensor=1,
 )  # fmt: skip
-H100 = replace(hardware("h100"), efficiency=IDEAL)
+H100 = replace(load_hardware("h100"), efficiency=IDEAL)
 
 
 def work(**fields: object) -> Work:
@@ -33,48 +33,48 @@ def product(m: int, k: int, n: int, number: int = 1, dtype: str = "bfloat16") ->
 
 def test_a_product_that_fills_the_gpu_runs_at_its_peak() -> None:
     m, n = 128 * 132, 2048
-    assert product_s(H100, product(m, 8192, n)) == pytest.approx(2 * m * 8192 * n / 989.4e12)
-    assert product_s(H100, product(m, 8192, n, dtype="fp8")) == pytest.approx(2 * m * 8192 * n / 1978.9e12)
+    assert time_product(H100, product(m, 8192, n)) == pytest.approx(2 * m * 8192 * n / 989.4e12)
+    assert time_product(H100, product(m, 8192, n, dtype="fp8")) == pytest.approx(2 * m * 8192 * n / 1978.9e12)
 
 
 def test_a_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
-    full, more = (product_s(H100, product(128 * tiles, 8192, 2048)) for tiles in (132, 133))
+    full, more = (time_product(H100, product(128 * tiles, 8192, 2048)) for tiles in (132, 133))
     assert more == pytest.approx(9 / 8 * full)  # 133 * 8 tiles of 128 x 256 on 132 multiprocessors
 
 
 def test_a_thin_product_runs_at_the_speed_of_the_memory() -> None:
     one = product(1, 4096, 4096)
-    assert product_s(H100, one) == pytest.approx(one.nbytes / 3.35e12)
+    assert time_product(H100, one) == pytest.approx(one.nbytes / 3.35e12)
 
 
 def test_experts_pay_for_their_unfilled_tiles() -> None:
     together, apart = product(5280, 4096, 4096), product(5280, 4096, 4096, number=20)
-    assert 1.1 < product_s(H100, apart) / product_s(H100, together) < 1.6  # 264 rows each, three tiles of 128
+    assert 1.1 < time_product(H100, apart) / time_product(H100, together) < 1.6  # 264 rows each, three tiles of 128
 
 
 def test_traffic_and_attention() -> None:
-    assert operator_s(H100, work(nbytes=3350)) == pytest.approx(1e-9)
+    assert time_operator(H100, work(nbytes=3350)) == pytest.approx(1e-9)
     attention = work(kind="attention", flops=989.4e12, nbytes=1)
-    assert operator_s(H100, attention) == pytest.approx(1.0)
+    assert time_operator(H100, attention) == pytest.approx(1.0)
 
 
 def test_rings_within_and_between_domains() -> None:
     nbytes, node, nodes = 10**9, tuple(range(8)), tuple(range(16))
-    assert collective_s(H100, "allgather", nbytes, node) == pytest.approx(7 / 8 / 450)
-    assert collective_s(H100, "allreduce_", nbytes, node) == pytest.approx(2 * 7 / 8 / 450)
-    assert collective_s(H100, "allgather", nbytes, nodes) == pytest.approx(15 / 16 / 400)  # eight ports of 50 GB/s
-    assert collective_s(H100, "allgather", nbytes, tuple(range(0, 64, 8))) == pytest.approx(7 / 8 / 50)
-    assert collective_s(H100, "ring", nbytes, nodes) == pytest.approx(15 / 16 / 50)
-    assert collective_s(H100, "allgather", nbytes, (3,)) == 0.0
+    assert time_collective(H100, "allgather", nbytes, node) == pytest.approx(7 / 8 / 450)
+    assert time_collective(H100, "allreduce_", nbytes, node) == pytest.approx(2 * 7 / 8 / 450)
+    assert time_collective(H100, "allgather", nbytes, nodes) == pytest.approx(15 / 16 / 400)  # eight ports of 50 GB/s
+    assert time_collective(H100, "allgather", nbytes, tuple(range(0, 64, 8))) == pytest.approx(7 / 8 / 50)
+    assert time_collective(H100, "ring", nbytes, nodes) == pytest.approx(15 / 16 / 50)
+    assert time_collective(H100, "allgather", nbytes, (3,)) == 0.0
 
 
 def test_all_to_all_sends_the_copies_of_a_token_once_to_a_domain() -> None:
     nbytes, ranks = 10**9, tuple(range(32))
-    plain = collective_s(H100, "alltoall_base_", nbytes, ranks)
+    plain = time_collective(H100, "alltoall_base_", nbytes, ranks)
     assert plain == pytest.approx(24 / 32 / 50)
     # Brute force: the mean number of distinct domains among 8 draws of 4 domains.
     ways = sum(_distinct(draws, 4) for draws in range(4**6)) / 4**6 / 6
-    assert collective_s(H100, "alltoall_base_", nbytes, ranks, copies=6) == pytest.approx(plain * ways)
+    assert time_collective(H100, "alltoall_base_", nbytes, ranks, copies=6) == pytest.approx(plain * ways)
 
 
 def _distinct(number: int, domains: int) -> int:
@@ -83,8 +83,8 @@ def _distinct(number: int, domains: int) -> int:
 
 def test_a_send_takes_the_link_between_its_ranks() -> None:
     inside, between = (work(kind="send", name="send", nbytes=10**9, ranks=(0, there)) for there in (7, 8))
-    assert message_s(H100, inside) == pytest.approx(1 / 450)
-    assert message_s(H100, between) == pytest.approx(1 / 50)
+    assert time_message(H100, inside) == pytest.approx(1 / 450)
+    assert time_message(H100, between) == pytest.approx(1 / 50)
 
 
 def test_passes_hide_what_the_configuration_overlaps() -> None:
@@ -101,18 +101,18 @@ def test_passes_hide_what_the_configuration_overlaps() -> None:
         }
     )
     passes = {("train", 0): 2}
-    plain = phase_seconds(found, passes, "train", H100, Overlap())
+    plain = sum_phase(found, passes, "train", H100, Overlap())
     assert plain.passes[0, False].seconds() == pytest.approx(2 + 1)  # of two microbatches, each message takes a second
     assert plain.passes[0, True].seconds() == pytest.approx(0.5)  # half of what is gathered
     assert plain.outside == pytest.approx(3.0)
     assert plain.gradients == pytest.approx(0.5 / 450)
-    overlapped = phase_seconds(found, passes, "train", H100, Overlap(tensor=True))
+    overlapped = sum_phase(found, passes, "train", H100, Overlap(tensor=True))
     assert overlapped.passes[0, False].seconds() == pytest.approx(2.0)
 
 
 def test_attention_grows_with_the_tokens_that_a_token_sees() -> None:
     found = Counter({work(kind="attention", flops=989.4e12): 1, work(nbytes=int(3.35e12)): 1})
-    one = phase_seconds(found, {("train", 0): 1}, "train", H100, Overlap()).passes[0, False]
+    one = sum_phase(found, {("train", 0): 1}, "train", H100, Overlap()).passes[0, False]
     assert one.seconds() == pytest.approx(2.0)
     assert one.seconds(tokens=0.5, context=0.5) == pytest.approx(0.5 + 0.25)
 
@@ -120,11 +120,11 @@ def test_attention_grows_with_the_tokens_that_a_token_sees() -> None:
 def test_a_pass_takes_as_long_as_the_host_launches_it() -> None:
     slow = replace(H100, efficiency=replace(IDEAL, launch_s=1.0))
     found = Counter({work(nbytes=1): 10})
-    assert phase_seconds(found, {("train", 0): 5}, "train", slow, Overlap()).passes[0, False].seconds() == 2.0
+    assert sum_phase(found, {("train", 0): 5}, "train", slow, Overlap()).passes[0, False].seconds() == 2.0
 
 
 def test_profiles_are_complete_and_faster_from_one_to_the_next() -> None:
-    profiles = [hardware(name) for name in ("a100", "h100", "h200", "b200", "gb200")]
+    profiles = [load_hardware(name) for name in ("a100", "h100", "h200", "b200", "gb200")]
     assert all({"float32", "bfloat16"} == set(one.flops) - {"fp8"} for one in profiles)
     speeds = [one.memory_bytes_per_s for one in profiles]
     assert speeds == sorted(speeds)
@@ -132,17 +132,17 @@ def test_profiles_are_complete_and_faster_from_one_to_the_next() -> None:
 
 def test_a_profile_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
-    ours = replace(hardware("h100"), name="ours", reserve_gib=4.0)
+    ours = replace(load_hardware("h100"), name="ours", reserve_gib=4.0)
     file.write_text(yaml.safe_dump({"ours": ours.as_dict()}))
-    assert hardware(str(file)) == ours
+    assert load_hardware(str(file)) == ours
     file.write_text("ours: {speed: 4}")
     with pytest.raises(ValueError, match="no entry speed"):
-        hardware(str(file))
+        load_hardware(str(file))
     file.write_text("ours: {sms: 4}")
     with pytest.raises(ValueError, match="is not complete"):
-        hardware(str(file))
+        load_hardware(str(file))
     file.write_text("ours: 4")
     with pytest.raises(ValueError, match="needs one entry"):
-        hardware(str(file))
+        load_hardware(str(file))
     with pytest.raises(ValueError, match="a100, h100"):
-        hardware("h999")
+        load_hardware("h999")

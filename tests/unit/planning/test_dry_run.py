@@ -12,7 +12,7 @@ from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import as_value_model, parse_model_shape
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE
-from megatron_grpo.planning.dry_run import dry_run, run_phases, tracked_run
+from megatron_grpo.planning.dry_run import run_dry, run_phases, run_tracked
 from tests.support.config_problems import SMALL
 
 DENSE = parse_model_shape({**SMALL, "model_type": "qwen3", "vocab_size": 256, "num_hidden_layers": 4})
@@ -116,7 +116,7 @@ def test_fake_tensors_take_as_much_as_real_ones(
 ) -> None:
     config = small_run(**parallel)
     change(config)
-    fake, real = dry_run(config, shape, rank), tracked_run(config, shape, rank, fake=None)
+    fake, real = run_dry(config, shape, rank), run_tracked(config, shape, rank, fake=None)
     assert real.peak_bytes > 2**18
     # Some scalars are in reference cycles, and live until the garbage collector happens to run.
     close = partial(pytest.approx, abs=8 * GRANULE)
@@ -129,7 +129,7 @@ def test_fake_tensors_take_as_much_as_real_ones(
 def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], None]) -> None:
     config = small_run()
     change(config)
-    report = dry_run(config, EXPERTS, 0)
+    report = run_dry(config, EXPERTS, 0)
     assert report.held["train"] <= report.held["logprobs"] + 8 * GRANULE
 
 
@@ -138,15 +138,15 @@ def test_a_filter_of_sampling_takes_the_memory_of_the_chunked_kernel(parallel: d
     config, chunked = small_run(**parallel), small_run(**parallel)
     config.generation.top_p = 0.9
     chunked.policy.logprob_kernel = "chunked"
-    assert dry_run(config, DENSE, 0).phases == dry_run(chunked, DENSE, 0).phases
+    assert run_dry(config, DENSE, 0).phases == run_dry(chunked, DENSE, 0).phases
 
 
 def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
     config = small_run()
-    alone = dry_run(config, DENSE, 0)
+    alone = run_dry(config, DENSE, 0)
     reference(config)
     config.reference.offload = True
-    report = dry_run(config, DENSE, 0)
+    report = run_dry(config, DENSE, 0)
     assert report.held["build"] == pytest.approx(alone.held["build"], abs=8 * GRANULE)
     assert report.phases["reference"] >= alone.phases["logprobs"] + sum(weight_bytes(DENSE))
 
@@ -175,14 +175,14 @@ def test_phases_are_those_that_the_run_has() -> None:
 
 def test_phases_that_a_run_lacks_are_not_run() -> None:
     config = small_run()
-    found = dry_run(config, DENSE, 0, phases=run_phases(config))
+    found = run_dry(config, DENSE, 0, phases=run_phases(config))
     assert found.phases.keys() - {"build", "first step"} == {"train", "refit", "checkpoint"}
 
 
 def test_a_value_model_runs_dry_without_a_reference() -> None:
     config = small_run()
     reference(config)
-    found = dry_run(config, as_value_model(DENSE), 0, moves=False)
+    found = run_dry(config, as_value_model(DENSE), 0, moves=False)
     assert found.phases.keys() - {"build", "first step"} == {"values", "train"}
-    policy = dry_run(config, DENSE, 0, moves=False)
+    policy = run_dry(config, DENSE, 0, moves=False)
     assert found.held["train"] < policy.held["train"]

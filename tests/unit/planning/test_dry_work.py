@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from megatron_grpo.planning.dry.work import Work
-from megatron_grpo.planning.dry_run import DryReport, dry_run
+from megatron_grpo.planning.dry_run import DryReport, run_dry
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, recompute, small_run
 
 TOKENS, LENGTH = 128, 64
@@ -45,7 +45,7 @@ ROWS = TOKENS - TOKENS // LENGTH
 
 
 def test_operations_of_a_dense_model() -> None:
-    report = dry_run(small_run(), DENSE, 0)
+    report = run_dry(small_run(), DENSE, 0)
     head = 2 * ROWS * DENSE.hidden * DENSE.vocab
     forward = DENSE.layers * 2 * TOKENS * layer_numbers() + head
     assert flops(report, "logprobs", kind="matmul") == forward
@@ -57,15 +57,15 @@ def test_operations_of_a_dense_model() -> None:
 
 def test_a_recomputed_layer_runs_forward_twice() -> None:
     config = small_run()
-    plain = dry_run(config, DENSE, 0)
+    plain = run_dry(config, DENSE, 0)
     recompute(config)
-    report = dry_run(config, DENSE, 0)
+    report = run_dry(config, DENSE, 0)
     more = flops(report, "train", is_backward=True) - flops(plain, "train", is_backward=True)
     assert more == DENSE.layers * (2 * TOKENS * layer_numbers() + attention_flops())
 
 
 def test_tensor_parallel_ranks_share_operations_and_exchange_activations() -> None:
-    report = dry_run(small_run(tensor=2, sequence=True, data=2), DENSE, 3)
+    report = run_dry(small_run(tensor=2, sequence=True, data=2), DENSE, 3)
     products = flops(report, "logprobs", kind="matmul", name="linear")
     assert products == DENSE.layers * 2 * TOKENS * layer_numbers() / 2
     nbytes = 2 * TOKENS * DENSE.hidden
@@ -77,7 +77,7 @@ def test_tensor_parallel_ranks_share_operations_and_exchange_activations() -> No
 
 
 def test_context_parallel_ranks_share_operations() -> None:
-    report = dry_run(small_run(context=2), DENSE, 1)
+    report = run_dry(small_run(context=2), DENSE, 1)
     assert flops(report, "logprobs", kind="attention") == DENSE.layers * attention_flops() / 2
     key_value = 2 * 2 * TOKENS * DENSE.key_value_heads * DENSE.head_dim
     ring = chosen(report, "logprobs", name="ring")
@@ -86,7 +86,7 @@ def test_context_parallel_ranks_share_operations() -> None:
 
 
 def test_experts_get_the_tokens_of_all_ranks() -> None:
-    report = dry_run(small_run(expert=2, data=2), EXPERTS, 1)
+    report = run_dry(small_run(expert=2, data=2), EXPERTS, 1)
     experts = EXPERTS.experts
     assert experts is not None
     numbers = 3 * EXPERTS.hidden * experts.ffn_hidden
@@ -99,7 +99,7 @@ def test_experts_get_the_tokens_of_all_ranks() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_chunk_has_its_own_passes(rank: int) -> None:
-    report = dry_run(small_run(pipeline=2, virtual_pipeline=2), DENSE, rank)
+    report = run_dry(small_run(pipeline=2, virtual_pipeline=2), DENSE, rank)
     assert report.passes == {(phase, chunk): 4 for phase in ("logprobs", "train") for chunk in (0, 1)}
     forward = 2 * TOKENS * layer_numbers()  # of a layer, and every chunk has one
     for chunk in (0, 1):
@@ -111,7 +111,7 @@ def test_every_chunk_has_its_own_passes(rank: int) -> None:
 
 
 def test_the_optimizer_updates_every_number_of_the_rank() -> None:
-    report = dry_run(small_run(), DENSE, 0)
+    report = run_dry(small_run(), DENSE, 0)
     numbers = DENSE.layers * (layer_numbers() + 2 * DENSE.hidden + 2 * DENSE.head_dim) + DENSE.hidden
     numbers += 2 * DENSE.vocab * DENSE.hidden
     updated = sum(number * one.nbytes for one, number in chosen(report, "train", name="adam").items())

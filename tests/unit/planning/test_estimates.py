@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.dry_run import dry_run
-from megatron_grpo.planning.estimates import activation_bytes, estimate, host_bytes, static_bytes
-from megatron_grpo.planning.hardware import hardware
+from megatron_grpo.planning.dry_run import run_dry
+from megatron_grpo.planning.estimates import (
+    count_host_bytes,
+    count_static_bytes,
+    estimate_activation_bytes,
+    estimate_step_s,
+)
+from megatron_grpo.planning.hardware import load_hardware
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 from tests.unit.planning.test_layouts import recipe
 
@@ -27,46 +32,46 @@ def test_static_bytes_are_those_of_a_dry_run(
 ) -> None:
     config = small_run(**parallel)
     config.policy.precision = precision  # type: ignore[assignment]
-    holders = dry_run(config, shape, 0, moves=False).holders
+    holders = run_dry(config, shape, 0, moves=False).holders
     counted = sum(holders.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
-    assert static_bytes(config, shape) == pytest.approx(counted, rel=0.06)  # norms and padding are left out
+    assert count_static_bytes(config, shape) == pytest.approx(counted, rel=0.06)  # norms and padding are left out
 
 
 def test_adapters_have_no_reference_of_their_own() -> None:
     config = small_run()
     config.policy.lora.rank = 8
-    alone = static_bytes(config, DENSE)
+    alone = count_static_bytes(config, DENSE)
     config.loss_fn.reference_policy_kl_penalty = 0.1
-    assert static_bytes(config, DENSE) == alone
+    assert count_static_bytes(config, DENSE) == alone
 
 
 def test_activations_shrink_with_recomputation_context_and_tensor_parallel_ranks() -> None:
     config = small_run(data=4)
-    plain = activation_bytes(config, DENSE)
+    plain = estimate_activation_bytes(config, DENSE)
     for changed in (small_run(context=2, data=2), small_run(tensor=2, sequence=True, data=2)):
-        assert activation_bytes(changed, DENSE) < plain
+        assert estimate_activation_bytes(changed, DENSE) < plain
     config.policy.activation_checkpointing = True
-    assert activation_bytes(config, DENSE) < plain
+    assert estimate_activation_bytes(config, DENSE) < plain
 
 
 def test_host_memory_is_what_is_kept_off_the_gpus() -> None:
     config = small_run(data=4)
-    assert host_bytes(config, DENSE) == 0
-    numbers = static_bytes(small_run(), DENSE) / 18
+    assert count_host_bytes(config, DENSE) == 0
+    numbers = count_static_bytes(small_run(), DENSE) / 18
     config.policy.optimizer.cpu_offload = 1.0
-    assert host_bytes(config, DENSE) == pytest.approx(16 * numbers)  # of all replicas together
+    assert count_host_bytes(config, DENSE) == pytest.approx(16 * numbers)  # of all replicas together
     config.loss_fn.reference_policy_kl_penalty, config.reference.offload = 0.1, True
-    assert host_bytes(config, DENSE) == pytest.approx((16 + 4 * 2) * numbers)
+    assert count_host_bytes(config, DENSE) == pytest.approx((16 + 4 * 2) * numbers)
     config.generation.placement, config.generation.parallel.data = "colocated", 2
-    assert host_bytes(config, DENSE) == pytest.approx((16 + 4 * 2 + 4 * 2 + 2 * 2) * numbers)
+    assert count_host_bytes(config, DENSE) == pytest.approx((16 + 4 * 2 + 4 * 2 + 2 * 2) * numbers)
 
 
 def test_estimates_grow_with_recomputation_and_bubbles() -> None:
-    config, gpu = recipe(), hardware("h100")
+    config, gpu = recipe(), load_hardware("h100")
     config.policy.parallel.data, config.policy.parallel.pipeline = 2, 4
-    plain = estimate(config, DENSE, gpu)
+    plain = estimate_step_s(config, DENSE, gpu)
     config.policy.activation_checkpointing = True
-    assert estimate(config, DENSE, gpu) > plain
+    assert estimate_step_s(config, DENSE, gpu) > plain
     config.policy.activation_checkpointing = False
     config.policy.parallel.data, config.policy.parallel.pipeline = 8, 1
-    assert estimate(config, DENSE, gpu) < plain
+    assert estimate_step_s(config, DENSE, gpu) < plain

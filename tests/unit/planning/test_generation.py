@@ -12,13 +12,13 @@ from megatron_grpo.models.families import parse_model_shape, read_model_shape
 from megatron_grpo.planning.generation_cost import (
     BLOCK_TOKENS,
     Decoder,
-    decoder_of,
-    engine_size,
+    build_decoder,
+    count_kv_bytes_per_token,
+    draw_log_normal_lengths,
     generate,
-    kv_bytes_per_token,
-    log_normal_lengths,
+    size_engine,
 )
-from megatron_grpo.planning.hardware import hardware
+from megatron_grpo.planning.hardware import load_hardware
 from tests.support.config_problems import SMALL
 from tests.unit.planning.test_costs import H100
 
@@ -27,18 +27,18 @@ FOLDER = "tests/data/hf_configs"
 
 
 def test_log_normal_lengths_have_the_mean_and_the_spread() -> None:
-    found = log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
+    found = draw_log_normal_lengths(1000.0, 0.5, 100_000, 10**9, prompt=100.0)
     assert found.responses.mean() == pytest.approx(1000, rel=2e-3)
     assert np.log(found.responses).std() == pytest.approx(0.5, rel=2e-3)
-    assert log_normal_lengths(1000.0, 0.5, 100, 1500, 0.0).responses.max() == 1500
+    assert draw_log_normal_lengths(1000.0, 0.5, 100, 1500, 0.0).responses.max() == 1500
 
 
 def test_bytes_of_a_token_in_the_cache() -> None:
     llama = read_model_shape(f"{FOLDER}/llama3_3_70b")
-    assert kv_bytes_per_token(llama, 80, 1, 2) == 2 * 80 * 8 * 128 * 2
-    assert kv_bytes_per_token(llama, 80, 8, 2) == kv_bytes_per_token(llama, 80, 16, 2) == 2 * 80 * 128 * 2
+    assert count_kv_bytes_per_token(llama, 80, 1, 2) == 2 * 80 * 8 * 128 * 2
+    assert count_kv_bytes_per_token(llama, 80, 8, 2) == count_kv_bytes_per_token(llama, 80, 16, 2) == 2 * 80 * 128 * 2
     deepseek = read_model_shape(f"{FOLDER}/deepseek_v3")
-    assert kv_bytes_per_token(deepseek, 61, 8, 2) == 61 * (512 + 64) * 2  # every rank has the latent vector
+    assert count_kv_bytes_per_token(deepseek, 61, 8, 2) == 61 * (512 + 64) * 2  # every rank has the latent vector
 
 
 def test_pages_of_the_cache_are_vllms() -> None:
@@ -46,7 +46,7 @@ def test_pages_of_the_cache_are_vllms() -> None:
     torch = pytest.importorskip("torch")
     llama = read_model_shape(f"{FOLDER}/llama3_3_70b")
     spec = cache.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    assert spec.page_size_bytes * 80 == BLOCK_TOKENS * kv_bytes_per_token(llama, 80, 4, 2)
+    assert spec.page_size_bytes * 80 == BLOCK_TOKENS * count_kv_bytes_per_token(llama, 80, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -61,27 +61,27 @@ def test_pages_of_the_cache_are_vllms() -> None:
 def test_weights_of_an_engine_are_those_of_the_model(model: str, parallel: dict[str, int], numbers: float) -> None:
     config = Config()
     config.generation.parallel = GenerationParallelConfig(**parallel)
-    size = engine_size(config, read_model_shape(f"{FOLDER}/{model}"), hardware("h200"))
+    size = size_engine(config, read_model_shape(f"{FOLDER}/{model}"), load_hardware("h200"))
     assert size.weight_bytes == pytest.approx(2 * numbers, rel=0.02)
     taken = size.weight_bytes + size.activation_bytes + size.cache_blocks * BLOCK_TOKENS * size.kv_bytes_per_token
     assert taken == pytest.approx(0.9 * 139.8 * 2**30, rel=1e-3)
 
 
 def test_an_engine_that_does_not_fit_has_no_cache() -> None:
-    assert engine_size(Config(), read_model_shape(f"{FOLDER}/llama3_3_70b"), hardware("h100")).cache_blocks == 0
+    assert size_engine(Config(), read_model_shape(f"{FOLDER}/llama3_3_70b"), load_hardware("h100")).cache_blocks == 0
 
 
 def test_a_decoding_step_reads_weights_and_cache() -> None:
     gpu = replace(H100, efficiency=replace(H100.efficiency, decode_memory=1, decode_step_s=0, decode_layer_s=0))
     decoder = Decoder(DENSE, gpu, 1, 2, 2)
     layer = DENSE.hidden * DENSE.head_dim * (2 * 8 + 2 * 4) + 3 * DENSE.hidden * DENSE.ffn_hidden
-    read = 2 * (4 * layer + DENSE.hidden * DENSE.vocab) + 10 * 50 * kv_bytes_per_token(DENSE, 4, 1, 2)
+    read = 2 * (4 * layer + DENSE.hidden * DENSE.vocab) + 10 * 50 * count_kv_bytes_per_token(DENSE, 4, 1, 2)
     assert decoder.step_s(10, 50) == pytest.approx(read / gpu.memory_bytes_per_s)
 
 
 def test_a_batch_touches_more_experts_than_a_token() -> None:
     shape = read_model_shape(f"{FOLDER}/qwen3_30b_a3b")
-    decoder = replace(decoder_of(Config(), shape, H100))
+    decoder = replace(build_decoder(Config(), shape, H100))
     drawn = np.random.default_rng(0)
     chosen = [len({int(one) for _ in range(16) for one in drawn.choice(128, 8, replace=False)}) for _ in range(400)]
     experts, sequences = 3 * shape.hidden * 768 * 48 * 2, 16

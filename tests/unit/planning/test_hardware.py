@@ -8,9 +8,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron_grpo.config.schema import ClusterConfig, Config
-from megatron_grpo.planning.costs import collective_s
-from megatron_grpo.planning.hardware import hardware, profile_names
-from megatron_grpo.planning.whole import fp8_problems_of, host_memory, profile
+from megatron_grpo.planning.costs import time_collective
+from megatron_grpo.planning.hardware import list_profiles, load_hardware
+from megatron_grpo.planning.whole import find_fp8_problems, find_host_memory, find_profile
 from megatron_grpo.preflight.model_checks import find_fp8_machine_problems
 
 # NVIDIA's data sheets: GB of memory, TB/s, dense TFLOPS in bfloat16 and FP8, GB/s of NVLink in both directions.
@@ -30,12 +30,12 @@ PUBLISHED = {
 
 def test_every_profile_can_be_named() -> None:
     names = get_args(get_args(get_type_hints(ClusterConfig)["gpu"])[0])
-    assert set(names) == set(profile_names()) == set(PUBLISHED)
+    assert set(names) == set(list_profiles()) == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_figures_are_those_of_the_data_sheets(name: str) -> None:
-    gpu, (memory, speed, bfloat16, fp8, nvlink) = hardware(name), PUBLISHED[name]
+    gpu, (memory, speed, bfloat16, fp8, nvlink) = load_hardware(name), PUBLISHED[name]
     assert 0.9 * memory < gpu.memory_gib * 2**30 / 1e9 < 1.08 * memory  # sheets count GB of 10^9 or of 2^30 bytes
     assert gpu.memory_bytes_per_s == pytest.approx(speed * 1e12)
     assert gpu.flops["bfloat16"] == pytest.approx(bfloat16 * 1e12, rel=0.01)
@@ -44,24 +44,26 @@ def test_figures_are_those_of_the_data_sheets(name: str) -> None:
 
 
 def test_without_nvlink_messages_within_a_node_go_over_pcie() -> None:
-    gpu = hardware("l40s")
-    seconds = collective_s(gpu, "allgather", 32 * 10**9, tuple(range(8)))
+    gpu = load_hardware("l40s")
+    seconds = time_collective(gpu, "allgather", 32 * 10**9, tuple(range(8)))
     assert seconds == pytest.approx(7 / 8 / gpu.efficiency.nvlink, rel=0.01)
     with pytest.raises(ValueError, match="neither nvlink_bytes_per_s nor pcie_bytes_per_s"):
         hardware_of({"pcie_bytes_per_s": 0.0})
 
 
 def hardware_of(changes: dict[str, float]) -> None:
-    from megatron_grpo.planning.hardware import _made
+    from megatron_grpo.planning.hardware import _build_hardware
 
-    _made("ours", {key: value for key, value in hardware("l40s").as_dict().items() if key != "efficiency"} | changes)
+    _build_hardware(
+        "ours", {key: value for key, value in load_hardware("l40s").as_dict().items() if key != "efficiency"} | changes
+    )
 
 
 @pytest.mark.parametrize("name", ["a100", "a100-40gb", "a800"])
 def test_fp8_is_refused_on_gpus_without_it_in_the_words_of_a_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config()
     config.cluster.gpus_per_node, config.policy.fp8.format = 8, "hybrid"
-    (planned,) = fp8_problems_of(config, hardware(name))
+    (planned,) = find_fp8_problems(config, load_hardware(name))
     monkeypatch.setattr("megatron_grpo.preflight.model_checks.read_gpu_capability", lambda: (8, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     (told,) = find_fp8_machine_problems(config)
@@ -72,27 +74,27 @@ def test_fp8_is_refused_on_gpus_without_it_in_the_words_of_a_run(name: str, monk
 def test_recipes_of_fp8_need_their_own_gpus() -> None:
     config = Config()
     config.policy.fp8.format = "hybrid"
-    assert not list(fp8_problems_of(config, hardware("l40s")))
+    assert not list(find_fp8_problems(config, load_hardware("l40s")))
     config.policy.fp8.recipe = "blockwise"
-    (problem,) = fp8_problems_of(config, hardware("l40s"))
+    (problem,) = find_fp8_problems(config, load_hardware("l40s"))
     assert problem.text.endswith("use recipe=tensorwise")
     config.policy.fp8.recipe = "mxfp8"
-    assert list(fp8_problems_of(config, hardware("h20")))
-    assert not list(fp8_problems_of(config, hardware("b300")))
+    assert list(find_fp8_problems(config, load_hardware("h20")))
+    assert not list(find_fp8_problems(config, load_hardware("b300")))
 
 
 def test_a_domain_of_nvlink_has_no_more_gpus_than_a_node() -> None:
     config = Config()
     config.cluster.gpus_per_node, config.cluster.gpu = 4, "h100"
-    assert profile(config).gpus_per_domain == 4
+    assert find_profile(config).gpus_per_domain == 4
     config.cluster.gpu = "gb200"
-    assert profile(config).gpus_per_domain == 72
+    assert find_profile(config).gpus_per_domain == 72
 
 
 def test_host_memory_is_the_users_or_that_of_the_dgx_system() -> None:
     config = Config()
     config.cluster.gpus_per_node = 8
-    assert host_memory(config, hardware("h100")) == 2048
-    assert host_memory(config, hardware("l40s")) is None
+    assert find_host_memory(config, load_hardware("h100")) == 2048
+    assert find_host_memory(config, load_hardware("l40s")) is None
     config.plan.host_memory_gib = 512
-    assert host_memory(config, replace(hardware("l40s"))) == 512
+    assert find_host_memory(config, replace(load_hardware("l40s"))) == 512

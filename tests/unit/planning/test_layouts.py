@@ -11,9 +11,15 @@ import pytest
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.engine_layouts import best_engines
-from megatron_grpo.planning.hardware import hardware
-from megatron_grpo.planning.policy_layouts import gpu_splits, idle_gpus, layout_name, legal_layouts, overrides_of
+from megatron_grpo.planning.engine_layouts import find_best_engines
+from megatron_grpo.planning.hardware import load_hardware
+from megatron_grpo.planning.policy_layouts import (
+    count_idle_gpus,
+    iterate_legal_layouts,
+    list_overrides,
+    name_layout,
+    split_gpus,
+)
 from megatron_grpo.planning.refusals import Refusals
 from megatron_grpo.preflight.config_checks import find_problems
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, small_run
@@ -57,7 +63,7 @@ def passing(config: Config, shape: ModelShape, gpus: int) -> set[tuple[int, ...]
 @pytest.mark.parametrize(("gpus", "prompts"), [(8, 16), (6, 16), (12, 18), (10, 7)])
 def test_legal_layouts_are_those_that_the_runs_checks_let_pass(shape: ModelShape, gpus: int, prompts: int) -> None:
     config, refusals = recipe(nodes=2, prompts=prompts), Refusals()
-    found = list(legal_layouts(config, shape, gpus, refusals))
+    found = list(iterate_legal_layouts(config, shape, gpus, refusals))
     assert not any(find_problems(one, shape) for one in found)
     assert {one.policy.parallel.world_size for one in found} <= {gpus}
     assert len({(str(one.policy.parallel), one.policy.activation_checkpointing) for one in found}) == len(found)
@@ -68,7 +74,7 @@ def test_legal_layouts_are_those_that_the_runs_checks_let_pass(shape: ModelShape
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS])
 def test_every_reason_of_a_refusal_is_one_of_the_runs_checks(shape: ModelShape) -> None:
     config, refusals = recipe(nodes=2, prompts=7), Refusals()
-    list(legal_layouts(config, shape, 10, refusals))
+    list(iterate_legal_layouts(config, shape, 10, refusals))
     assert refusals.counts
     for problem in refusals.counts:
         key, _, value = problem.subject.partition("=")
@@ -85,22 +91,22 @@ def test_every_reason_of_a_refusal_is_one_of_the_runs_checks(shape: ModelShape) 
 def test_stages_that_do_not_divide_the_layers_get_ends_that_do() -> None:
     """Twenty GPUs of five nodes have layouts of 36 layers: five stages, of which the ends have fewer."""
     config, shape = recipe(nodes=5), replace(DENSE, layers=36)
-    pipelines = {one.policy.parallel.pipeline: one for one in legal_layouts(config, shape, 20)}
+    pipelines = {one.policy.parallel.pipeline: one for one in iterate_legal_layouts(config, shape, 20)}
     assert 5 in pipelines
     assert not find_problems(pipelines[5], shape)
-    assert "policy.parallel.first_stage_layers=" in " ".join(overrides_of(pipelines[5]))
+    assert "policy.parallel.first_stage_layers=" in " ".join(list_overrides(pipelines[5]))
 
 
 def test_gpus_are_shared_as_in_the_recipe_first() -> None:
     config = recipe(nodes=8)
     config.policy.parallel.data, config.generation.parallel.data = 6, 2
-    splits = gpu_splits(config)
+    splits = split_gpus(config)
     assert splits[0] == (48, 16)
     assert all(one + other <= 64 for one, other in splits)
     smaller = [min(one / 48, other / 16, 1) for one, other in splits]
     assert smaller == sorted(smaller, reverse=True)
     config.generation.placement = "colocated"
-    assert gpu_splits(config)[:2] == [(64, 64), (63, 63)]
+    assert split_gpus(config)[:2] == [(64, 64), (63, 63)]
 
 
 def test_gpus_of_the_value_model_are_not_shared_out() -> None:
@@ -108,34 +114,34 @@ def test_gpus_of_the_value_model_are_not_shared_out() -> None:
     config.algorithm = "ppo"
     config.value.parallel.tensor = 4
     config.policy.parallel.data, config.generation.parallel.data = 2, 2
-    assert gpu_splits(config)[0] == (6, 6)
+    assert split_gpus(config)[0] == (6, 6)
 
 
 def test_idle_gpus_are_those_that_nothing_uses() -> None:
     config = recipe(nodes=3)
     config.policy.parallel.data, config.generation.parallel.data = 4, 4
-    assert idle_gpus(config) == 16
+    assert count_idle_gpus(config) == 16
     config.algorithm = "ppo"
     config.value.parallel.data = 2
-    assert idle_gpus(config) == 14
+    assert count_idle_gpus(config) == 14
 
 
 def test_overrides_of_a_layout_give_it_back() -> None:
     config = recipe()
     config.policy.parallel = replace(config.policy.parallel, tensor=2, data=4, sequence=True)
-    found = overrides_of(config)
+    found = list_overrides(config)
     assert {"policy.parallel.tensor=2", "policy.parallel.data=4", "policy.parallel.sequence=true"} <= set(found)
     assert "policy.activation_checkpointing=false" in found
-    assert layout_name(config) == "TP2 DP4"
+    assert name_layout(config) == "TP2 DP4"
 
 
 def test_engines_without_room_are_refused_with_the_sizes() -> None:
-    gpu, refusals = replace(hardware("h100"), memory_gib=0.001), Refusals()
-    assert best_engines(recipe(), DENSE, gpu, 4, 4, refusals) is None
+    gpu, refusals = replace(load_hardware("h100"), memory_gib=0.001), Refusals()
+    assert find_best_engines(recipe(), DENSE, gpu, 4, 4, refusals) is None
     (problem, *_) = refusals.problems()
     assert "leaves a cache of 0 tokens" in " ".join(refusals.lines())
     assert problem.subject.startswith("generation.parallel.tensor=")
-    found = best_engines(recipe(), DENSE, hardware("h100"), 4, 4, Refusals())
+    found = find_best_engines(recipe(), DENSE, load_hardware("h100"), 4, 4, Refusals())
     assert found is not None
     assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 4
 
@@ -143,7 +149,7 @@ def test_engines_without_room_are_refused_with_the_sizes() -> None:
 def test_engines_share_samples_out_unevenly() -> None:
     """Prompts go to the idlest engine, so 64 samples need not divide by the engines of three nodes."""
     config = recipe(nodes=3)
-    found = best_engines(config, DENSE, hardware("h100"), 12, 12, Refusals())
+    found = find_best_engines(config, DENSE, load_hardware("h100"), 12, 12, Refusals())
     assert found is not None
     assert found.generation.parallel.ranks_per_engine * found.generation.parallel.data == 12
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.planning.device_memory import GIB, GRAPHS_GIB, RankMemory, rank_memory
+from megatron_grpo.planning.device_memory import GIB, GRAPHS_GIB, RankMemory, build_rank_memory
 from megatron_grpo.planning.dry_run import DryReport
-from megatron_grpo.planning.hardware import hardware
+from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.trace import RankTrace
 from megatron_grpo.planning.whole import Plan
 from megatron_grpo.preflight.engine_checks import NCCL_SENDING, estimate_nccl_bytes
 from tests.unit.planning.test_dry_run import DENSE
 
-H100 = hardware("h100")
+H100 = load_hardware("h100")
 
 
 def traced(moments: dict[str, dict[str, int]], stage: int = 0, per_layer: dict[str, int] | None = None) -> RankTrace:
@@ -49,7 +49,7 @@ STEP = {
 
 
 def memory(config: Config, moments: dict[str, dict[str, int]] = STEP, **more: dict[str, int]) -> RankMemory:
-    return rank_memory(config, traced(moments, **more), H100)
+    return build_rank_memory(config, traced(moments, **more), H100)
 
 
 def test_a_peak_is_the_fullest_phase_and_an_explicit_reserve() -> None:
@@ -83,7 +83,7 @@ def test_a_refit_to_engines_on_the_same_gpu_has_both_weights_and_nothing_of_the_
     everything = {"weights": 10, "gradients": 5, "optimizer": 20}
     trace = traced({**STEP, "onload": everything, "refit": {**everything, "other": 1}})
     trace.report.held["onload"] = 35 * GIB
-    found = rank_memory(config, trace, H100, engine_weights=15 * GIB)
+    found = build_rank_memory(config, trace, H100, engine_weights=15 * GIB)
     assert found.phases["refit"] == (10 + 1 + 15) * GIB
 
 
@@ -97,9 +97,9 @@ def test_holders_say_what_a_layer_adds() -> None:
 def test_a_value_model_on_the_same_gpu_is_counted_in_the_reserve() -> None:
     config = on_gpus()
     config.generation.placement = "colocated"
-    alone, beside = memory(config), rank_memory(config, traced(STEP), H100, beside=7 * GIB)
+    alone, beside = memory(config), build_rank_memory(config, traced(STEP), H100, beside=7 * GIB)
     assert beside.peak == alone.peak + 7 * GIB
-    value = rank_memory(on_gpus(), traced(STEP), H100, model="value model")
+    value = build_rank_memory(on_gpus(), traced(STEP), H100, model="value model")
     assert memory(on_gpus()).reserve - value.reserve == estimate_nccl_bytes(on_gpus(), 1, NCCL_SENDING)
 
 
@@ -112,5 +112,5 @@ def test_a_plain_training_step_counts_neither_log_probabilities_nor_the_refit() 
 
 
 def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
-    ranks = [rank_memory(on_gpus(), traced(moments), H100) for moments in (STEP, {"train": {"weights": 50}})]
+    ranks = [build_rank_memory(on_gpus(), traced(moments), H100) for moments in (STEP, {"train": {"weights": 50}})]
     assert Plan(on_gpus(), DENSE, H100, ranks, None, None, [], 0.0).fullest is ranks[1]

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from megatron_grpo.planning.pipeline import schedule, timeline
+from megatron_grpo.planning.pipeline import order_passes, run_schedule
 
 
 def simulated(forward: list[list[float]], backward: list[list[float]], microbatches: int, send_s: float) -> float:
     """Seconds of a schedule in small steps of time: at each tick every idle stage begins its next pass if it can."""
     stages, chunks = len(forward), len(forward[0])
-    orders = [schedule(stages, stage, chunks, microbatches) for stage in range(stages)]
+    orders = [order_passes(stages, stage, chunks, microbatches) for stage in range(stages)]
     depth = stages * chunks
     ended: dict[tuple[bool, int, int], int] = {}  # by direction, place in the model, microbatch
     busy_until, places, now = [0] * stages, [0] * stages, 0
@@ -40,7 +40,7 @@ def simulated(forward: list[list[float]], backward: list[list[float]], microbatc
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 1), (4, 4), (4, 9), (8, 32)])
 def test_even_stages_have_the_known_bubble(stages: int, microbatches: int) -> None:
-    found = timeline([[1.0]] * stages, [[2.0]] * stages, microbatches)
+    found = run_schedule([[1.0]] * stages, [[2.0]] * stages, microbatches)
     assert found.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
     assert found.busy == pytest.approx([3.0 * microbatches] * stages)
 
@@ -48,7 +48,7 @@ def test_even_stages_have_the_known_bubble(stages: int, microbatches: int) -> No
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaving_divides_the_bubble(chunks: int) -> None:
     stages, microbatches = 4, 12
-    found = timeline([[1.0] * chunks] * stages, [[2.0] * chunks] * stages, microbatches)
+    found = run_schedule([[1.0] * chunks] * stages, [[2.0] * chunks] * stages, microbatches)
     assert found.seconds == pytest.approx(3.0 * (microbatches * chunks + stages - 1))
 
 
@@ -61,12 +61,12 @@ def test_uneven_stages_take_what_a_simulation_takes(seed: int) -> None:
     forward, backward = ([[draw.randint(1, 9) * 1.0 for _ in range(chunks)] for _ in range(stages)] for _ in range(2))
     send = float(draw.randint(0, 3))
     expected = simulated(forward, backward, microbatches, send)
-    assert timeline(forward, backward, microbatches, send_s=send).seconds == expected
+    assert run_schedule(forward, backward, microbatches, send_s=send).seconds == expected
 
 
 def test_every_pass_is_in_the_schedule_once() -> None:
     for stage in range(4):
-        order = schedule(4, stage, 3, 8)
+        order = order_passes(4, stage, 3, 8)
         passes = {(slot.is_backward, slot.chunk, slot.microbatch) for slot in order}
         assert len(order) == len(passes) == 2 * 3 * 8
 
@@ -74,21 +74,21 @@ def test_every_pass_is_in_the_schedule_once() -> None:
 def test_a_stage_holds_as_many_microbatches_as_stages_follow() -> None:
     for stage in range(4):
         held = most = 0
-        for slot in schedule(4, stage, 1, 9):
+        for slot in order_passes(4, stage, 1, 9):
             held += -1 if slot.is_backward else 1
             most = max(most, held)
         assert most == 4 - stage
 
 
 def test_forward_passes_alone_fill_the_pipeline_once() -> None:
-    assert timeline([[1.0]] * 4, [], 6, forward_only=True).seconds == pytest.approx(6 + 3)
+    assert run_schedule([[1.0]] * 4, [], 6, forward_only=True).seconds == pytest.approx(6 + 3)
 
 
 def test_sends_that_block_a_stage_lengthen_its_passes() -> None:
-    found = timeline([[1.0]] * 2, [[2.0]] * 2, 3, send_s=0.5, blocking=True)
+    found = run_schedule([[1.0]] * 2, [[2.0]] * 2, 3, send_s=0.5, blocking=True)
     assert found.busy == pytest.approx([3 * (1.5 + 2.5)] * 2)
 
 
 def test_an_interleaved_schedule_needs_a_multiple_of_the_stages() -> None:
     with pytest.raises(ValueError, match="4 stages takes no 6"):
-        timeline([[1.0] * 2] * 4, [[1.0] * 2] * 4, 6)
+        run_schedule([[1.0] * 2] * 4, [[1.0] * 2] * 4, 6)

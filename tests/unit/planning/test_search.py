@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.dry_run import dry_run
-from megatron_grpo.planning.estimates import static_bytes
+from megatron_grpo.planning.dry_run import run_dry
+from megatron_grpo.planning.estimates import count_static_bytes
 from megatron_grpo.planning.policy_layouts import Candidate
 from megatron_grpo.planning.search import _takes_more
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
@@ -17,7 +17,7 @@ pytestmark = needs_no_gpu
 def measured(shape: ModelShape, **parallel: int | bool) -> tuple[Candidate, int]:
     """A layout, and the most bytes that its first rank takes."""
     config = small_run(**parallel)
-    return Candidate(config, static_bytes(config, shape), 0.0), dry_run(config, shape, 0).peak_bytes
+    return Candidate(config, count_static_bytes(config, shape), 0.0), run_dry(config, shape, 0).peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.planning.hardware import hardware
+from megatron_grpo.planning.hardware import load_hardware
 from megatron_grpo.planning.refusals import Refusals
-from megatron_grpo.planning.search import Share, _share, _shares
+from megatron_grpo.planning.search import Share, _build_share, _iterate_shares
 from megatron_grpo.preflight.config_checks import find_problems
 from megatron_grpo.preflight.load import compose_for_search
 
-H100 = hardware("h100")
+H100 = load_hardware("h100")
 MODELS = {
     "qwen3_8b_8gpu": read_model_shape("tests/data/hf_configs/qwen3_8b"),
     "qwen3_30b_a3b_4nodes": read_model_shape("tests/data/hf_configs/qwen3_30b_a3b"),
@@ -28,7 +28,7 @@ def composed(recipe: str, nodes: int, *more: str) -> Config:
 
 
 def first_share(config: Config, shape: ModelShape) -> tuple[Share, str]:
-    return next(_shares(config, shape, H100))
+    return next(_iterate_shares(config, shape, H100))
 
 
 @pytest.mark.parametrize("recipe", MODELS)
@@ -59,7 +59,7 @@ def test_batches_that_do_not_divide_are_named_with_the_nearest_that_do() -> None
     shape = MODELS["qwen3_8b_8gpu"]
     config = composed("qwen3_8b_8gpu", 1, "grpo.num_prompts_per_step=127", "grpo.num_generations_per_prompt=3")
     refusals = Refusals()
-    _share(config, shape, H100, (5, 0), refusals)
+    _build_share(config, shape, H100, (5, 0), refusals)
     told = {problem.subject: problem.text for problem in refusals.counts}
     assert told["policy.parallel.data=5"] == (
         "127 prompts x 3 generations = 381 samples do not share out evenly over 5 data-parallel ranks; use "

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_grpo.config.schema import Config, GenerationParallelConfig, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.planning.generation_cost import Lengths, log_normal_lengths
-from megatron_grpo.planning.hardware import hardware
-from megatron_grpo.planning.step import overlap_of, step_times
+from megatron_grpo.planning.generation_cost import Lengths, draw_log_normal_lengths
+from megatron_grpo.planning.hardware import load_hardware
+from megatron_grpo.planning.step import build_step_times, overlap_of
 from megatron_grpo.planning.trace import RankTrace
 from tests.unit.planning.test_costs import H100, work
 
@@ -53,7 +53,7 @@ def full(samples: int) -> Lengths:
 
 def test_a_training_step_is_its_microbatches_and_the_update() -> None:
     ranks = [rank(0, 1.0, 2.0, update=0.5)]
-    times = step_times(run_config(data=2), SHAPE, ranks, H100, full(8), workload="pretrain")
+    times = build_step_times(run_config(data=2), SHAPE, ranks, H100, full(8), workload="pretrain")
     assert times.phase_s == pytest.approx({"train": 4 * 3.0, "optimizer": 0.5})
     assert times.step_s == pytest.approx(12.5)
     assert times.tokens_per_s_per_gpu == pytest.approx(8000 / 12.5 / 2)
@@ -61,13 +61,13 @@ def test_a_training_step_is_its_microbatches_and_the_update() -> None:
 
 def test_shorter_samples_take_fewer_microbatches_and_less_attention() -> None:
     half = Lengths(0.0, np.full(8, 500.0), "half")
-    times = step_times(run_config(), SHAPE, [rank(0, 1.0, 2.0)], H100, half, workload="pretrain")
+    times = build_step_times(run_config(), SHAPE, [rank(0, 1.0, 2.0)], H100, half, workload="pretrain")
     assert times.phase_s["train"] == pytest.approx(4 * 3.0)  # two samples fill a microbatch
 
 
 def test_a_pipeline_waits_for_its_slowest_stage() -> None:
     ranks = [rank(0, 1.0, 2.0), rank(2, 2.0, 4.0)]  # stages 0 and 1 are alike
-    times = step_times(run_config(pipeline=3), SHAPE, ranks, H100, full(10), workload="pretrain")
+    times = build_step_times(run_config(pipeline=3), SHAPE, ranks, H100, full(10), workload="pretrain")
     assert times.train.busy == pytest.approx((30.0, 30.0, 60.0))
     assert times.phase_s["train"] == pytest.approx(60.0 + 2 * 3.0)
 
@@ -78,7 +78,7 @@ def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
     step = {}
     for overlapped in (True, False):
         config.policy.overlap_grad_reduce = overlapped
-        step[overlapped] = step_times(config, SHAPE, ranks, H100, full(1), workload="pretrain").step_s
+        step[overlapped] = build_step_times(config, SHAPE, ranks, H100, full(1), workload="pretrain").step_s
     assert step == pytest.approx({False: 2.5 + 2.0, True: 2.5 + 0.5})
 
 
@@ -87,7 +87,9 @@ def test_the_phases_of_a_synchronous_step_follow_each_other() -> None:
     config.loss_fn.reference_policy_kl_penalty = 0.1
     config.policy.train_global_batch_samples = 8  # two optimizer steps, which need log-probabilities before them
     ranks = [rank(0, 1.0, 2.0, update=0.25)]
-    times = step_times(config, SHAPE, ranks, hardware("h100"), log_normal_lengths(300.0, 0.5, 16, 900, 100.0))
+    times = build_step_times(
+        config, SHAPE, ranks, load_hardware("h100"), draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    )
     assert list(times.phase_s) == ["generation", "logprobs", "reference", "train", "optimizer", "refit"]
     assert all(seconds > 0 for seconds in times.phase_s.values())
     assert times.step_s == times.synchronous_s == pytest.approx(sum(times.phase_s.values()))
@@ -100,11 +102,11 @@ def test_the_phases_of_a_synchronous_step_follow_each_other() -> None:
 def test_a_step_that_samples_ahead_takes_as_long_as_the_slower_side() -> None:
     config = run_config()
     config.grpo.async_grpo.enabled = True
-    lengths = log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
-    slow = step_times(config, SHAPE, [rank(0, 10.0, 20.0)], H100, lengths)
+    lengths = draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    slow = build_step_times(config, SHAPE, [rank(0, 10.0, 20.0)], H100, lengths)
     learning = slow.synchronous_s - slow.phase_s["generation"]
     assert slow.step_s == slow.asynchronous_s == pytest.approx(learning)
-    fast = step_times(config, SHAPE, [rank(0, 1e-6, 1e-6)], H100, lengths)
+    fast = build_step_times(config, SHAPE, [rank(0, 1e-6, 1e-6)], H100, lengths)
     assert fast.asynchronous_s is not None
     assert fast.phase_s["generation"] / 2 <= fast.asynchronous_s <= fast.phase_s["generation"] + fast.refit_s
 
@@ -112,7 +114,9 @@ def test_a_step_that_samples_ahead_takes_as_long_as_the_slower_side() -> None:
 def test_shared_gpus_move_the_policy_to_the_host_and_back() -> None:
     config = run_config(data=2)
     config.generation.placement = "colocated"
-    times = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, log_normal_lengths(300.0, 0.5, 16, 900, 100.0))
+    times = build_step_times(
+        config, SHAPE, [rank(0, 1.0, 2.0)], H100, draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    )
     assert times.phase_s["offload"] == times.phase_s["onload"] == pytest.approx(250e9 / 50e9)
     assert times.gpus == 2
 
@@ -122,7 +126,9 @@ def test_an_engine_without_room_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"generation\.parallel\.tensor=1 has no room for a sequence: weights 1\.1 GiB"
     ):
-        step_times(run_config(), SHAPE, [rank(0, 1.0, 2.0)], small, log_normal_lengths(300.0, 0.5, 16, 900, 100.0))
+        build_step_times(
+            run_config(), SHAPE, [rank(0, 1.0, 2.0)], small, draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+        )
 
 
 def test_overlaps_are_those_of_the_configuration() -> None:
@@ -135,28 +141,28 @@ def test_overlaps_are_those_of_the_configuration() -> None:
 
 
 def test_a_step_has_only_the_phases_of_the_run() -> None:
-    config, lengths = run_config(), log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
-    assert list(step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths).phase_s) == [
+    config, lengths = run_config(), draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    assert list(build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths).phase_s) == [
         *("generation", "train", "optimizer", "refit"),
     ]
     config.generation.server.urls = ["http://server:8000"]
-    times = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+    times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
     assert list(times.phase_s) == ["train", "optimizer", "refit"]
     assert times.gpus == 1
     config.generation.server.urls, config.debug.rollouts_from = [], "run"
-    times = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+    times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
     assert list(times.phase_s) == ["train", "optimizer"]
 
 
 def test_the_value_model_learns_before_the_policy() -> None:
-    config, lengths = run_config(), log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
+    config, lengths = run_config(), draw_log_normal_lengths(300.0, 0.5, 16, 900, 100.0)
     config.algorithm = "ppo"
     config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt = 4, 4
     value = rank(0, 0.5, 1.0)
     moved = Counter({replace_phase(one): number for one, number in value.report.work.items()})
     value.report.work.update(moved)
     value.report.passes["values", 0] = 2
-    times = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths, value_ranks=[value])
+    times = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths, value_ranks=[value])
     assert list(times.phase_s)[-5:] == ["values", "train_value", "train", "optimizer", "refit"]
     assert times.phase_s["train_value"] == pytest.approx(times.phase_s["train"] / 2, rel=0.01)
     assert times.gpus == 1 + 1 + 2
@@ -172,6 +178,6 @@ def test_engines_that_share_samples_unevenly_wait_for_the_fullest() -> None:
     seconds = {}
     for engines in (5, 6, 8):
         config.generation.parallel = GenerationParallelConfig(data=engines)
-        found = step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
+        found = build_step_times(config, SHAPE, [rank(0, 1.0, 2.0)], H100, lengths)
         seconds[engines] = found.phase_s["generation"]
     assert seconds[5] > seconds[6] > seconds[8]  # 4, 3 and 2 responses on the fullest engine

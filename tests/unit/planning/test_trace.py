@@ -11,8 +11,8 @@ import pytest
 from megatron_grpo.config.schema import Config, LoraConfig
 from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.planning.dry.tracker import GRANULE
-from megatron_grpo.planning.dry_run import DryReport, dry_run
-from megatron_grpo.planning.trace import _depths, at_depth, distinct_stages
+from megatron_grpo.planning.dry_run import DryReport, run_dry
+from megatron_grpo.planning.trace import _list_depths, extrapolate_report, find_distinct_stages
 from tests.unit.planning.test_dry_run import DENSE, EXPERTS, needs_no_gpu, small_run
 
 pytestmark = needs_no_gpu
@@ -69,13 +69,13 @@ def test_two_depths_give_a_third_exactly(
     config.refit.bucket_mib = 0.02  # few layers fill the buffers of a refit, as those of a large model do
     change(config)
     rank = stage * config.policy.parallel.world_size // config.policy.parallel.pipeline
-    layers = distinct_stages(config, shape)[stage]
-    depths = _depths(config, shape, layers)
+    layers = find_distinct_stages(config, shape)[stage]
+    depths = _list_depths(config, shape, layers)
     assert len(depths) == 2, "the rank is deep enough"
-    low, high = (dry_run(one.config, one.shape, rank) for one in depths)
+    low, high = (run_dry(one.config, one.shape, rank) for one in depths)
     step = depths[1].layers - depths[0].layers
-    found, per_layer = at_depth(low, high, (len(layers) - depths[0].layers) // step)
-    whole = dry_run(config, shape, rank)
+    found, per_layer = extrapolate_report(low, high, (len(layers) - depths[0].layers) // step)
+    whole = run_dry(config, shape, rank)
     # Buckets of gradients, which are padded, and scalars in reference cycles differ by less than these bytes.
     close = 64 * GRANULE
     assert found.peak_bytes == pytest.approx(whole.peak_bytes, abs=close)
@@ -89,18 +89,18 @@ def test_two_depths_give_a_third_exactly(
 
 def test_windows_and_single_layers_run_at_their_full_depth() -> None:
     config = small_run()
-    assert len(_depths(config, DENSE, range(DENSE.layers))) == 1
+    assert len(_list_depths(config, DENSE, range(DENSE.layers))) == 1
     windowed = replace(deep(DENSE, 8), window=16, windowed=(True, False) * 4)
-    assert [one.layers for one in _depths(config, windowed, range(8))] == [8]
+    assert [one.layers for one in _list_depths(config, windowed, range(8))] == [8]
 
 
 def test_stages_differ_by_embedding_head_and_layers() -> None:
     config = small_run(pipeline=4)
-    assert distinct_stages(config, deep(DENSE, 8)) == {0: (0, 1), 1: (2, 3), 3: (6, 7)}
+    assert find_distinct_stages(config, deep(DENSE, 8)) == {0: (0, 1), 1: (2, 3), 3: (6, 7)}
     some = replace(deep(EXPERTS, 8), experts=replace(_experts(EXPERTS), layers=(False,) * 3 + (True,) * 5))
-    assert list(distinct_stages(config, some)) == [0, 1, 2, 3]
+    assert list(find_distinct_stages(config, some)) == [0, 1, 2, 3]
     config.policy.fp8.format, config.policy.fp8.last_layers_bf16 = "hybrid", 3
-    assert list(distinct_stages(config, deep(DENSE, 8))) == [0, 1, 2, 3]
+    assert list(find_distinct_stages(config, deep(DENSE, 8))) == [0, 1, 2, 3]
 
 
 def _experts(shape: ModelShape) -> ExpertShape:

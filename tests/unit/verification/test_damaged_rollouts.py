@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo import doctor, replay, report
 from megatron_grpo.batch.rollout_files import read_recorded, read_rollouts, rollouts_file
-from megatron_grpo.planning.generation_cost import recorded_lengths
+from megatron_grpo.planning.generation_cost import read_recorded_lengths
 from tests.support.recorded_run import make_recorded_run
 
 
@@ -69,7 +69,7 @@ def test_commands_name_a_damaged_file(
 def test_functions_name_a_damaged_file(damage: Callable[[Path], None], run_dir: Path) -> None:
     file = rollouts_file(run_dir, 1)
     damage(file)
-    for read in (lambda: list(read_rollouts(run_dir, 1)), lambda: recorded_lengths(run_dir, 8)):
+    for read in (lambda: list(read_rollouts(run_dir, 1)), lambda: read_recorded_lengths(run_dir, 8)):
         with pytest.raises(ValueError, match=f"^{file} is damaged or was not written to its end: "):
             read()
     with pytest.raises(ValueError, match=r"^(is damaged or was not written to its end: |was written by )"):
