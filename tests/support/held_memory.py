@@ -21,7 +21,7 @@ def peak_of(function: Callable[[], Any]) -> tuple[Any, int | None]:
     group = MemoryCgroup(parent, _WHATEVER)
     try:
         result = in_fork(function, lambda: _join(group))
-        folder = Path(os.readlink(f"/proc/self/fd/{group.joining}")).parent
+        folder = Path(os.readlink(f"/proc/self/fd/{group.join_fd}")).parent
         found = [path for path in (folder / "memory.peak", folder / "memory.max_usage_in_bytes") if path.exists()]
         return result, int(found[0].read_text())
     finally:
@@ -29,7 +29,7 @@ def peak_of(function: Callable[[], Any]) -> tuple[Any, int | None]:
 
 
 def _join(group: MemoryCgroup) -> None:
-    os.write(group.joining, b"0")
+    os.write(group.join_fd, b"0")
 
 
 _MAPPED = """

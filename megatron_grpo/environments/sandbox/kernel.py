@@ -1,6 +1,6 @@
-"""System calls that Python's standard library lacks, and functions that find and signal a program's processes.
+"""System calls that Python lacks, and functions that find and signal processes.
 
-This module and all others that `launcher.py` imports import little, because a new process loads them per program.
+Modules that `launcher.py` imports import little themselves, because a new process loads them for every program.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# Flags of new namespaces of control groups, host names, IPC, processes and networks.
 NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
-"""Flags of new namespaces of control groups, host names, IPC, processes and networks."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
@@ -35,90 +35,97 @@ _PR_SET_THP_DISABLE = 41
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str) -> None:
-    """Raise OSError, naming the call, when it returned -1."""
+def _check(result: int, call: str) -> None:
+    """Raise OSError if a call of the C library failed."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces, which the flags select (unshare(2))."""
-    _checked(_LIBC.unshare(flags), "unshare")
+    """Move this process into new namespaces (unshare(2))."""
+    _check(_LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
-    """Mount a file system, or a path at another one (mount(2))."""
+    """Mount a file system, or a path at another path (mount(2))."""
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
     result = _LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
-    _checked(result, f"mount of {source} on {target}")
+    _check(result, f"mount of {source} on {target}")
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and all mounts below it read-only, without set-user-id files and devices."""
+    """Make a mount and all below it read-only, without set-user-id files and devices."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     arguments = (_AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)))
     result = _LIBC.syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), -1, target.encode(), *arguments)
-    _checked(result, f"making {target} read-only")
+    _check(result, f"making {target} read-only")
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
-    """Make a mount the root of the file system; the previous root appears at old_root, below it (pivot_root(2))."""
+    """Make a mount the root; the previous root moves to old_root, below it (pivot_root(2))."""
     number = _SYS_PIVOT_ROOT[os.uname().machine]
-    _checked(_LIBC.syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
+    _check(_LIBC.syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
 
 
 def unmount(target: str) -> None:
     """Detach a mount and all mounts below it."""
-    _checked(_LIBC.umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
+    _check(_LIBC.umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
 
 
 def die_with_parent(signal: int) -> None:
-    """Request a signal when the thread that started this process ends. Changing the user resets this request."""
+    """Request a signal when the thread that started this process ends.
+
+    A change of the user resets the request.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal)
 
 
 def adopt_orphans() -> None:
-    """Let this process become the parent of descendants whose own parent ends."""
+    """Make this process the parent of descendants whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Set whether processes of the same user may inspect this process; needed to write its own user map."""
+    """Allow or forbid processes of the same user to inspect this process.
+
+    A process must be dumpable to write its own user map.
+    """
     _prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def gain_no_rights() -> None:
-    """Prevent programs that are executed from now on from gaining rights, for example by set-user-id files."""
+    """Prevent programs that are executed later from gaining rights, as by set-user-id files."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def use_small_pages() -> None:
-    """Let this process and its descendants take memory only in pages of the smallest size."""
+    """Restrict this process and its descendants to pages of the smallest size."""
     _prctl(_PR_SET_THP_DISABLE, 1)
 
 
-def shares_memory(one: int, other: int) -> bool:
-    """Whether two processes have the same address space, as with vfork (kcmp(2)); False where that cannot be asked."""
-    arguments = map(ctypes.c_long, (_SYS_KCMP.get(os.uname().machine, -1), one, other, _KCMP_VM, 0, 0))
+def is_memory_shared(pid: int, other_pid: int) -> bool:
+    """True if two processes have the same address space, as with vfork (kcmp(2)).
+
+    False on architectures where the call is not known.
+    """
+    arguments = map(ctypes.c_long, (_SYS_KCMP.get(os.uname().machine, -1), pid, other_pid, _KCMP_VM, 0, 0))
     return int(_LIBC.syscall(*arguments)) == 0
 
 
 def drop_capabilities() -> None:
-    """Give up all rights of root, also those that a program executed by root would get back.
-
-    These rights would also lift the kernel's bounds on sockets in messages and on pipes.
-    """
+    """Give up all rights of root, also those that an executed program would get back."""
+    # These rights would also lift the kernel's bounds on sockets in messages and on pipes.
     for number in range(64 if os.geteuid() == 0 else 0):
         if _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) == 1:
             _prctl(_PR_CAPBSET_DROP, number)
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    _checked(_LIBC.capset(header, none), "capset")
+    _check(_LIBC.capset(header, none), "capset")
 
 
 def _prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
-    _checked(_LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
+    _check(_LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
 
 
 LIBRARY = "libseccomp.so.2"
@@ -160,6 +167,7 @@ class _Comparison(ctypes.Structure):
     )
 
 
+# System calls that the filter refuses: name, error, and conditions on the arguments.
 _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
     *((name, errno.EPERM, ()) for name in _REFUSED),
     # Only Unix sockets: network namespaces do not cover every family (vsock reaches the host).
@@ -174,8 +182,8 @@ _RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
     # A filter cannot see the flags of clone3, which are in memory; on ENOSYS, C libraries fall back to clone.
     ("clone3", errno.ENOSYS, ()),
 )
-"""System calls that the filter refuses: name, error, and conditions on the arguments."""
 
+# System calls that the filter also refuses where no memory cgroup counts the program's memory.
 _UNCOUNTED = (
     # Pages of a shared anonymous mapping stay when a process unmaps most of them, and then count for no process.
     ("mmap", errno.EPERM, (_Comparison(3, _MASKED_EQUAL, _MAP_SHARED_ANONYMOUS, _MAP_SHARED_ANONYMOUS),)),
@@ -187,11 +195,10 @@ _UNCOUNTED = (
     ),
     ("prctl", errno.EPERM, (_Comparison(0, _MASKED_EQUAL, _INT, _PR_SET_THP_DISABLE),)),
 )
-"""System calls that the filter also refuses where no memory cgroup counts the program's memory."""
 
 
 def has_filter() -> bool:
-    """Whether libseccomp is installed."""
+    """True if libseccomp is installed."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -200,9 +207,12 @@ def has_filter() -> bool:
 
 
 def filter_system_calls(*, counted: bool) -> None:
-    """Install a permanent filter for system calls of this process and its descendants; needs `gain_no_rights` first.
+    """Filter the system calls of this process and its descendants for ever.
 
-    `counted`: whether a memory cgroup counts the program's memory.
+    Call `gain_no_rights` first.
+
+    Args:
+        counted: a memory cgroup counts the program's memory.
 
     Raises:
         OSError: libseccomp is not installed, or the kernel does not accept the filter.
@@ -226,22 +236,21 @@ def filter_system_calls(*, counted: bool) -> None:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """All descendants of a process, nearest first; zombies are included until they are reaped."""
-    found: list[int] = []
-    below = _children(pid)
-    while below:
-        found += below
-        below = [grandchild for child in below for grandchild in _children(child)]
-    return found
+    """List the descendants of a process, nearest first, with zombies until they are reaped."""
+    pids: list[int] = []
+    generation = _list_children(pid)
+    while generation:
+        pids += generation
+        generation = [grandchild for child in generation for grandchild in _list_children(child)]
+    return pids
 
 
-def _children(pid: int) -> list[int]:
-    """Child processes of all threads of a process."""
+def _list_children(pid: int) -> list[int]:
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []
-    return [int(child) for one in threads for child in read(f"/proc/{pid}/task/{one}/children").split()]
+    return [int(child) for thread in threads for child in read(f"/proc/{pid}/task/{thread}/children").split()]
 
 
 def kill(pids: Iterable[int], number: int) -> None:
@@ -254,7 +263,7 @@ def kill(pids: Iterable[int], number: int) -> None:
 
 
 def read(path: str) -> bytes:
-    """Read a file of /proc; empty when its process has ended or may not be inspected."""
+    """Read a file of /proc; empty if its process has ended or may not be inspected."""
     try:
         with open(path, "rb") as file:
             return file.read()

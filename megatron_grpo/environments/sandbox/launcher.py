@@ -1,6 +1,6 @@
-"""The supervisor of one program: a process that drops its rights, starts the program and waits for its end.
+"""The process that starts one program in the sandbox and waits for its end.
 
-It starts in bare Python for every program, and kills all processes of the program before it ends.
+It runs in bare Python, drops its rights, and kills all processes of the program before it ends.
 """
 
 from __future__ import annotations
@@ -20,34 +20,31 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-NOBODY = 65534
-"""User and group id of programs that root runs."""
-PROGRAM = 1000
-"""User and group id that a program of an ordinary user sees as its own."""
-_FILES_UNCOUNTED = 64
-"""Most open files of a process without a memory cgroup. The kernel allows as many sockets in undelivered messages, and
-these are open in no process, so that they are not counted."""
+NOBODY = 65534  # user and group id of programs that root runs
+PROGRAM = 1000  # user and group id of a program of an ordinary user, as the program sees it
+# Limit of open files of a process without a memory cgroup. The kernel allows as many sockets again in undelivered
+# messages; no process has these open, so that they are not counted.
+_UNCOUNTED_FILES = 64
+# Modules whose `serve` runs tests and the program that they test.
 _ROLES = tuple(f"megatron_grpo.environments.sandbox.{name}" for name in ("test_process", "program_process"))
-"""Modules whose `serve` runs tests and the program that they test."""
-NOT_FOUND = 127
-"""Exit code of a program that cannot be run, as in a shell."""
+NOT_FOUND = 127  # exit code of a program that cannot be run, as in a shell
 
 
 def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
-    """Run the program that is described in one file descriptor, and write its status to another.
+    """Run the program that a file descriptor describes, and write its status to another.
 
-    A second program, described in partner_fd, runs in a sandbox of its own, with a pipe in each direction to the first;
-    its description is read only in its own process, and it ends with the first. Both are then functions of this
-    package, named by `role` in their descriptions, instead of programs to execute.
+    A second program, which `partner_fd` describes, runs in another sandbox, with a pipe in each direction to the first,
+    and ends with it. Its description is read only in its own process. Both are then functions of this package, whose
+    modules `role` names, instead of programs to execute.
 
     The description is a dict in the marshal format, which needs no import. The status is a line: "exited", or "memory"
-    if the program was killed for that, and the exit code as in a shell (128 plus the signal's number if a signal ended
-    it); or "refused" and the reason why the program was not started. Only the first line counts.
+    if the program was killed for its memory, and the exit code as in a shell (128 plus the signal's number if a signal
+    ended it); or "refused" and the reason why the program was not started. Only the first line counts.
     """
     kernel.die_with_parent(signal.SIGKILL)
     os.set_inheritable(status_fd, False)
     if partner_fd < 0:
-        _report(_spec(spec_fd), status_fd)
+        _run_and_report(_read_spec(spec_fd), status_fd)
         return
     kernel.adopt_orphans()
     for role in _ROLES:
@@ -58,53 +55,53 @@ def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
         kernel.die_with_parent(signal.SIGKILL)
         for fd in (spec_fd, to_partner[1], from_partner[0]):
             os.close(fd)
-        _report({**_spec(partner_fd), "channel": (to_partner[0], from_partner[1])}, status_fd, only_refused=True)
+        spec = {**_read_spec(partner_fd), "channel": (to_partner[0], from_partner[1])}
+        _run_and_report(spec, status_fd, is_partner=True)
         os._exit(0)
     for fd in (partner_fd, to_partner[0], from_partner[1]):
         os.close(fd)
-    _report({**_spec(spec_fd), "channel": (from_partner[0], to_partner[1])}, status_fd)
+    _run_and_report({**_read_spec(spec_fd), "channel": (from_partner[0], to_partner[1])}, status_fd)
     kernel.kill([partner], signal.SIGKILL)
     _end_descendants()
     try:
-        while True:  # where /proc is that of a namespace, its process 1 is adopted here when it dies with its parent
+        # Where /proc is that of a namespace, process 1 of the namespace is adopted here when it dies with its parent.
+        while True:
             os.wait()
     except ChildProcessError:
         return
 
 
-def _spec(fd: int) -> dict[str, Any]:
+def _read_spec(fd: int) -> dict[str, Any]:
     with open(fd, "rb") as file:
         spec: dict[str, Any] = marshal.load(file)
     return spec
 
 
-def _report(spec: dict[str, Any], status_fd: int, only_refused: bool = False) -> None:
-    """Run the program of a description and write its status; with `only_refused`, only if it was refused.
-
-    Without a memory cgroup its memory is watched here, with that of its partner, for which `only_refused` is given.
-    """
-    watched = not (only_refused or _is_counted(spec))
-    watch = MemoryWatch(spec["memory_bytes"], spec["processes"]) if watched else None
+def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = False) -> None:
+    """Run a program and write its status; of a partner only a refusal."""
+    # Without a memory cgroup the first program's process watches the memory of both programs.
+    needs_watch = not (is_partner or _is_counted(spec))
+    watch = MemoryWatch(spec["memory_bytes"], spec["processes"]) if needs_watch else None
     try:
-        exit_code = _limited(spec, watch) if spec["level"] == "limits" else _apart(spec, status_fd, watch)
+        exit_code = _run_limited(spec, watch) if spec["level"] == "limits" else _run_apart(spec, status_fd, watch)
     except OSError as error:
         os.write(status_fd, f"refused {error}\n".encode())
     else:
-        if not only_refused:
+        if not is_partner:
             ending = "memory" if watch is not None and watch.exceeded else "exited"
             os.write(status_fd, f"{ending} {exit_code}\n".encode())
 
 
-def _limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
+def _run_limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
     """Run the program as a child of this process, which adopts its orphans."""
     kernel.adopt_orphans()
     os.chdir(spec["folder"])
     child = os.fork()
     if child == 0:
         kernel.die_with_parent(signal.SIGKILL)  # otherwise the program could kill this process and continue
-        _join_group(spec)
-        _become(spec)
-    _end_on_request(child)
+        _join_cgroup(spec)
+        _execute(spec)
+    _kill_on_request(child)
     exit_code = _wait(child, watch)
     _end_descendants()
     return exit_code
@@ -121,22 +118,22 @@ def _end_descendants() -> None:
             pass
 
 
-def _apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
-    """Run the program in new namespaces. Their process 1 is `_first_process`; all others end with it."""
+def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
+    """Run the program in new namespaces, all of whose processes end with process 1."""
     mapped = _unshare()
     child = os.fork()
     if child == 0:
         try:
-            _first_process(spec, mapped)
+            _run_first_process(spec, mapped)
         except OSError as error:
             os.write(status_fd, f"refused {error}\n".encode())
         os._exit(NOT_FOUND)
-    _end_on_request(child)
+    _kill_on_request(child)
     return _wait(child, watch)
 
 
 def _unshare() -> bool:
-    """Enter new namespaces; returns whether they include a user namespace, which every user except root needs."""
+    """Enter new namespaces; True if with a user namespace, which all users but root need."""
     try:
         kernel.unshare(kernel.NAMESPACES)
     except PermissionError:
@@ -148,15 +145,15 @@ def _unshare() -> bool:
 
 
 def _map_user(inside: int, user: int, group: int) -> None:
-    """Map this process's user and group to the id `inside` in a new user namespace."""
+    """Map this process's user and group to the id `inside` in its new user namespace."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
         write(f"/proc/self/{name}", text)
 
 
-def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
-    """Run process 1 of the namespaces: make the file system, start the program and wait for it."""
+def _run_first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
+    """Run process 1 of the namespaces: make the file system, start the program, wait."""
     kernel.die_with_parent(signal.SIGKILL)
-    _join_group(spec)
+    _join_cgroup(spec)
     kernel.unshare(kernel.CLONE_NEWNS)  # here, because the launcher reads the machine's own /proc
     user = PROGRAM if mapped else NOBODY
     enter_root(spec["readable"], spec["folder_bytes"], user, with_zero=_is_counted(spec))
@@ -174,17 +171,17 @@ def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
         write(os.path.join(FOLDER, name), text)
     child = os.fork()
     if child == 0:
-        _become(spec)
+        _execute(spec)
     os.closerange(0, 256)  # so that output ends when the program closes it
     os._exit(_wait(child))
 
 
-def _become(spec: dict[str, Any]) -> NoReturn:
+def _execute(spec: dict[str, Any]) -> NoReturn:
     """Apply the limits to this process and execute the program."""
     try:
         os.setsid()
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        _limit(spec)
+        _set_limits(spec)
         kernel.drop_capabilities()
         kernel.set_dumpable(True)
         kernel.gain_no_rights()
@@ -201,25 +198,24 @@ def _become(spec: dict[str, Any]) -> NoReturn:
 
 
 def _is_counted(spec: dict[str, Any]) -> bool:
-    """Whether the program has a memory cgroup, in which the kernel counts memory of every kind."""
-    return spec["joining"] is not None
+    """True if the program has a memory cgroup, in which the kernel counts memory of every kind."""
+    return spec["join_fd"] is not None
 
 
-def _join_group(spec: dict[str, Any]) -> None:
-    """Move this process into the program's memory cgroup, if it has one."""
+def _join_cgroup(spec: dict[str, Any]) -> None:
     if _is_counted(spec):
-        os.write(spec["joining"], b"0")
-        os.close(spec["joining"])
+        os.write(spec["join_fd"], b"0")
+        os.close(spec["join_fd"])
 
 
-def _limit(spec: dict[str, Any]) -> None:
+def _set_limits(spec: dict[str, Any]) -> None:
     _write_if_allowed("/proc/self/oom_score_adj", "1000")  # the program is killed first when memory runs out
     seconds, memory = spec["cpu_time_s"], spec["memory_bytes"]
     limits = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_DATA: (memory, memory),
         resource.RLIMIT_FSIZE: (spec["folder_bytes"],) * 2,
-        resource.RLIMIT_NOFILE: (256, 256) if _is_counted(spec) else (_FILES_UNCOUNTED,) * 2,
+        resource.RLIMIT_NOFILE: (256, 256) if _is_counted(spec) else (_UNCOUNTED_FILES,) * 2,
         resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
@@ -238,13 +234,13 @@ def _write_if_allowed(path: str, text: str) -> None:
         return
 
 
-def _end_on_request(child: int) -> None:
+def _kill_on_request(child: int) -> None:
     """Kill the program on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: kernel.kill([child], signal.SIGKILL))
 
 
 def _wait(child: int, watch: MemoryWatch | None = None) -> int:
-    """Reap children, and watch their memory, until `child` ends; returns its exit code as in a shell."""
+    """Reap children and watch their memory until `child` ends; returns its exit code."""
     if watch is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:

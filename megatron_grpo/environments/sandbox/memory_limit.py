@@ -1,4 +1,4 @@
-"""Memory cgroups of programs, where this process may make them; elsewhere the launcher watches (`memory_watch.py`)."""
+"""Memory cgroups of programs; where they are not allowed, `memory_watch.py` watches."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "sandbox_"
-_EMPTY_S = 10.0
-"""Seconds in which all processes of a group end after they were killed."""
+_EMPTY_S = 10.0  # in which all killed processes of a cgroup end
 
 
 class MemoryCgroup:
-    """Memory cgroup of one program; the kernel kills the program's processes when their memory exceeds the limit."""
+    """Memory cgroup of one program, whose processes the kernel kills above the limit."""
 
     def __init__(self, parent: Path, limit: int) -> None:
         """
         Args:
-            parent: folder of the cgroup below which the group is made.
-            limit: bytes of memory without swap.
+            parent: folder of the parent cgroup.
+            limit: bytes of memory; swap is not used.
 
         Raises:
-            OSError: this process may not make the group or limit its memory.
+            OSError: this process may not make the cgroup or limit its memory.
         """
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_", dir=parent))
         version_2 = Path(self._folder, "memory.max").exists()
         names = ("max", "swap.max") if version_2 else ("limit_in_bytes", "memsw.limit_in_bytes")
-        limiting, swap = (Path(self._folder, f"memory.{name}") for name in names)
+        limit_file, swap_file = (Path(self._folder, f"memory.{name}") for name in names)
         self._events = Path(self._folder, "memory.events" if version_2 else "memory.oom_control")
         try:
-            limiting.write_text(str(limit))
-            if swap.exists():  # kernels without accounting of swap lack it
-                swap.write_text("0" if version_2 else str(limit))
-            self.joining = os.open(self._folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            limit_file.write_text(str(limit))
+            if swap_file.exists():  # kernels without accounting of swap lack it
+                swap_file.write_text("0" if version_2 else str(limit))
+            self.join_fd = os.open(self._folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             self._folder.rmdir()
             raise
 
-    joining: int
-    """File descriptor through which a process joins the group, by writing 0."""
+    join_fd: int
+    """File descriptor; a process that writes 0 to it joins the cgroup."""
 
     def exceeded(self) -> bool:
-        """Whether the kernel has killed a process of the group for its memory."""
+        """True if the kernel has killed a process of the cgroup for its memory."""
         lines = self._events.read_text().splitlines()
         return any(line.startswith("oom_kill ") and line != "oom_kill 0" for line in lines)
 
     def close(self) -> None:
-        """Kill all processes of the group, also those that left the program's tree, and remove the group."""
-        os.close(self.joining)
+        """Kill all processes of the cgroup, and remove it."""
+        # Processes that left the program's tree are still in its cgroup.
+        os.close(self.join_fd)
         deadline = time.monotonic() + _EMPTY_S
         while True:
             for pid in Path(self._folder, "cgroup.procs").read_text().split():
@@ -70,38 +70,36 @@ class MemoryCgroup:
 
 
 def find_cgroup_parent() -> Path | None:
-    """Folder of the cgroup below which this process can make memory groups; None: it may not make any.
+    """Find the cgroup below which this process may make memory cgroups; None: nowhere.
 
-    Empty groups that killed processes left behind are removed from it.
+    Removes empty cgroups that killed processes left behind there.
     """
-    for folder in _candidates():
+    for folder in _list_candidates():
         try:
             MemoryCgroup(folder, 2**30).close()
         except OSError:
             continue
-        for group in folder.glob(f"{_PREFIX}*"):
-            if not Path("/proc", group.name.split("_")[1]).exists():
+        for cgroup in folder.glob(f"{_PREFIX}*"):
+            if not Path("/proc", cgroup.name.split("_")[1]).exists():
                 with suppress(OSError):  # not empty
-                    group.rmdir()
+                    cgroup.rmdir()
         return folder
     return None
 
 
-def _candidates() -> Iterator[Path]:
-    """Folders of this process's memory cgroup and, in version 2 of cgroups, of its parent.
-
-    A group of version 2 that holds processes gives no memory controller to groups below it, but its parent does.
-    """
-    own: dict[str, str] = {}
+def _list_candidates() -> Iterator[Path]:
+    """Yield the folders of this process's memory cgroup and, in version 2, of its parent."""
+    # A cgroup of version 2 that holds processes gives no memory controller to cgroups below it, but its parent does.
+    cgroups: dict[str, str] = {}  # by controller, "" in version 2
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
+        cgroups |= dict.fromkeys(controllers.split(","), path)
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, system = line.partition(" - ")
-        root, place = mount.split()[3:5]
+        root, mount_point = mount.split()[3:5]
         kind, _, options = system.split(" ", 2)
-        if kind == "cgroup" and "memory" in options.split(",") and "memory" in own:
-            yield Path(os.path.normpath(f"{place}/{os.path.relpath(own['memory'], root)}"))
-        elif kind == "cgroup2" and "" in own:
-            here = Path(os.path.normpath(f"{place}/{os.path.relpath(own[''], root)}"))
-            yield from (here, here.parent) if here != Path(place) else (here,)
+        if kind == "cgroup" and "memory" in options.split(",") and "memory" in cgroups:
+            yield Path(os.path.normpath(f"{mount_point}/{os.path.relpath(cgroups['memory'], root)}"))
+        elif kind == "cgroup2" and "" in cgroups:
+            folder = Path(os.path.normpath(f"{mount_point}/{os.path.relpath(cgroups[''], root)}"))
+            yield from (folder, folder.parent) if folder != Path(mount_point) else (folder,)

@@ -1,8 +1,7 @@
-"""The file system that a program in the sandbox sees: the system's folders, read-only, and one folder of its own.
+"""Makes the file system of a program: the system's folders, read-only, and one folder for it.
 
-It is made here because bubblewrap cannot limit the number of files, and because neither bubblewrap nor nsjail can run a
-program of root as another user in a user namespace of its own if the interpreter is in root's home, where uv and pyenv
-put it.
+Bubblewrap cannot limit the number of files, and neither bubblewrap nor nsjail can run a program of root as another user
+in another user namespace if the interpreter is in root's home, where uv and pyenv put it.
 """
 
 from __future__ import annotations
@@ -17,35 +16,36 @@ if TYPE_CHECKING:
 
 
 FOLDER = "/program"
-"""The program's own folder, its first working directory."""
+"""The program's folder, its first working directory."""
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "full", "random", "urandom")
-LINKS = {
+LINKS = {  # symbolic links with their targets
     "/dev/stdin": "/proc/self/fd/0",
     "/dev/stdout": "/proc/self/fd/1",
     "/dev/stderr": "/proc/self/fd/2",
     "/dev/fd": "/proc/self/fd",
     "/dev/shm": FOLDER,
 }
-"""Symbolic links with their targets."""
-_FILES = 10_000
-"""Largest number of files in the program's folder."""
+_MAX_FILES = 10_000  # in the program's folder
 
 
 def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_zero: bool) -> None:
-    """Make the sandbox's file system the root of this process (in a new mount namespace); enter the program's folder.
+    """Make the program's file system the root of this process, and enter the folder.
 
-    OSError: the kernel does not allow a mount; the message names it.
+    This process must be in a new mount namespace.
 
     Args:
-        readable: further folders that the program sees, read-only, under their own paths.
+        readable: further folders that the program sees, read-only, under the same paths.
         folder_bytes: size of the program's folder, which is in memory.
         user: id of the user and group that own the folder.
-        with_zero: whether there is a /dev/zero; a shared mapping of it is memory that only a memory cgroup counts.
+        with_zero: make /dev/zero, a shared mapping of which is memory that only a memory cgroup counts.
+
+    Raises:
+        OSError: the kernel does not allow a mount; the message names it.
     """
-    mounts, links = _view(readable)
+    mounts, links = _list_paths(readable)
     os.umask(0o022)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # later mounts stay in this namespace
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
@@ -53,7 +53,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_ze
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
     for path in mounts:
-        _show(path)
+        _mount_read_only(path)
     for name in (*DEVICES, "zero") if with_zero else DEVICES:
         write(f"/dev/{name}", "")
         kernel.mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.MS_BIND)
@@ -61,7 +61,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_ze
     write("/etc/passwd", f"program:x:{user}:{user}::{FOLDER}:/bin/sh\n")
     write("/etc/group", f"program:x:{user}:\n")
     os.makedirs(FOLDER)
-    owner = f"mode=700,uid={user},gid={user},size={folder_bytes},nr_inodes={_FILES}"
+    owner = f"mode=700,uid={user},gid={user},size={folder_bytes},nr_inodes={_MAX_FILES}"
     kernel.unmount("/old")
     os.rmdir("/old")
     for path, target in links.items():
@@ -72,13 +72,13 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_ze
     os.chdir(FOLDER)
 
 
-def _view(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Paths of this machine that the program sees, and symbolic links with their targets; without missing paths."""
+def _list_paths(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """List the existing paths that the program sees, and symbolic links with their targets."""
     mounts: list[str] = []
     links = dict(LINKS)
     for path in (*SYSTEM, *SYSTEM_FILES, *readable):
-        inside = any(path == one or path.startswith(f"{one}/") for one in (*mounts, *links))
-        if inside or not os.path.lexists(path):
+        is_inside = any(path == parent or path.startswith(f"{parent}/") for parent in (*mounts, *links))
+        if is_inside or not os.path.lexists(path):
             continue
         if os.path.islink(path):
             links[path] = os.readlink(path)
@@ -89,8 +89,8 @@ def _view(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return mounts, links
 
 
-def _show(path: str) -> None:
-    """Mount a file or folder of the old root at its path, read-only."""
+def _mount_read_only(path: str) -> None:
+    """Mount a file or folder of the old root at the same path, read-only."""
     source = f"/old{path}"
     if not os.path.lexists(source):  # below a link to an absolute path, which does not resolve here
         return
@@ -103,7 +103,7 @@ def _show(path: str) -> None:
 
 
 def _make_proc() -> None:
-    """Mount /proc of this namespace; it stays an empty folder where the kernel refuses (in some containers)."""
+    # /proc stays an empty folder where the kernel refuses the mount, as in some containers.
     os.mkdir("/proc")
     try:
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -112,7 +112,7 @@ def _make_proc() -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a text to a file; its folder is made if it is missing."""
+    """Write a text to a file, and make its folder if it is missing."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Runs programs in the sandbox, and kills all processes of a program when it ends or exceeds a limit."""
+"""Runs programs in the sandbox, and kills all their processes at the end or at a limit."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ WATCH_S = 0.02
 """Seconds between two checks of a program's limits."""
 
 ENDING_S = 10.0
-"""Seconds that the launcher has to kill a program; after that the launcher itself is killed, and the program too."""
+"""Seconds that the launcher has to kill a program; after that the launcher is killed, and the program with it."""
 
+# Code that starts the launcher in bare Python; arguments: the folder with this package, and file descriptors.
 _START = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
     "from megatron_grpo.environments.sandbox.launcher import main; main(*map(int, sys.argv[1:]))"
 )
-"""Code that starts the launcher in bare Python; arguments: the folder with this package, and file descriptors."""
 
 _ROLE = "megatron_grpo.environments.sandbox.{}_process"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
-_MARSHAL = 4
-"""Version of the marshal format that all Python versions in use can read."""
+_MARSHAL = 4  # version of the marshal format that all Python versions in use can read
 _MIB, _KIB = 2**20, 2**10
 _PACKAGES = str(Path(megatron_grpo.__file__).parents[1])
 
@@ -58,11 +57,11 @@ class ProgramResult:
     stderr: str
     """Standard error, like `stdout` up to the limit of output."""
     seconds: float
-    """Seconds from the start until all processes of the program have ended."""
+    """Seconds from the start to the end of all processes of the program."""
 
     @property
     def succeeded(self) -> bool:
-        """Whether the program ended by itself and without an error."""
+        """The program ended by itself and without an error."""
         return self.ending == "exited" and self.exit_code == 0
 
 
@@ -71,7 +70,7 @@ class SandboxUnavailableError(RunError):
 
 
 class Sandbox:
-    """Runs programs at one level of isolation. Thread-safe: each thread may run a program at the same time."""
+    """Runs programs at one level of isolation. Several threads may run programs at once."""
 
     def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
         """
@@ -83,12 +82,12 @@ class Sandbox:
         self.level: Level = level or config.required
         self.python = python or os.path.realpath(sys.executable)
         self._config = config
-        self._groups = find_cgroup_parent()
+        self._cgroup_parent = find_cgroup_parent()
         prefix = [] if python else [sys.base_prefix]
         self._readable = [*prefix, *(os.path.abspath(folder) for folder in config.readable)]
 
     def run_python(self, source: str, stdin: str = "") -> ProgramResult:
-        """Run a Python program in its own folder, without packages of a user."""
+        """Run a Python program, without the packages of a user."""
         # -I: ignore PYTHON* variables and user packages; -B: write no bytecode, which would fill the folder.
         return self.run([self.python, "-I", "-B", "main.py"], {"main.py": source}, stdin)
 
@@ -103,28 +102,29 @@ class Sandbox:
         Raises:
             SandboxUnavailableError: the program was not started, because the machine does not allow this level.
         """
-        with self._folder(files or {}) as (folder, inside):
-            return self._run([self._spec(folder, argv=list(argv), files=inside)], stdin)
+        with self._make_folder(files or {}) as (folder, remaining_files):
+            return self._run([self._describe(folder, argv=list(argv), files=remaining_files)], stdin)
 
     def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> ProgramResult:
-        """Run Python tests against a program, each in a sandbox of its own; the program never has the tests.
+        """Run Python tests against a program, in two sandboxes; the program never has the tests.
 
         Args:
             program: source of the program.
             tests: `data.code_tests.PreparedTests` as a dict.
-            every: whether to continue after a test that fails.
-            allow: whether tests count even if their verdict cannot be trusted.
+            every: continue after a test that fails.
+            allow: count tests whose verdict cannot be trusted.
 
         Returns:
             The result of the process of the tests, with its report as `stdout` (`test_process.py`).
         """
-        with self._folder({}) as (folder, _), self._folder({}) as (other, _):
-            judged = self._spec(folder, role=_ROLE.format("test"), tests=dict(tests), every=every, allow=allow)
-            return self._run([judged, self._spec(other, role=_ROLE.format("program"), source=program)], "")
+        with self._make_folder({}) as (test_folder, _), self._make_folder({}) as (program_folder, _):
+            test_role, program_role = _ROLE.format("test"), _ROLE.format("program")
+            test_spec = self._describe(test_folder, role=test_role, tests=dict(tests), every=every, allow=allow)
+            return self._run([test_spec, self._describe(program_folder, role=program_role, source=program)], "")
 
     @contextmanager
-    def _folder(self, files: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-        """A program's folder, and the files that are still to be written inside the sandbox."""
+    def _make_folder(self, files: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Make a program's folder; yields it, and the files to write inside the sandbox."""
         if self.level != "limits":
             yield FOLDER, dict(files)
             return
@@ -135,8 +135,8 @@ class Sandbox:
                 path.write_text(text, encoding="utf-8")
             yield folder, {}
 
-    def _spec(self, folder: str, **what: Any) -> dict[str, Any]:
-        """Description of a process for the launcher: its limits, and `what` it runs."""
+    def _describe(self, folder: str, **contents: Any) -> dict[str, Any]:
+        """Describe a process for the launcher: its limits, and the program or role."""
         config = self._config
         return {
             "level": self.level,
@@ -151,16 +151,16 @@ class Sandbox:
             "argv": [],
             "files": {},
             "role": None,
-            **what,
+            **contents,
         }
 
     def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> ProgramResult:
-        """Run the process of the first description, and that of a second one, if any, as its partner."""
-        started = time.monotonic()
-        with self._group() as group:
-            joining = None if group is None else group.joining
-            spec_fds = [_sealed(marshal.dumps({**spec, "joining": joining}, _MARSHAL)) for spec in specs]
-            stdin_fd = _sealed(stdin.encode(errors="replace"))
+        """Run the process of the first description, with a second as its partner."""
+        start = time.monotonic()
+        with self._make_cgroup() as cgroup:
+            join_fd = None if cgroup is None else cgroup.join_fd
+            spec_fds = [_seal(marshal.dumps({**spec, "join_fd": join_fd}, _MARSHAL)) for spec in specs]
+            stdin_fd = _seal(stdin.encode(errors="replace"))
             status_read, status_write = os.pipe()
             descriptors = [spec_fds[0], status_write, *spec_fds[1:]]
             try:
@@ -169,7 +169,7 @@ class Sandbox:
                     stdin=stdin_fd,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=descriptors if joining is None else [*descriptors, joining],
+                    pass_fds=descriptors if join_fd is None else [*descriptors, join_fd],
                     env={},
                     start_new_session=True,
                 )
@@ -178,19 +178,20 @@ class Sandbox:
                     os.close(fd)
             with launcher, open(status_read, "rb") as status:
                 helpers = len(specs) + 2 * (len(specs) - 1)
-                return _ProgramWatch(launcher, self._config, started, helpers, group).until_end(status)
+                return _ProgramWatch(launcher, self._config, start, helpers, cgroup).wait(status)
 
     @contextmanager
-    def _group(self) -> Iterator[MemoryCgroup | None]:
-        """A memory group for one program, whose limit includes the program's folder; None: groups are not possible."""
-        if self._groups is None:
+    def _make_cgroup(self) -> Iterator[MemoryCgroup | None]:
+        """Make a memory cgroup for one program; yields None where that is not possible."""
+        if self._cgroup_parent is None:
             yield None
             return
-        group = MemoryCgroup(self._groups, (self._config.memory_mb + self._config.folder_mb) * _MIB)
+        # The files of the program's folder are in memory and count.
+        cgroup = MemoryCgroup(self._cgroup_parent, (self._config.memory_mb + self._config.folder_mb) * _MIB)
         try:
-            yield group
+            yield cgroup
         finally:
-            group.close()
+            cgroup.close()
 
 
 class _ProgramWatch:
@@ -200,57 +201,59 @@ class _ProgramWatch:
         self,
         launcher: subprocess.Popen[bytes],
         config: SandboxConfig,
-        started: float,
+        start: float,
         helpers: int,
-        group: MemoryCgroup | None,
+        cgroup: MemoryCgroup | None,
     ) -> None:
         """
         Args:
             launcher: process that runs the program.
             config: limits.
-            started: time.monotonic() when the start began.
-            helpers: most processes below the launcher that do not belong to the program.
-            group: memory cgroup of the program; without one the launcher watches its memory.
+            start: time.monotonic() when the start began.
+            helpers: number of processes below the launcher that do not belong to the program, at most.
+            cgroup: memory cgroup of the program; None: the launcher watches the memory.
         """
-        self._launcher, self._config, self._started = launcher, config, started
-        self._helpers, self._group = helpers, group
+        self._launcher, self._config, self._start = launcher, config, start
+        self._helpers, self._cgroup = helpers, cgroup
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._status = bytearray()
 
-    def until_end(self, status: Any) -> ProgramResult:
-        """Wait for the end of the program; kill it if it exceeds a limit. `status`: the launcher's status pipe."""
-        passed: Ending | None = None
+    def wait(self, status: Any) -> ProgramResult:
+        """Wait for the end of the program, and kill it if it exceeds a limit.
+
+        `status` is the launcher's status pipe.
+        """
+        exceeded: Ending | None = None
         with selectors.DefaultSelector() as selector:
             pipes: dict[str, Any] = {"stdout": self._launcher.stdout, "stderr": self._launcher.stderr, "status": status}
             for name, pipe in pipes.items():
                 selector.register(pipe, selectors.EVENT_READ, name)
-            ends = self._started + self._config.wall_time_s
-            look = 0.0
+            deadline = self._start + self._config.wall_time_s
+            next_check = 0.0
             while selector.get_map():
                 now = time.monotonic()
-                if now >= look:
-                    look = now + WATCH_S
-                    reason = self._passed(now, ends)
-                    if reason is not None and passed is None:
-                        passed, ends = reason, now + ENDING_S
+                if now >= next_check:
+                    next_check = now + WATCH_S
+                    limit = self._find_exceeded_limit(now, deadline)
+                    if limit is not None and exceeded is None:
+                        exceeded, deadline = limit, now + ENDING_S
                         self._launcher.send_signal(signal.SIGTERM)
-                    elif reason == "wall time":
+                    elif limit == "wall time":
                         self._launcher.kill()
                         break  # remaining processes may keep the pipes open forever
                 self._read(selector, WATCH_S)
         self._launcher.wait()
-        return self._finished(passed)
+        return self._make_result(exceeded)
 
-    def _passed(self, now: float, ends: float) -> Ending | None:
-        """The limit that the program exceeds, or None."""
-        if now >= ends:
+    def _find_exceeded_limit(self, now: float, deadline: float) -> Ending | None:
+        if now >= deadline:
             return "wall time"
         if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
             return "output"
         living = list_descendants(self._launcher.pid)
         if len(living) > self._config.processes + self._helpers + 1:  # one process may be ending
             return "processes"
-        return "memory" if self._group is not None and self._group.exceeded() else None
+        return "memory" if self._cgroup is not None and self._cgroup.exceeded() else None
 
     def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
         """Read available output, and drop everything beyond the limit."""
@@ -262,25 +265,25 @@ class _ProgramWatch:
             elif key.data == "status":
                 self._status += data
             else:
-                taken = self._output[key.data]
-                taken += data[: max(room - len(taken), 0)]
+                output = self._output[key.data]
+                output += data[: max(room - len(output), 0)]
 
-    def _finished(self, passed: Ending | None) -> ProgramResult:
-        what, _, rest = self._status.decode().partition("\n")[0].partition(" ")
-        if what == "refused":
-            said = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
-            raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (rest, said)))}")
-        code = int(rest) if what else 128 + signal.SIGKILL
-        if passed is None and (what == "memory" or (self._group is not None and self._group.exceeded())):
-            passed = "memory"  # reported by the launcher, or exceeded since the last check
-        ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
+    def _make_result(self, exceeded: Ending | None) -> ProgramResult:
+        status, _, details = self._status.decode().partition("\n")[0].partition(" ")
+        if status == "refused":
+            last_line = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
+            raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (details, last_line)))}")
+        code = int(details) if status else 128 + signal.SIGKILL
+        if exceeded is None and (status == "memory" or (self._cgroup is not None and self._cgroup.exceeded())):
+            exceeded = "memory"  # reported by the launcher, or exceeded since the last check
+        ending: Ending = "cpu time" if exceeded is None and code == 128 + signal.SIGXCPU else exceeded or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self._start
         return ProgramResult(ending=ending, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
 
 
-def _sealed(data: bytes) -> int:
-    """File descriptor of a sealed (immutable) file in memory with the data, positioned at the beginning."""
+def _seal(data: bytes) -> int:
+    """Write data to an immutable file in memory; returns its file descriptor, at the beginning."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -293,7 +296,7 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     """Open a sandbox at the strongest level at which a trial program runs.
 
     Args:
-        config: limits, and the least level that is accepted.
+        config: limits, and the weakest level that is accepted.
         python: interpreter of Python programs; None: the current one.
 
     Raises:
@@ -302,19 +305,18 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     reason = ""
     for level in reversed(LEVELS[LEVELS.index(config.required) :]):
         sandbox = Sandbox(config, level, python)
-        why_not = _why_not(sandbox)
-        if why_not is None:
+        problem = _find_problem(sandbox)
+        if problem is None:
             return sandbox
-        reason = why_not
+        reason = problem
     raise SandboxUnavailableError(
         f"sandbox.required={config.required} is not possible on this machine: {reason}; "
-        f"{_advice(config.required, reason)}, or accept less "
+        f"{_choose_advice(config.required, reason)}, or accept less "
         f"with sandbox.required={LEVELS[max(LEVELS.index(config.required) - 1, 0)]} or run where it is possible"
     )
 
 
-def _advice(required: Level, reason: str) -> str:
-    """Advice for a user whose machine cannot run programs at the required level for this reason."""
+def _choose_advice(required: Level, reason: str) -> str:
     if required == "limits":
         return "it needs Linux with /proc"
     if LIBRARY in reason:
@@ -325,15 +327,15 @@ def _advice(required: Level, reason: str) -> str:
     )
 
 
-def _why_not(sandbox: Sandbox) -> str | None:
-    """Reason why a trial program does not run in the sandbox; None: it runs."""
+def _find_problem(sandbox: Sandbox) -> str | None:
+    """Say why a trial program does not run in the sandbox; None: it runs."""
     if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
         return "the kernel does not list the children of processes, so their memory cannot be watched"
     try:
-        finished = sandbox.run_python("print('ready')")
+        result = sandbox.run_python("print('ready')")
     except SandboxUnavailableError as error:
         return str(error)
-    if finished.stdout == "ready\n":
+    if result.stdout == "ready\n":
         return None
-    said = finished.stderr.strip()[-200:]
-    return f"a trial program ended by {finished.ending}, exit code {finished.exit_code}: {said}"
+    output = result.stderr.strip()[-200:]
+    return f"a trial program ended by {result.ending}, exit code {result.exit_code}: {output}"

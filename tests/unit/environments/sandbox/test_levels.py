@@ -25,7 +25,7 @@ def test_what_keeps_a_program_from_starting_is_told() -> None:
 
 
 def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._why_not", _only_limits)
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._find_problem", _only_limits)
     assert open_sandbox(SandboxConfig(required="limits")).level == "limits"
     for required in ("namespaces", "filtered"):
         with pytest.raises(SandboxUnavailableError) as refused:
@@ -37,7 +37,7 @@ def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_machine_without_the_filter_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "cannot run python3: libseccomp.so.2: cannot open shared object file: No such file or directory"
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._why_not", lambda sandbox: said)
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._find_problem", lambda sandbox: said)
     with pytest.raises(SandboxUnavailableError, match="No such file or directory; install libseccomp"):
         open_sandbox(SandboxConfig())
 

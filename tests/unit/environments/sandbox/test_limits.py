@@ -154,7 +154,7 @@ def test_a_request_to_end_that_comes_after_the_end_is_no_error() -> None:
     ended.wait()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        launcher._end_on_request(ended.pid)
+        launcher._kill_on_request(ended.pid)
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -99,7 +99,7 @@ def shared_files() -> set[str]:
 def sandbox(grouped: bool, level: Level | None = None) -> Sandbox:
     made = Sandbox(LONG, level or STRONGEST)
     if not grouped:
-        made._groups = None
+        made._cgroup_parent = None
     return made
 
 
