@@ -1,7 +1,7 @@
-"""The process of a program: runs it once, and a fork of it answers the calls of each test.
+"""The process of a program: runs it once; a fork for each test answers the test's calls.
 
 The model's program runs inside this process and may change anything in it. The process has neither tests nor expected
-values, and the process of the tests reads its messages as plain values.
+values, and the process of the tests decodes its messages as plain values.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-_DONE = 83
-"""Exit code of a test's process that was told to end."""
-_LONGEST_OUTPUT = 1 << 16
-"""Most characters that a program prints in one call."""
-_TELLING = (
+_DONE = 83  # exit code of a test's fork that ends on request
+_MAX_OUTPUT = 1 << 16  # characters that a program may print in one call
+# Audit events of a program that inspects the interpreter which runs it.
+_INSPECTING = (
     *("gc.get_objects", "gc.get_referrers", "gc.get_referents"),
     *("sys.settrace", "sys.setprofile", "sys.monitoring.register_callback"),  # the last since Python 3.12
     *("sys._current_frames", "sys.addaudithook"),
 )
-"""Audit events of a program that inspects the interpreter which runs it."""
 
 
 class _Output:
-    """The program's `sys.stdout`: collects text for the next reply; the tests may have redirected their own output."""
+    """The program's `sys.stdout`: collects text for the next reply."""
+
+    # The process of the tests prints the text, because tests may have redirected their output.
 
     encoding, errors, newlines = "utf-8", "strict", None
 
@@ -42,7 +42,7 @@ class _Output:
 
     def write(self, text: str) -> int:
         self.size += len(text)
-        if self.size > _LONGEST_OUTPUT:
+        if self.size > _MAX_OUTPUT:
             raise OSError("too much output")
         self.parts.append(text)
         return len(text)
@@ -56,7 +56,7 @@ class _Output:
     def fileno(self) -> int:
         return 1
 
-    def taken(self) -> str:
+    def take(self) -> str:
         text = "".join(self.parts)
         self.parts, self.size = [], 0
         return text
@@ -69,47 +69,47 @@ class Program(Peer):
         super().__init__(reading, writing)
         self.output = _Output()
         self._names: dict[str, Any] = {}
-        self._watched: dict[str, str] = {}
+        self._last_texts: dict[str, str] = {}  # of plain variables, as the process of the tests has them
         self._touched: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()  # of `_touched`
 
-    def lost(self, reason: str) -> NoReturn:
+    def on_lost(self, reason: str) -> NoReturn:
         os._exit(0)
 
     def run(self, source: str) -> None:
-        """Run the program, then fork for every test. Each test gets the names and objects that the program made."""
+        """Run the program, then fork for every test."""
         sys.addaudithook(self._audit)
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["main.py"]
         sys.stdout = sys.stderr = self.output  # a text stream as far as programs use one
         self._names = vars(module)
-        failed = ""
+        failure = ""
         try:
             exec(compile(source, "main.py", "exec"), self._names)
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the rest of the program has not run
-            failed = f"{type(error).__name__}: {error}"
-        self.output.taken()
+            failure = f"{type(error).__name__}: {error}"
+        self.output.take()
         while True:
             message = self.receive()  # other messages arrive late, for a test whose process has ended
             if message[0] == "names":
-                self.send([failed, self._values(message[2])])
+                self.send([failure, self._encode_values(message[2])])
             elif message[0] == "test":
                 self.send(["ready", message[1]])
-                self._in_child()
+                self._serve_in_fork()
 
-    def _values(self, names: list[str]) -> dict[str, Any]:
-        """The values of the names that the program defines."""
-        found = {}
+    def _encode_values(self, names: list[str]) -> dict[str, Any]:
+        """Convert the values of the names that the program defines."""
+        values = {}
         for name in names:
             if name in self._names:
                 value = self._names[name]
-                found[name] = self.encode(value, Memo())
-                if _watchable(value):
-                    self._watched[name] = repr(found[name])
-        return found
+                values[name] = self.encode(value, Memo())
+                if _is_watchable(value):
+                    self._last_texts[name] = repr(values[name])
+        return values
 
-    def _in_child(self) -> None:
+    def _serve_in_fork(self) -> None:
         child = os.fork()
         if child == 0:
             while True:
@@ -123,8 +123,8 @@ class Program(Peer):
             os._exit(_DONE)
         super().serve(message)
 
-    def decode_other(self, tag: str, given: list[Any], memo: Memo) -> Any:
-        return vars(builtins)[given[1]] if tag == "builtin" else super().decode_other(tag, given, memo)
+    def decode_other(self, tag: str, encoded: list[Any], memo: Memo) -> Any:
+        return vars(builtins)[encoded[1]] if tag == "builtin" else super().decode_other(tag, encoded, memo)
 
     def perform(self, action: str, target: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if action == "await":
@@ -133,22 +133,22 @@ class Program(Peer):
             return run(target)
         return super().perform(action, target, name, args, kwargs)
 
-    def extras(self) -> Any:
-        """Printed text, changed plain variables, new ways in which the program inspected its process; None: nothing."""
+    def collect_extras(self) -> Any:
+        """Collect printed text, changed plain variables, and new inspections of the process."""
         changed = {}
-        for name, known in self._watched.items():
-            if _watchable(self._names.get(name)):
+        for name, last_text in self._last_texts.items():
+            if _is_watchable(self._names.get(name)):
                 encoded = self.encode(self._names[name], Memo())
-                if repr(encoded) != known:
-                    self._watched[name] = repr(encoded)
+                if repr(encoded) != last_text:
+                    self._last_texts[name] = repr(encoded)
                     changed[name] = encoded
-        new = self._touched - self._told
-        self._told |= new
-        output = self.output.taken()
+        new = self._touched - self._reported
+        self._reported |= new
+        output = self.output.take()
         return [output, changed, sorted(new)] if output or changed or new else None
 
-    def function(self, proxy: Any, name: str, parameters: Any) -> Any:
-        """A Python function that calls one of the tests, so that the program can inspect its name and parameters."""
+    def make_function(self, proxy: Any, name: str, parameters: Any) -> Any:
+        """Make a Python function, so that the program can inspect its name and parameters."""
         if parameters is None:
 
             def stub(*args: Any, **kwargs: Any) -> Any:
@@ -160,18 +160,18 @@ class Program(Peer):
         return stub
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in _TELLING:
+        if event in _INSPECTING:
             self._touched.add(event)
         elif event == "open" and str(args[0]).startswith("/proc"):
             self._touched.add("/proc")
 
 
-def _watchable(value: Any) -> bool:
+def _is_watchable(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | list | dict | set | tuple)
 
 
 def serve(spec: dict[str, Any]) -> NoReturn:
-    """Run the program of a description: `source`, and `channel` with the two file descriptors of its pipes."""
+    """Run the program of a description: `source`, and `channel`, the file descriptors of pipes."""
     reading, writing = spec["channel"]
     detach({reading, writing})
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment] # as site defines them
@@ -179,15 +179,16 @@ def serve(spec: dict[str, Any]) -> NoReturn:
     os._exit(0)
 
 
-def detach(kept: set[int]) -> None:
-    """Connect the standard streams to /dev/null, close all other file descriptors but `kept`, and set the import path.
+def detach(open_fds: set[int]) -> None:
+    """Detach this process from its launcher: streams, file descriptors, import path.
 
-    Modules can be imported from the standard library and the interpreter's own site-packages.
+    The standard streams become /dev/null, and all other file descriptors but `open_fds` are closed. Modules can be
+    imported from the standard library and the interpreter's site-packages.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    for low, high in pairwise([2, *sorted(kept), 1 << 30]):
+    for low, high in pairwise([2, *sorted(open_fds), 1 << 30]):
         os.closerange(low + 1, high)
     import site  # a launcher's interpreter starts without it
 

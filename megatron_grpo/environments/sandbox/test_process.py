@@ -1,6 +1,6 @@
-"""The process of the tests: runs them against proxies of the names that the program defines, and trusts no reply.
+"""The process of the tests: runs them against proxies of the program, and trusts no reply.
 
-When a test ends, the process writes a line of JSON to its standard output: a list of the test's number, whether it
+When a test ends, the process writes a line of JSON to its standard output, a list: number of the test, whether it
 passed, whether it sent the program a request, and the reason why its verdict cannot be trusted (empty if there is none,
 or an earlier test had the same). The last line is an object with figures over all tests.
 """
@@ -35,32 +35,29 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-_MOST_MESSAGES = 1_000_000
-"""Most messages that are accepted from a program."""
-_CLAIMS = (
+_MAX_MESSAGES = 1_000_000  # from a program
+# Methods of plain values that tests expect to be true; on a live object they return what the program chooses.
+_VERDICT_NAMES = (
     "startswith endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
     "istitle isupper is_integer isdisjoint issubset issuperset equals all any"
 )
-_VERDICTS = frozenset(_CLAIMS.split())
-"""Methods of plain values that tests expect to be true; those of a live object return what the program chooses."""
-_PUBLIC = ("__name__", "__qualname__", "__doc__")
-"""Attributes of the tests' functions that the program may read."""
-_EQUAL_CALLS = 3
-"""Fewest calls with different arguments whose equal replies are reported as `equal_outputs`."""
+_VERDICTS = frozenset(_VERDICT_NAMES.split())
+_PUBLIC = ("__name__", "__qualname__", "__doc__")  # attributes of the tests' functions that the program may read
+_EQUAL_CALLS = 3  # fewest calls with different arguments whose equal replies are reported as `equal_outputs`
 
 
 class Tests(Peer):
-    """The tests' end of the connection. Unless allowed, no test compares live objects: the program would decide it.
+    """The tests' end of the connection.
 
-    A test fails for good with the first answer that cannot be trusted, even if its text catches every exception.
+    A test that compares live objects fails, unless `allow` is set: the program would decide its verdict. It fails for
+    good with the first answer that cannot be trusted, even if its text catches every exception.
     """
 
     def __init__(self, reading: int, writing: int, allow: bool) -> None:
-        """`allow`: whether tests may compare live objects of the program, which decides the result."""
         super().__init__(reading, writing)
         self._allow = allow
         self._messages = 0
-        self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.same}
+        self.names: dict[str, Any] = {"__name__": "__main__", "__same__": self.are_same}
         """Names that the tests see."""
         self.stopped = ""
         """Reason why the test fails even if its text raises nothing; empty: its text decides."""
@@ -68,14 +65,14 @@ class Tests(Peer):
         """Reason why the verdict of the test cannot be trusted; empty: there is none."""
         self.requests = 0
         """Requests to the program in this test."""
-        self.asked: frozenset[str] = frozenset()
+        self.program_names: frozenset[str] = frozenset()
         """Names whose values come from the program."""
         self.replies: dict[int, dict[int, int]] = {}
-        """By number of the called object and hash of the arguments: the hash of the reply."""
+        """Hashes of replies, by number of the called object and hash of the arguments."""
         self.touched: set[str] = set()
-        """Ways in which the program inspected its process: audit events, and "/proc"."""
+        """Inspections of the program's process: audit events, and "/proc"."""
 
-    def lost(self, reason: str) -> NoReturn:
+    def on_lost(self, reason: str) -> NoReturn:
         self.stopped = self.stopped or f"the program: {reason}"
         raise Stopped(self.stopped)
 
@@ -84,11 +81,11 @@ class Tests(Peer):
         raise Stopped(reason)
 
     def begin(self, number: int, values: dict[str, Any]) -> None:
-        """Start a test in a new fork of the program, in which names have their initial values again."""
-        self.age = 0  # proxies of these names live in every test
-        self.classes, self._class_numbers, self._own_classes = {}, {}, []
+        """Start a test in a new fork of the program, with initial values of its names."""
+        self.age = 0  # proxies of these names are valid in every test
+        self.classes, self._class_numbers, self._sent_classes = {}, {}, []
         for name, value in values.items():
-            if name in self.asked:
+            if name in self.program_names:
                 self.names[name] = self.decode(value, Memo())
         self.send(["test", number, []])
         while self.receive() != ["ready", number]:
@@ -104,67 +101,70 @@ class Tests(Peer):
 
     def receive(self) -> Any:
         self._messages += 1
-        if self._messages > _MOST_MESSAGES:
-            self.lost("it sent too many messages")
+        if self._messages > _MAX_MESSAGES:
+            self.on_lost("it sent too many messages")
         message = super().receive()
         if not isinstance(message, list) or not message:
-            self.lost("it sent no message")
+            self.on_lost("it sent no message")
         if message == ["lost"]:
-            self.lost("its process ended")
+            self.on_lost("its process ended")
         return message
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Send a request as `Peer.request` does, and count it; a verdict of a live object is distrusted."""
+        """Send a request, count it, and distrust a verdict of a live object."""
         if self.stopped:
             raise Stopped(self.stopped)
         self.requests += 1
-        if action == "get" and name in _VERDICTS and not self._expected(target):
+        if action == "get" and name in _VERDICTS and not self._is_expected(target):
             self._distrust(f".{name} of a live object")
         result = super().request(action, target, name, args, kwargs)
         if action == "call" and isinstance(target, ProxyClass) and isinstance(result, Proxy):
             object.__setattr__(result, "_mark_", "made")
         return result
 
-    def special(self, target: Any, name: str, *args: Any) -> Any:
-        """Call a special method as `Peer.special` does, and distrust answers with which the program decides a test."""
+    def call_special(self, target: Any, name: str, *args: Any) -> Any:
+        """Call a special method, and distrust answers with which the program decides a test."""
+        # A plain operand may be the expected value, which the program then learns. So only an object that the test made
+        # (mark "made") may be combined with one, and no number may come of it: neither directly, nor later from the
+        # result (mark "told").
         if isinstance(target, Fault):
-            return super().special(target, name, *args)
+            return super().call_special(target, name, *args)
         if name in COMPARISONS:
             self._distrust(f"{name} of a live object")
-        marks = {target._mark_, *(one._mark_ for one in args if isinstance(one, Proxy))}
-        told = name in OPERATORS and not all(isinstance(one, Proxy) for one in args)
-        if told and not target._mark_:
+        marks = {target._mark_, *(argument._mark_ for argument in args if isinstance(argument, Proxy))}
+        has_plain_operand = name in OPERATORS and not all(isinstance(argument, Proxy) for argument in args)
+        if has_plain_operand and not target._mark_:
             self._distrust(f"{name} with a plain value of a live object that the test did not make")
         if name in NUMBERS and "told" in marks:
             self._distrust(f"{name} of a live object that was combined with a plain value")
-        result = super().special(target, name, *args)
-        if told and name != "__contains__" and isinstance(result, int | float | complex):
+        result = super().call_special(target, name, *args)
+        if has_plain_operand and name != "__contains__" and isinstance(result, int | float | complex):
             self._distrust(f"{name} of a live object and a plain value, which gives a number")
         if name in OPERATORS and isinstance(result, Proxy):
-            mark = "told" if told or "told" in marks else "made" if marks == {"made"} else ""
+            mark = "told" if has_plain_operand or "told" in marks else "made" if marks == {"made"} else ""
             object.__setattr__(result, "_mark_", mark)
         return result
 
-    def _expected(self, target: Any) -> bool:
-        """Whether an object is an instance that the test made, or a class that it named."""
+    def _is_expected(self, target: Any) -> bool:
+        """True for an instance that the test made, or a class that it names."""
         if isinstance(target, ProxyClass):
-            return any(target is one for one in self.names.values())
+            return any(target is value for value in self.names.values())
         return isinstance(target, Proxy) and target._mark_ != ""
 
-    def _distrust(self, what: str) -> None:
+    def _distrust(self, reason: str) -> None:
         if not self._allow:
-            self.stop(what)
-        self.untrusted = self.untrusted or what
+            self.stop(reason)
+        self.untrusted = self.untrusted or reason
 
-    def same(self, one: Any, other: Any) -> bool:
-        """Whether two objects are the same one; of two live objects only the program knows."""
-        if not (isinstance(one, Proxy) and isinstance(other, Proxy)):
-            return one is other
+    def are_same(self, first: Any, second: Any) -> bool:
+        """Compare the identity of two objects; of two live objects only the program knows it."""
+        if not (isinstance(first, Proxy) and isinstance(second, Proxy)):
+            return first is second
         self._distrust("the identity of live objects")
-        return bool(one._number_ == other._number_)
+        return bool(first._number_ == second._number_)
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
-        """Functions and iterators of the tests, and instances of their classes; nothing else leaves this process."""
+        """Convert functions, iterators and instances of the tests; nothing else may leave."""
         kind = type(value)
         if isinstance(value, ProxyClass | Proxy | Fault | BaseException | FunctionType) or value is NotImplemented:
             return super().encode_other(value, memo)
@@ -174,20 +174,20 @@ class Tests(Peer):
         if kind.__module__ == "__main__" or hasattr(value, "__next__"):
             return super().encode_other(value, memo)
         if callable(value):
-            return ["object", self._described(FunctionType), self._export(value)]
+            return ["object", self._encode_class(FunctionType), self._export(value)]
         raise TypeError(f"a {kind.__name__} of the tests cannot be given to a program")
 
     def perform(self, action: str, target: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Carry out a program's request: calls, iteration, or public attributes of instances of the tests' classes."""
-        own = type(target).__module__ == "__main__"
-        allowed = {
+        """Carry out a program's request, if it is allowed."""
+        is_of_tests = type(target).__module__ == "__main__"
+        is_allowed = {
             "call": callable(target),
-            "get": name in _PUBLIC or (own and not name.startswith("_")),
-            "set": own and not name.startswith("_"),
-            "special": name in FORWARDED and (own or name in ("__next__", "__iter__")),
+            "get": name in _PUBLIC or (is_of_tests and not name.startswith("_")),
+            "set": is_of_tests and not name.startswith("_"),
+            "special": name in FORWARDED and (is_of_tests or name in ("__next__", "__iter__")),
             "resume": isinstance(target, GeneratorType),
         }
-        if not allowed.get(action):
+        if not is_allowed.get(action):
             raise AttributeError(f"a program may not use {name or action} of this object")
         try:
             return super().perform(action, target, name, args, kwargs)
@@ -196,20 +196,22 @@ class Tests(Peer):
             raise
 
     def accept(self, message: list[Any], reply: list[Any]) -> None:
-        """Process a reply's extras: printed text, changed plain variables, ways in which the program was inspected."""
+        """Process a reply's extras: printed text, changed plain variables, inspections."""
         if message[0] == "call" and message[1][0] == "theirs":
-            said = self.replies.setdefault(message[1][1], {})
-            said[hash(json.dumps(message[3:]))] = hash(json.dumps(reply[1]))
+            replies = self.replies.setdefault(message[1][1], {})
+            replies[hash(json.dumps(message[3:]))] = hash(json.dumps(reply[1]))
         if reply[3] is None:
             return
         output, changed, touched = reply[3]
-        self.names |= {name: self.decode(one, Memo()) for name, one in changed.items() if name in self.asked}
-        self.touched |= {str(one) for one in touched}
+        self.names |= {
+            name: self.decode(value, Memo()) for name, value in changed.items() if name in self.program_names
+        }
+        self.touched |= {str(inspection) for inspection in touched}
         sys.stdout.write(str(output))
 
 
 def serve(spec: dict[str, Any]) -> NoReturn:
-    """Run the tests of a description: `tests` (of `data.code_tests.PreparedTests`), `every`, `allow`, and `channel`."""
+    """Run the tests of a description: `tests` (`PreparedTests`), `every`, `allow`, `channel`."""
     kernel.set_dumpable(False)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     reading, writing = spec["channel"]
@@ -220,12 +222,12 @@ def serve(spec: dict[str, Any]) -> NoReturn:
     os._exit(0)
 
 
-def _tell(report: int, line: Any) -> None:
+def _write_line(report: int, line: Any) -> None:
     os.write(report, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
 def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
-    """Run the tests one after the other and report each; with `every` also those after the first that fails."""
+    """Run the tests and report each; without `every`, only to the first that fails."""
     plan = spec["tests"]
     module = ModuleType("__main__")
     vars(module).update(peer.names)
@@ -236,24 +238,24 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
     for name, origin in plan["own"].items():
         owner, _, attribute = origin.partition(":")
         peer.names[name] = getattr(import_module(owner), attribute) if attribute else import_module(owner)
-    peer.asked = frozenset(plan["names"])
+    peer.program_names = frozenset(plan["names"])
     peer.send(["names", 0, plan["names"]])
-    failed, values = peer.receive()
-    told: set[str] = set()
-    for number, test in enumerate(() if failed else plan["tests"]):
+    failure, values = peer.receive()
+    reported: set[str] = set()
+    for number, test in enumerate(() if failure else plan["tests"]):
         peer.stopped = peer.untrusted = ""
         peer.requests = 0
-        passed = _passes(plan, number, test, peer, values)
-        _tell(report, [number, passed, peer.requests > 0, "" if peer.untrusted in told else peer.untrusted])
-        told.add(peer.untrusted)
+        passed = _run_test(plan, number, test, peer, values)
+        _write_line(report, [number, passed, peer.requests > 0, "" if peer.untrusted in reported else peer.untrusted])
+        reported.add(peer.untrusted)
         if not passed and test["counted"] and not spec["every"]:
             break
-    equal = any(len(one) >= _EQUAL_CALLS and len(set(one.values())) == 1 for one in peer.replies.values())
-    _tell(report, {"touched": bool(peer.touched), "equal_outputs": equal})
+    equal = any(len(replies) >= _EQUAL_CALLS and len(set(replies.values())) == 1 for replies in peer.replies.values())
+    _write_line(report, {"touched": bool(peer.touched), "equal_outputs": equal})
 
 
-def _passes(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
-    """Whether a test passes: its text raises nothing, nor do the test functions and classes that it defines."""
+def _run_test(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
+    """Run a test; True if its text, test functions and test classes raise nothing."""
     try:
         if number == 0 or not plan["shared"]:
             peer.begin(number + 1, values)
@@ -268,33 +270,34 @@ def _passes(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests
     return not peer.stopped
 
 
-def _call(found: Any) -> None:
+def _call(test: Any) -> None:
     """Run a test function, a unittest.TestCase, or the test methods of another class."""
-    if isinstance(found, type):
+    if isinstance(test, type):
         unittest = sys.modules.get("unittest")
-        if unittest is not None and issubclass(found, unittest.TestCase):
+        if unittest is not None and issubclass(test, unittest.TestCase):
             result = unittest.TestResult()
-            unittest.defaultTestLoader.loadTestsFromTestCase(found).run(result)
+            unittest.defaultTestLoader.loadTestsFromTestCase(test).run(result)
             assert result.wasSuccessful()
             assert result.testsRun > len(result.skipped)
             return
-        for name in [name for name in dir(found) if name.startswith("test")]:
-            _call(getattr(found(), name))
+        for name in [name for name in dir(test) if name.startswith("test")]:
+            _call(getattr(test(), name))
         return
-    result = found()
+    result = test()
     if hasattr(result, "__await__"):
         import_module("asyncio").run(result)
 
 
 def _prepare_unittest(peer: Tests) -> None:
-    """Import unittest; `main` does nothing, since the tests run anyway, and identity is compared by the peer."""
+    """Import unittest and replace its `main` and its comparisons of identity."""
+    # `main` does nothing, since the tests run anyway.
     unittest: Any = import_module("unittest")
     unittest.main = lambda *args, **kwargs: None
 
     def assert_is(self: Any, first: Any, second: Any, msg: Any = None) -> None:
-        assert peer.same(first, second), msg
+        assert peer.are_same(first, second), msg
 
     def assert_is_not(self: Any, first: Any, second: Any, msg: Any = None) -> None:
-        assert not peer.same(first, second), msg
+        assert not peer.are_same(first, second), msg
 
     unittest.TestCase.assertIs, unittest.TestCase.assertIsNot = assert_is, assert_is_not

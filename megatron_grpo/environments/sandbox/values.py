@@ -1,7 +1,7 @@
-"""Plain Python values as JSON, rebuilt as exact built-in types; containers keep their identity and their changes.
+"""Plain Python values as JSON; containers keep their identity and their changes.
 
-The two processes of a Python test exchange these texts. The sender is not trusted: a text that describes no value
-raises an ordinary exception, which the reader turns into the end of the test.
+The two processes of a Python test exchange these texts. Values are rebuilt as exact built-in types. The sender is not
+trusted: a text that describes no value raises an ordinary exception, which the reader turns into the end of the test.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
+# Larger integers are sent in hexadecimal, which has no limit of digits and is parsed in linear time.
 _EXACT = 1 << 53
-"""Bound from which integers are sent in hexadecimal, which has no limit of digits and is parsed in linear time."""
-_DICTS: dict[str, type] = {one.__name__: one for one in (dict, OrderedDict, Counter, defaultdict)}
-_CONTAINERS = frozenset({list, set, bytearray, deque, *_DICTS.values()})
-"""Mutable types: they may repeat in a message, contain themselves, and change in a call."""
+# Mutable types: their values may repeat in a message, contain themselves, and change in a call.
+_CONTAINERS = frozenset({list, set, bytearray, deque, dict, OrderedDict, Counter, defaultdict})
+# Immutable types of the standard library: the arguments that rebuild a value, and the constructor if it has a name.
 _STANDARD: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
     "builtins.range": (lambda value: (value.start, value.stop, value.step), ""),
     "builtins.slice": (lambda value: (value.start, value.stop, value.step), ""),
@@ -31,13 +31,12 @@ _STANDARD: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
     "datetime.datetime": (lambda value: (value.isoformat(),), "fromisoformat"),
     "datetime.timedelta": (lambda value: (value.days, value.seconds, value.microseconds), ""),
 }
-"""Immutable types of the standard library: the arguments that rebuild a value, and the constructor if it has a name."""
-_TYPES = {f"builtins.{one.__name__}": one for one in vars(builtins).values() if isinstance(one, type)}
-_TYPES |= {f"collections.{one.__name__}": one for one in (OrderedDict, Counter, defaultdict, deque)}
+_TYPES = {f"builtins.{kind.__name__}": kind for kind in vars(builtins).values() if isinstance(kind, type)}
+_TYPES |= {f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counter, defaultdict, deque)}
 
 
 class Memo:
-    """The containers of one request and its reply. Both processes number them in the order of the message."""
+    """The containers of one request and its reply, in the order of the message."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -45,67 +44,70 @@ class Memo:
         self._before: list[list[Any]] = []
 
     def add(self, value: Any) -> int:
-        """Give a container its number; the memo keeps it alive."""
+        """Number a container, and keep it alive."""
         self._numbers[id(value)] = len(self.objects)
         self.objects.append(value)
         return len(self.objects) - 1
 
-    def number(self, value: Any) -> int | None:
-        """The number of a container; None: it has none yet."""
+    def find_number(self, value: Any) -> int | None:
+        """Return the number of a container; None: it has none yet."""
         return self._numbers.get(id(value))
 
     def note_contents(self) -> None:
-        """Remember what every container holds, for `changed`."""
-        self._before = [_contents(value) for value in self.objects]
+        """Remember the objects in every container, for `list_changed`."""
+        self._before = [_list_contents(value) for value in self.objects]
 
-    def changed(self) -> list[int]:
-        """Numbers of the containers that hold other objects than at `note_contents`, though they may be equal."""
-        pairs = zip(self._before, map(_contents, self.objects), strict=False)
+    def list_changed(self) -> list[int]:
+        """List the containers whose objects are not identical to those at `note_contents`."""
+        pairs = zip(self._before, map(_list_contents, self.objects), strict=False)
         return [
             number
             for number, (old, new) in enumerate(pairs)
-            if len(old) != len(new) or any(one is not other for one, other in zip(old, new, strict=True))
+            if len(old) != len(new) or any(before is not after for before, after in zip(old, new, strict=True))
         ]
 
 
-def _contents(value: Any) -> list[Any]:
+def _list_contents(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return [part for item in value.items() for part in item]
+        return [key_or_value for pair in value.items() for key_or_value in pair]
     return list(value)
 
 
 class Codec:
-    """Converts plain values to and from JSON; for other values subclasses override `encode_other`, `decode_other`."""
+    """Converts plain values to and from JSON.
+
+    For other values subclasses override `encode_other` and `decode_other`.
+    """
 
     def encode(self, value: Any, memo: Memo) -> Any:
-        """The JSON of a value; for a value that is not plain, the result or the exception of `encode_other`."""
+        """Convert a value to JSON; `encode_other` converts values that are not plain, or raises."""
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
         if kind is int:
             return value if -_EXACT < value < _EXACT else ["i", hex(value)]
         if kind is tuple or kind is frozenset:
-            return [kind.__name__, [self.encode(one, memo) for one in value]]
+            return [kind.__name__, [self.encode(element, memo) for element in value]]
         if kind in _CONTAINERS:
-            known = memo.number(value)
-            return ["@", known] if known is not None else self.contents(value, memo, memo.add(value))
+            number = memo.find_number(value)
+            return ["@", number] if number is not None else self.encode_contents(value, memo, memo.add(value))
         if kind is bytes:
             return ["b", value.decode("latin1")]
         if kind is complex:
             return ["c", value.real, value.imag]
         return self._encode_rare(value, kind, memo)
 
-    def contents(self, value: Any, memo: Memo, number: int) -> list[Any]:
-        """The JSON of a container with its contents, under its number in the memo."""
+    def encode_contents(self, value: Any, memo: Memo, number: int) -> list[Any]:
+        """Convert a container with its contents, under its number in the memo."""
         kind = type(value)
         if kind is bytearray:
             return ["bytearray", number, value.decode("latin1")]
         if isinstance(value, dict):
             factory = getattr(value, "default_factory", None)
             default = self.encode(factory, memo) if isinstance(factory, type) else None
-            return [kind.__name__, number, [self.encode(one, memo) for one in _contents(value)], default]
+            return [kind.__name__, number, [self.encode(content, memo) for content in _list_contents(value)], default]
         limit = value.maxlen if kind is deque else None
-        return [kind.__name__, number, [self.encode(one, memo) for one in value], limit]
+        return [kind.__name__, number, [self.encode(element, memo) for element in value], limit]
 
     def _encode_rare(self, value: Any, kind: type, memo: Memo) -> Any:
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -114,118 +116,113 @@ class Codec:
         if kind is type and f"{value.__module__}.{value.__qualname__}" in _TYPES:
             return ["type", f"{value.__module__}.{value.__qualname__}"]
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return ["named", kind.__name__, list(kind._fields), [self.encode(one, memo) for one in value]]
+            return ["named", kind.__name__, list(kind._fields), [self.encode(element, memo) for element in value]]
         if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
             if not value.shape:
                 return self.encode(value.item(), memo)
-            return [
-                "array",
-                value.dtype.str,
-                list(value.shape),
-                [self.encode(one, memo) for one in value.ravel().tolist()],
-            ]
+            numbers = [self.encode(number, memo) for number in value.ravel().tolist()]
+            return ["array", value.dtype.str, list(value.shape), numbers]
         return self.encode_other(value, memo)
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
-        """The JSON of a value that is not plain."""
+        """Convert a value that is not plain to JSON with a tag."""
         raise TypeError(f"{type(value).__name__} is not plain")
 
-    def decode(self, given: Any, memo: Memo) -> Any:
-        """The value that parsed JSON describes; raises an exception of any kind if it describes none."""
-        if not isinstance(given, list):
-            if isinstance(given, dict):
+    def decode(self, encoded: Any, memo: Memo) -> Any:
+        """Rebuild the value of parsed JSON; raises any exception if it describes none."""
+        if not isinstance(encoded, list):
+            if isinstance(encoded, dict):
                 raise ValueError("an object of JSON is not a value")
-            return given
-        tag = given[0]
+            return encoded
+        tag = encoded[0]
         if tag == "@":
-            return memo.objects[given[1]]
+            return memo.objects[encoded[1]]
         if tag == "tuple":
-            return tuple([self.decode(one, memo) for one in given[1]])
+            return tuple([self.decode(element, memo) for element in encoded[1]])
         if tag in _CONTAINER_NAMES:
-            value = self._empty(given, memo)
-            if memo.add(value) != given[1]:
+            value = self._make_empty(encoded, memo)
+            if memo.add(value) != encoded[1]:
                 raise ValueError("a container out of order")
-            self.fill(value, given, memo)
+            self.fill(value, encoded, memo)
             return value
         if tag == "frozenset":
-            return frozenset([self.decode(one, memo) for one in given[1]])
+            return frozenset([self.decode(element, memo) for element in encoded[1]])
         if tag == "i":
-            return int(given[1], 16)
+            return int(encoded[1], 16)
         if tag == "b":
-            return given[1].encode("latin1")
-        return self._decode_rare(tag, given, memo)
+            return encoded[1].encode("latin1")
+        return self._decode_rare(tag, encoded, memo)
 
-    def _empty(self, given: list[Any], memo: Memo) -> Any:
-        tag = given[0]
+    def _make_empty(self, encoded: list[Any], memo: Memo) -> Any:
+        tag = encoded[0]
         if tag == "deque":
-            return deque(maxlen=given[3])
+            return deque(maxlen=encoded[3])
         if tag == "defaultdict":
-            return defaultdict(self.decode(given[3], memo))
+            return defaultdict(self.decode(encoded[3], memo))
         return _CONTAINER_NAMES[tag]()
 
-    def fill(self, value: Any, given: list[Any], memo: Memo) -> None:
-        """Give a container the contents of its JSON, in place."""
+    def fill(self, value: Any, encoded: list[Any], memo: Memo) -> None:
+        """Replace the contents of a container by those of its JSON."""
         if isinstance(value, bytearray):
-            value[:] = given[2].encode("latin1")
+            value[:] = encoded[2].encode("latin1")
             return
-        parts = [self.decode(one, memo) for one in given[2]]
+        contents = [self.decode(content, memo) for content in encoded[2]]
         value.clear()
         if isinstance(value, dict):
-            for key, one in zip(parts[::2], parts[1::2], strict=True):  # `Counter.update` would add counts
-                value[key] = one
+            for key, element in zip(contents[::2], contents[1::2], strict=True):  # `Counter.update` would add counts
+                value[key] = element
         elif isinstance(value, set):
-            value.update(parts)
+            value.update(contents)
         else:
-            value.extend(parts)
+            value.extend(contents)
 
-    def _decode_rare(self, tag: str, given: list[Any], memo: Memo) -> Any:
+    def _decode_rare(self, tag: str, encoded: list[Any], memo: Memo) -> Any:
         if tag == "c":
-            return complex(float(given[1]), float(given[2]))
+            return complex(float(encoded[1]), float(encoded[2]))
         if tag == "type":
-            return _TYPES[given[1]]
+            return _TYPES[encoded[1]]
         if tag == "named":
-            return _named(str(given[1]), tuple(given[2]))(*[self.decode(one, memo) for one in given[3]])
+            kind = _make_named_tuple(str(encoded[1]), tuple(encoded[2]))
+            return kind(*[self.decode(element, memo) for element in encoded[3]])
         if tag == "array":
-            if given[1][1] not in "biufc":
+            if encoded[1][1] not in "biufc":
                 raise ValueError("an array of something else than numbers")
-            numbers = [self.decode(one, memo) for one in given[3]]
-            return import_module("numpy").array(numbers, dtype=str(given[1])).reshape(given[2])
+            numbers = [self.decode(number, memo) for number in encoded[3]]
+            return import_module("numpy").array(numbers, dtype=str(encoded[1])).reshape(encoded[2])
         if tag == "x":
-            module, _, name = given[1].rpartition(".")
-            special = _STANDARD[given[1]][1]  # KeyError: the class is not listed
+            module, _, name = encoded[1].rpartition(".")
+            constructor = _STANDARD[encoded[1]][1]  # KeyError: the class is not listed
             kind = getattr(import_module(module), name)
-            return (getattr(kind, special) if special else kind)(*_scalars(given[2]))
-        return self.decode_other(tag, given, memo)
+            return (getattr(kind, constructor) if constructor else kind)(*_require_scalars(encoded[2]))
+        return self.decode_other(tag, encoded, memo)
 
-    def decode_other(self, tag: str, given: list[Any], memo: Memo) -> Any:
-        """The value of JSON with a tag that `encode_other` gave it."""
+    def decode_other(self, tag: str, encoded: list[Any], memo: Memo) -> Any:
+        """Rebuild the value of JSON from `encode_other`."""
         raise ValueError(f"no value has the tag {tag!r}")
 
 
-_CONTAINER_NAMES = {one.__name__: one for one in _CONTAINERS}
-_named_types: dict[tuple[str, tuple[str, ...]], Any] = {}
+_CONTAINER_NAMES = {kind.__name__: kind for kind in _CONTAINERS}
+_named_tuples: dict[tuple[str, tuple[str, ...]], Any] = {}
 
 
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """The type of a named tuple with this name and these fields; equal arguments give the same type."""
-    if (name, fields) not in _named_types:
-        _named_types[name, fields] = namedtuple(name, fields)
-    return _named_types[name, fields]
+def _make_named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    """Make the type of a named tuple; equal arguments give the same type."""
+    if (name, fields) not in _named_tuples:
+        _named_tuples[name, fields] = namedtuple(name, fields)
+    return _named_tuples[name, fields]
 
 
-def _scalars(values: Iterable[Any]) -> list[Any]:
-    if any(type(one) not in (int, str, type(None)) for one in values):
+def _require_scalars(values: Iterable[Any]) -> list[Any]:
+    if any(type(value) not in (int, str, type(None)) for value in values):
         raise ValueError("a value of the standard library is made of numbers and texts")
     return list(values)
 
 
-def standard_exception(module: str, name: str) -> type[BaseException] | None:
-    """An exception class of an imported module of the standard library; None: there is none, or it is not allowed.
-
-    Exceptions of test frameworks are not allowed, because a test runner would take them for its own and skip a test.
-    """
+def find_standard_exception(module: str, name: str) -> type[BaseException] | None:
+    """Find an exception class of an imported standard module; None: missing or not allowed."""
     root = module.partition(".")[0]
+    # A test runner would take exceptions of test frameworks for its own and skip a test.
     if root not in sys.stdlib_module_names or root in ("unittest", "doctest", "bdb", "test"):
         return None
-    found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
