@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, Head
-from megatron_grpo_kernels.kept_tokens import Vocabulary, keep_, kept_bounds
+from megatron_grpo_kernels.kept_tokens import Vocabulary, find_kept_bounds, mask_removed_
 from megatron_grpo_kernels.logprob import _logits, _targets
 from megatron_grpo_kernels.token_filter import TokenFilter
 
@@ -90,13 +90,13 @@ class _FilteredLogprobs(torch.autograd.Function):
         chunks = _chunks(tokens, vocabulary.rows, chunk_tokens)
         for rows in chunks:
             z = _logits(hidden[rows], head.real, scale)
-            top[rows], cut[rows], share[rows] = kept_bounds(z, token_filter, vocabulary)
+            top[rows], cut[rows], share[rows] = find_kept_bounds(z, token_filter, vocabulary)
             if columns:
                 sums[3, rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
             below = z - top[rows, None]
             weights = below.exp()
             sums[2, rows] = weights.sum(dim=1)
-            keep_(weights, z, cut[rows], share[rows])
+            mask_removed_(weights, z, cut[rows], share[rows])
             sums[0, rows] = weights.sum(dim=1)
             sums[1, rows] = torch.linalg.vecdot(weights, below)
         vocabulary.reduced(sums)
@@ -132,7 +132,7 @@ class _FilteredLogprobs(torch.autograd.Function):
             factor = -of_logprobs[rows, None]
             if grad_outputs[1] is not None:
                 factor = factor - of_entropy[rows, None] * (logp + entropy[rows, None])
-            grad = keep_(logp.exp_().mul_(factor), z, cut[rows], share[rows])
+            grad = mask_removed_(logp.exp_().mul_(factor), z, cut[rows], share[rows])
             if grad_outputs[2] is not None:
                 grad -= z.sub_(logsumexp_of_all[rows, None]).exp_().mul_(of_whole[rows, None])
             grad.scatter_add_(1, index[rows], torch.where(here[rows, None], of_target[rows, None], 0.0))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST, SMALLEST_SCALE, blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST, SMALLEST_SCALE, count_blocks
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 def quantise_in_torch(values: Tensor) -> tuple[Tensor, Tensor]:
     """`quantise` in torch, on any device; the Triton kernel equals it bit by bit."""
     rows, columns = values.shape
-    down, across = blocks(rows), blocks(columns)
+    down, across = count_blocks(rows), count_blocks(columns)
     padded = F.pad(values.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
     tiles = padded.view(down, BLOCK, across, BLOCK)
     largest = tiles.abs().amax(dim=(1, 3))  # NaN if any number is

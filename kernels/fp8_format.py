@@ -12,6 +12,6 @@ SMALLEST_SCALE = 2.0**-126
 """Smallest normal number of float32; some devices flush smaller numbers to zero, which cannot be divided by."""
 
 
-def blocks(size: int) -> int:
+def count_blocks(size: int) -> int:
     """Number of blocks along a side of a matrix."""
     return -(-size // BLOCK)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST, SMALLEST_SCALE, blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, LARGEST, SMALLEST_SCALE, count_blocks
 
 SETTINGS = {"SMALLEST": SMALLEST_SCALE, "LARGEST": LARGEST, "SIDE": BLOCK, "num_warps": 8}
 """Compile-time constants of the kernel."""
@@ -25,7 +25,7 @@ def quantise_in_triton(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = values.contiguous()
     bits = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    scales = torch.empty(*map(blocks, values.shape), dtype=torch.float32, device=values.device)
+    scales = torch.empty(*map(count_blocks, values.shape), dtype=torch.float32, device=values.device)
     _quantise[tuple(scales.shape)](values, bits, scales, *values.shape, **SETTINGS)  # CUDA allows 65535 blocks across
     return bits.view(torch.float8_e4m3fn), scales
 

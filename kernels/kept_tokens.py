@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
     likely tokens: vLLM keeps any of them, only their number is certain."""
 
 
-def keep_(weights: Tensor, logits: Tensor, cut: Tensor, share: Tensor) -> Tensor:
+def mask_removed_(weights: Tensor, logits: Tensor, cut: Tensor, share: Tensor) -> Tensor:
     """Multiply weights of tokens in place by 1 if `Bounds` keep the token, by its share at the cut, and by 0 below.
 
     `weights` and `logits` are [rows, n], `cut` and `share` [rows], all float32. A NaN among the logits is kept.
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 @torch.no_grad()
-def kept_bounds(
+def find_kept_bounds(
     logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabulary, candidates: int = CANDIDATES
 ) -> Bounds:
     """Find which tokens a filter keeps; collective over the ranks of the vocabulary.

@@ -119,13 +119,13 @@ def spoil_packing(module: ModuleType, defect: str) -> None:
     """Packed sequences of the policy see those before them."""
     if defect != "leak":
         return
-    calls = module.attention_calls
+    calls = module.build_attention_calls
 
     def leaking(layout: Any, window: int | None, move: Any) -> Any:
         whole = replace(layout, widths=np.array([layout.widths.sum()]), lengths=np.array([layout.widths.sum()]))
         return calls(whole, window, move)
 
-    vars(module)["attention_calls"] = leaking
+    vars(module)["build_attention_calls"] = leaking
 
 
 def spoil_rank(module: ModuleType, defect: str) -> None:

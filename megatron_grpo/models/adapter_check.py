@@ -71,7 +71,7 @@ def _fault(published: Tensor, layer: Any) -> str | None:
     width = published.shape[1]
     columns = torch.arange(0, width, -(-width // COLUMNS), device=published.device)
     published, base = published[:, columns].float(), layer.weight.detach()[:, columns].float()
-    computed = layer.computed_columns(columns)
+    computed = layer.compute_columns(columns)
     size = float((computed - base).norm())
     # Half a unit in the last place of the published dtype, and one of the float32 sum that is rounded to it.
     rounding = torch.finfo(layer.weight.dtype).eps / 2 + torch.finfo(torch.float32).eps

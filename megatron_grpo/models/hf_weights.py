@@ -74,11 +74,11 @@ class AdaptedLayer(Protocol):
     split: str
     """Name of the matrix that tensor parallelism splits: lora_b with the layer's rows, lora_a with its columns."""
 
-    def merged_weight(self) -> Tensor:
+    def merge_weight(self) -> Tensor:
         """This rank's weight plus the adapter's product, [rows, columns], in the dtype of the weight."""
         ...
 
-    def computed_columns(self, columns: Tensor) -> Tensor:
+    def compute_columns(self, columns: Tensor) -> Tensor:
         """[rows, columns asked for], float32: some columns of the matrix that the layer's forward pass multiplies by.
 
         `columns`: [n], int64, numbers among this rank's columns. Collective over tensor-parallel ranks.
@@ -103,7 +103,7 @@ class BoundEntry:
         """The weight that the model computes with, [...] as the parameter, detached: adapter merged, FP8
         dequantised."""
         if self.adapted is not None:
-            return self.adapted.merged_weight()
+            return self.adapted.merge_weight()
         weight = self.parameter.detach()
         return weight.dequantize() if _is_quantised(weight) else weight
 

@@ -29,12 +29,12 @@ from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedAttent
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer.checkpoint import sharded_state
+from megatron_grpo.trainer.checkpoint import build_sharded_state
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MicrobatchMaker
 from megatron_grpo.trainer.model.layer_spec import TeParts
 from megatron_grpo.trainer.model.megatron_config import require_fp8
-from megatron_grpo.trainer.offload import gradients_of, optimizer_state_of, weights_of
+from megatron_grpo.trainer.offload import iter_gradients, iter_optimizer_state, iter_weights
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
 from megatron_grpo.weight_sync.links import BUFFERS, schedule, split_messages
@@ -149,9 +149,9 @@ def run_tracked(
                     _multiply_in_fp8(policy, config.policy.fp8)
                 if config.reference.offload:
                     mode.discount(list_reference_weights(policy))
-            mode.name_kind(gradients_of(policy), "gradients")
-            mode.name_kind(optimizer_state_of(policy), "optimizer")
-            mode.name_kind(weights_of(policy), "weights")
+            mode.name_kind(iter_gradients(policy), "gradients")
+            mode.name_kind(iter_optimizer_state(policy), "optimizer")
+            mode.name_kind(iter_weights(policy), "weights")
             wanted = _ALL_PHASES if phases is None else phases
             _compute(policy, config, mode, wanted)
             if fake is not None and moves:
@@ -176,7 +176,7 @@ def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases
     policy, reference = config.policy, config.uses_reference and rank.shape.value_head is None
     with mode.phase("first step"):  # the optimizer's moments appear in the first step; it needs no gradients for them
         rank.optimizer.step(rank.optimizer.grad_norm())
-    state = list(optimizer_state_of(rank))
+    state = list(iter_optimizer_state(rank))
     mode.name_kind(state, "optimizer")
     if policy.optimizer.cpu_offload:
         mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
@@ -220,7 +220,7 @@ def _move(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: C
             ShardSender(rank, shards[number], links).send(version=0)
     if "checkpoint" in phases:
         with mode.phase("checkpoint"):
-            sharded_state(rank, is_loading=False)
+            build_sharded_state(rank, is_loading=False)
 
 
 class DryLinks:

@@ -22,7 +22,7 @@ from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.models.source import fetch_model_folder
 from megatron_grpo.rollouts.endpoint import make_endpoint_settings
 from megatron_grpo.rollouts.pool import RestoreEngines, RolloutPool, refuse_to_restore
-from megatron_grpo.trainer.messages import RankSettings, training_filter
+from megatron_grpo.trainer.messages import RankSettings, make_training_filter
 from megatron_grpo.trainer.model_ranks import MegatronPolicy, MegatronValue
 from megatron_grpo.weight_sync.broadcast import BroadcastTransport
 from megatron_grpo.weight_sync.canary import Canary
@@ -109,7 +109,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
         folder=str(folder),
         reference=config.reference if config.uses_reference else None,
         temperature=config.generation.temperature,
-        token_filter=training_filter(config.generation),
+        token_filter=make_training_filter(config.generation),
         decay_steps=config.decay_steps,
         seed=config.training_loop.seed,
         shares_cores=_shares_cores(config),

@@ -37,7 +37,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS
 from megatron_grpo.platform.device import detect_platform, environment
-from megatron_grpo.trainer.plain_pickles import open_checkpoint, plain_layer_state, unlisted
+from megatron_grpo.trainer.plain_pickles import check_layer_state, describe_refusal, open_checkpoint
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import ModelRank
@@ -56,7 +56,7 @@ def errors_in_one_line(what: str) -> Iterator[None]:
         if isinstance(error, CheckpointException) and error.failures:  # its text is the traceback of every rank
             first = next(iter(error.failures.values()))[0]
         if isinstance(first, pickle.UnpicklingError):
-            first = unlisted("one of its tensors", first)
+            first = describe_refusal("one of its tensors", first)
         if isinstance(first, RunError):
             raise RunError(f"{what}: {first}") from error
         line = str(first).strip().partition("\n")[0]
@@ -125,7 +125,7 @@ class RankCheckpoint:
         rank = self._rank
         with errors_in_one_line(f"{folder} cannot be written"):
             filesystem_async._get_write_results_queue = ResultsFile
-            state = sharded_state(rank, is_loading=False)
+            state = build_sharded_state(rank, is_loading=False)
             state["random"] = _random_state_shard(rank)
             if rank.reference_moved and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
@@ -187,7 +187,7 @@ class RankCheckpoint:
         groups = rank.optimizer.optimizer.param_groups
         classes: list[Any] = [value for group in groups for value in group.values() if isinstance(value, type)]
         with errors_in_one_line(f"{folder} cannot be loaded"), torch.serialization.safe_globals(classes):
-            state = sharded_state(rank, is_loading=True)
+            state = build_sharded_state(rank, is_loading=True)
             common = open_checkpoint(folder)
             _refuse_another_kind(common, state)
             if common["layout"] == state["layout"]:
@@ -195,10 +195,10 @@ class RankCheckpoint:
             if common["reference_moved"] and rank.reference is not None:
                 state["reference"] = _reference_shards(rank.reference)
             loaded = _load(state, folder)
-            set_weights(rank.chunks, loaded["model"])
+            load_weights(rank.chunks, loaded["model"])
             if "reference" in loaded:
                 assert rank.reference is not None
-                set_weights(rank.reference, loaded["reference"])
+                load_weights(rank.reference, loaded["reference"])
                 rank.reference_moved = True
             rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
             if "random" in loaded:
@@ -232,10 +232,10 @@ def _replicas() -> dist.ProcessGroup:
     return group
 
 
-def sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
+def build_sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     """A rank's entries of a checkpoint, without random state and a moved reference; `is_loading`: for loading."""
     metadata = dict(_METADATA)  # Megatron adds its process groups
-    model = sharded_weights(rank.gather_chunks(), metadata)
+    model = build_sharded_weights(rank.gather_chunks(), metadata)
     optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,
@@ -248,7 +248,7 @@ def sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     }
 
 
-def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
+def build_sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
     """The checkpoint's entries of a rank's weights, by number of the chunk; with adapters, entries of adapters alone.
 
     Names in the checkpoint are those of the whole model, so that another layout can load it. Megatron-Core adds process
@@ -263,8 +263,8 @@ def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None)
     }
 
 
-def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    """Set weights that were loaded as `sharded_weights` lists them.
+def load_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
+    """Set weights that were loaded as `build_sharded_weights` lists them.
 
     Raises:
         RunError: the pickled state of a layer names something that is not on its list.
@@ -274,7 +274,7 @@ def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
         weights = loaded[str(number)]
         if detect_platform().name == "cuda":  # layers on a CPU have no such state
             weights = {
-                name: plain_layer_state(name, value) if "_extra_state" in name and isinstance(value, Tensor) else value
+                name: check_layer_state(name, value) if "_extra_state" in name and isinstance(value, Tensor) else value
                 for name, value in weights.items()
             }
         # Transformer Engine pickles the scales of the FP8 recipe delayed, and loads pickles only when told that it may.
@@ -291,7 +291,7 @@ def _is_adapters(name: str) -> bool:
 
 def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:
     """The reference policy's weights, under keys of their own in the checkpoint."""
-    shards = sharded_weights(reference, dict(_METADATA))
+    shards = build_sharded_weights(reference, dict(_METADATA))
     add_prefix_for_sharding(shards, "reference.")
     return shards
 

@@ -53,7 +53,7 @@ def export_checkpoint(
     """
     from megatron.core import dist_checkpointing
 
-    from megatron_grpo.trainer.checkpoint import errors_in_one_line, set_weights, sharded_weights
+    from megatron_grpo.trainer.checkpoint import build_sharded_weights, errors_in_one_line, load_weights
     from megatron_grpo.trainer.model.build import build_model
     from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
     from megatron_grpo.trainer.plain_pickles import open_checkpoint
@@ -66,20 +66,20 @@ def export_checkpoint(
             load_hf_weights(chunks, shape, source)
         with errors_in_one_line(f"{weights} cannot be loaded as {source}"):
             metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=open_checkpoint(weights))
-            state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(weights))
-            set_weights(chunks, state["model"])
+            state = dist_checkpointing.load({"model": build_sharded_weights(chunks, metadata)}, str(weights))
+            load_weights(chunks, state["model"])
         if lora.rank and adapters_of is None and (faults := check_adapters(chunks, shape).faults):
             raise RunError(f"{weights} is not exported: {'; '.join(faults)}")
         try:
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
-            settings = changed_settings(source, shape)
+            settings = read_settings(source, shape)
             found = iter_hf_tensors(chunks, shape)
             tensors: Iterable[tuple[str, Tensor]] = ((name, tensor) for name, tensor in found if tensor is not None)
             if quantization is not None:
-                settings["quantization_config"] = quantization_entry(quantization)
-                tensors = quantized_tensors(tensors, quantization)
+                settings["quantization_config"] = build_quantization_config(quantization)
+                tensors = quantize_tensors(tensors, quantization)
             write_hf_folder(tensors, source, output, settings=settings, chat_template=chat_template)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
@@ -87,7 +87,7 @@ def export_checkpoint(
         destroy_parallel()
 
 
-def changed_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
+def read_settings(source: Path, shape: ModelShape) -> dict[str, Any]:
     """Entries of config.json that the exported weights contradict, with the values that fit them.
 
     Args:
@@ -163,7 +163,7 @@ _IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "floa
 """compressed-tensors' names of the file format and of the number type."""
 
 
-def quantized_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
+def quantize_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
     """Round a matrix to 8 bits with one scale a row, max |x| of the row / 127 (int8) or 448 (fp8); ties go to even.
 
     Args:
@@ -182,7 +182,7 @@ def quantized_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Te
     return numbers, largest / bound
 
 
-def quantized_tensors(
+def quantize_tensors(
     tensors: Iterable[tuple[str, Tensor]], quantization: QuantizationFormat
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a Hugging Face model without experts, with the matrices of its layers in 8 bits.
@@ -197,14 +197,14 @@ def quantized_tensors(
     """
     for name, tensor in tensors:
         if ".layers." in name and tensor.dim() == 2:
-            numbers, scales = quantized_rows(tensor, quantization)
+            numbers, scales = quantize_rows(tensor, quantization)
             yield name, numbers
             yield f"{name}_scale", scales
         else:
             yield name, tensor
 
 
-def quantization_entry(quantization: QuantizationFormat) -> dict[str, Any]:
+def build_quantization_config(quantization: QuantizationFormat) -> dict[str, Any]:
     """`quantization_config` of config.json: 8-bit weights scaled by row, 8-bit inputs scaled dynamically by token."""
     layout, kind = _IN_CONFIG[quantization]
     number = {"num_bits": 8, "type": kind, "symmetric": True}

@@ -1,6 +1,6 @@
 """Forward passes that keep the hidden states of a rank's layers, and the assembly of these states over ranks.
 
-The points at which states are kept, in the order of computation (`point_order`), by names that follow Hugging Face's:
+The points at which states are kept, in the order of computation (`locate_point`), by names that follow Hugging Face's:
 
     embedding                           output of the embedding, scaled where the model scales it
     layers.N.input_layernorm            absent where Transformer Engine fuses the norm with the product after it
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.token_batch import TokenBatch, find_token_indices
-from megatron_grpo.trainer.model.packed_sequences import held_source
+from megatron_grpo.trainer.model.packed_sequences import select_source
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import Microbatches, ModelRank
@@ -59,7 +59,7 @@ class Piece:
     """First column of the values in the whole tensor; above 0 where tensor parallelism splits the heads."""
 
 
-def point_order(point: str) -> tuple[int, int]:
+def locate_point(point: str) -> tuple[int, int]:
     """Sort key of a point: the order of computation."""
     if point == EMBEDDING:
         return (-1, 0)
@@ -103,7 +103,7 @@ def capture_states(
             handle.remove()
 
 
-def assembled(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
+def assemble_pieces(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
     """The pieces of all ranks as whole tensors, by point in the order of computation.
 
     Args:
@@ -117,7 +117,7 @@ def assembled(pieces: Iterable[Piece], tokens: int) -> dict[str, Tensor]:
     for piece in pieces:
         by_point.setdefault(piece.point, []).append(piece)
     whole = {}
-    for point in sorted(by_point, key=point_order):
+    for point in sorted(by_point, key=locate_point):
         found = by_point[point]
         width = max(piece.column + piece.values.shape[1] for piece in found)
         whole[point] = found[0].values.new_full((tokens, width), torch.nan)
@@ -155,7 +155,7 @@ def _sources(rank: ModelRank, batch: TokenBatch, indices: Sequence[int], places:
     flat = places[find_token_indices(np.asarray(batch.lengths), np.asarray(indices))]
     parallel = rank.config.parallel
     part, parts = (parallel_state.get_tensor_model_parallel_rank(), parallel.tensor) if parallel.sequence else (0, 1)
-    of_part = held_source(layout, part=part, parts=parts, real=True)
+    of_part = select_source(layout, part=part, parts=parts, real=True)
     return _Source(*(np.where(source < 0, -1, flat[source]) for source in (layout.source, of_part)))
 
 

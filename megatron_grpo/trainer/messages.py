@@ -45,7 +45,7 @@ class RankSettings:
     """Whether engines run at the same time as the ranks, which on a CPU means on the same cores."""
 
 
-def training_filter(generation: GenerationConfig) -> TokenFilter | None:
+def make_training_filter(generation: GenerationConfig) -> TokenFilter | None:
     """The filter of sampling that the policy's ranks repeat; None: there is none, or they cannot."""
     if not generation.has_training_filter:
         return None

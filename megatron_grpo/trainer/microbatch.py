@@ -23,11 +23,11 @@ from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
     PackedLayout,
     PackedSequences,
-    held_routing,
-    held_source,
+    build_membership,
+    build_packed_sequences,
     lay_out,
-    membership,
-    packed_sequences,
+    select_routing,
+    select_source,
 )
 
 
@@ -107,7 +107,7 @@ class MicrobatchMaker:
         layout = self.lay_out(selected.lengths)
         mask = getattr(selected.fields, asked)
         wanted = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
-        rows, tokens = layout.predicting(wanted)
+        rows, tokens = layout.find_predicting(wanted)
         fields = selected.fields
         if fields.token_ids is None:
             fields = replace(fields, token_ids=torch.zeros(len(wanted), dtype=torch.int32))
@@ -150,11 +150,11 @@ class MicrobatchMaker:
             part, parts = 0, 1
             if self._parallel.sequence:
                 part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
-            source = held_source(layout, part=part, parts=parts, real=real)
-            members = membership(layout, source, move)
+            source = select_source(layout, part=part, parts=parts, real=real)
+            members = build_membership(layout, source, move)
             if routed is not None:
-                held = held_routing(routed.numpy(), source, move)
-        return packed_sequences(layout, self._transformer_engine, self._shape.window, members, held, move)
+                held = select_routing(routed.numpy(), source, move)
+        return build_packed_sequences(layout, self._transformer_engine, self._shape.window, members, held, move)
 
 
 def _nothing(batch: TokenBatch) -> TokenBatch:

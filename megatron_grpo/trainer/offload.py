@@ -61,8 +61,8 @@ class DeviceMemory:
         if self._without_weights:
             return
         self._rank.gather_chunks()  # completes all-gathers of updated weights that are still pending
-        of_weights = self._storages(weights_of(self._rank))
-        state, gradients = self._storages(optimizer_state_of(self._rank)), self._storages(gradients_of(self._rank))
+        of_weights = self._storages(iter_weights(self._rank))
+        state, gradients = self._storages(iter_optimizer_state(self._rank)), self._storages(iter_gradients(self._rank))
         # In float32 the weights that the optimizer updates are the model's own.
         moved = {key: one for key, one in state.items() if key not in of_weights} | (of_weights if weights else {})
         dropped = {key: one for key, one in gradients.items() if key not in state and key not in of_weights}
@@ -133,7 +133,7 @@ def _drop_copies(rank: ModelRank) -> None:
         get_cublas_workspace.cache_clear()
 
 
-def weights_of(rank: ModelRank) -> Iterator[Tensor]:
+def iter_weights(rank: ModelRank) -> Iterator[Tensor]:
     """Parameters, buffers and flat parameter buffers of the model and its reference."""
     for chunk in (*rank.chunks, *(rank.reference or ())):
         yield from map(_numbers, chunk.parameters())
@@ -149,7 +149,7 @@ def _numbers(parameter: Tensor) -> Tensor:
     return parameter if held is None else held(columnwise_data=False)
 
 
-def optimizer_state_of(rank: ModelRank) -> Iterator[Tensor]:
+def iter_optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
     """Float32 weights, moments and other state of the optimizers."""
     for megatron in rank.optimizer.optimizer.chained_optimizers:
         optimizer = getattr(megatron, "optimizer", None)  # stages without experts have an empty expert optimizer
@@ -161,10 +161,10 @@ def optimizer_state_of(rank: ModelRank) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def gradients_of(rank: ModelRank) -> Iterator[Tensor]:
+def iter_gradients(rank: ModelRank) -> Iterator[Tensor]:
     """The buffers that gradients are summed in, and the gradients that the optimizer made of them."""
     yield from (buffer.grad_data for buffer in _flat_buffers(rank))
-    for parameter in optimizer_state_of(rank):
+    for parameter in iter_optimizer_state(rank):
         made = (parameter.grad, getattr(parameter, "decoupled_grad", None))
         yield from (gradient for gradient in made if gradient is not None)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import OptimizerConfig as AdamConfig
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.trainer.model.megatron_config import made
+from megatron_grpo.trainer.model.megatron_config import build_megatron_config
 from megatron_grpo.trainer.optimizer_checkpoint import iter_updated_ranges, save_by_boxes
 
 
@@ -96,7 +96,7 @@ class ModelOptimizer:
             "overlap_grad_reduce": overlap_grad_reduce,
             "overlap_param_gather": self._gathers_late,
         }
-        buffers = made(DistributedDataParallelConfig, ours, config.ddp)
+        buffers = build_megatron_config(DistributedDataParallelConfig, ours, config.ddp)
         self.chunks = [
             DistributedDataParallel(
                 config=chunk.config,
@@ -268,4 +268,4 @@ def _adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig
         "fp8_recipe": config.fp8.recipe if config.fp8.is_on_device else None,
         "clip_grad": 0.0,  # clipped by ModelOptimizer, after the norm has been checked
     }
-    return made(OptimizerConfig, ours, config.megatron_optimizer)
+    return build_megatron_config(OptimizerConfig, ours, config.megatron_optimizer)

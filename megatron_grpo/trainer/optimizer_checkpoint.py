@@ -62,8 +62,8 @@ def _build_sharded_state(
     self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     """Build the boxes of main weights and moments, by index of the parameter and name of the state."""
-    sharded_weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    weight_of = {weight.data: weight for weight in nested_values(sharded_weights)}
+    build_sharded_weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    weight_of = {weight.data: weight for weight in nested_values(build_sharded_weights)}
     return {
         index: {
             name: list(_shard_range(weight_of[parameter], f"optimizer.state.{name}", state, start, stop))

@@ -102,10 +102,10 @@ def _load_plain(file: Path | io.BytesIO, where: str) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise unlisted(where, error) from None
+        raise describe_refusal(where, error) from None
 
 
-def unlisted(where: str, error: pickle.UnpicklingError) -> RunError:
+def describe_refusal(where: str, error: pickle.UnpicklingError) -> RunError:
     """Message for a file that torch refused, without torch's advice to load it all the same.
 
     Args:
@@ -133,7 +133,7 @@ def open_checkpoint(folder: str | Path) -> dict[str, Any]:
     return common
 
 
-def plain_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
+def check_layer_state(name: str, state: torch.Tensor) -> torch.Tensor:
     """Check the pickled FP8 state of a Transformer Engine layer against the list of classes, and pickle it again.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.platform.device import detect_platform
-from megatron_grpo_kernels.fp8_format import BLOCK, blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 class ModelReload:
@@ -162,7 +162,7 @@ class BlockedLayer(RebuiltLayer):
         super().strip()
         for name in self._parameters:
             shape = getattr(self._layer, name).shape
-            scales = (*shape[:-2], *map(blocks, shape[-2:]))
+            scales = (*shape[:-2], *map(count_blocks, shape[-2:]))
             plain = {name: (shape, torch.float8_e4m3fn), scales_name(name): (scales, torch.float32)}
             for one, (size, dtype) in plain.items():
                 meta = torch.empty(size, dtype=dtype, device="meta")

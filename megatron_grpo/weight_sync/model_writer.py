@@ -28,7 +28,7 @@ from megatron_grpo.weight_sync.engine_layers import (
     scales_name,
 )
 from megatron_grpo.weight_sync.transfer_plan import Pieces, box_of
-from megatron_grpo_kernels.fp8_format import BLOCK, blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 
 class _Region(NamedTuple):
@@ -53,7 +53,7 @@ class _Region(NamedTuple):
         """Rows and columns of the region's scales; it starts with a block (`find_cut_blocks`)."""
         sides = (self.rows, self.columns)
         assert not any(side.start % BLOCK for side in sides), f"{self} begins inside a block"
-        return [slice(side.start // BLOCK, blocks(side.stop)) for side in sides]
+        return [slice(side.start // BLOCK, count_blocks(side.stop)) for side in sides]
 
 
 class ModelWriter:

@@ -26,7 +26,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, can_travel_in_fp8, find_destinations
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, is_per_layer, iter_entries
 from megatron_grpo_kernels.fp8_blocks import quantise
-from megatron_grpo_kernels.fp8_format import BLOCK, blocks
+from megatron_grpo_kernels.fp8_format import BLOCK, count_blocks
 
 FP8 = "float8_e4m3fn"
 """Dtype of pieces whose elements are followed by a float32 scale for each block."""
@@ -71,7 +71,7 @@ class PackedPiece:
         """Scales, [blocks of rows, blocks of columns], float32, in the message's memory; None: the piece is not FP8."""
         if self.dtype != torch.float8_e4m3fn:
             return None
-        shape = blocks(self.rows), blocks(self.columns)
+        shape = count_blocks(self.rows), count_blocks(self.columns)
         begin = self.begin + aligned(self.rows * self.columns)
         return message[begin : begin + _SCALE_BYTES * shape[0] * shape[1]].view(torch.float32).view(shape)
 
@@ -244,7 +244,7 @@ def _routes(
                     strip = both._replace(row=row, row_end=min(row + height, both.row_end))
                     nbytes = strip.rows * strip.columns * size
                     if dtype == FP8:
-                        nbytes = aligned(nbytes) + _SCALE_BYTES * blocks(strip.rows) * blocks(strip.columns)
+                        nbytes = aligned(nbytes) + _SCALE_BYTES * count_blocks(strip.rows) * count_blocks(strip.columns)
                     yield tensor, part, strip, nbytes
 
 

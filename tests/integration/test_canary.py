@@ -220,11 +220,11 @@ def _merge_wrongly(rank: Any, fault: str | None) -> None:
         for layer in chunk.decoder.layers:
             for module in layer.modules():
                 if isinstance(module, AdaptedLinear):
-                    vars(module).pop("merged_weight", None)
+                    vars(module).pop("merge_weight", None)
                     if fault == "without scale":
-                        vars(module)["merged_weight"] = partial(_scaled_merge, module, 1 / module.scale)
+                        vars(module)["merge_weight"] = partial(_scaled_merge, module, 1 / module.scale)
                     elif fault is not None and not (fault == "in the first layer alone" and layer.layer_number == 1):
-                        vars(module)["merged_weight"] = partial(_scaled_merge, module, factors.get(fault, 0.0))
+                        vars(module)["merge_weight"] = partial(_scaled_merge, module, factors.get(fault, 0.0))
 
 
 def _scaled_merge(layer: Any, factor: float) -> torch.Tensor:

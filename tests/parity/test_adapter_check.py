@@ -82,11 +82,11 @@ def faults_on_rank(layout: Layout, model: TinyModel, precision: Precision) -> di
     original = hf_weights._bound_entries
     with planted(hf_weights, "_bound_entries", lambda *args: [replace(one, adapted=None) for one in original(*args)]):
         found["no layer counts as adapted"] = check(rank).faults
-    stale = {name: layer.merged_weight() for name, layer in adapted_layers(rank).items()}
+    stale = {name: layer.merge_weight() for name, layer in adapted_layers(rank).items()}
     rank.train(*train_arguments(layout))
     found["after two steps"] = check(rank).faults
     for fault, merge in merges(rank, stale).items():
-        with planted(AdaptedLinear, "merged_weight", merge):
+        with planted(AdaptedLinear, "merge_weight", merge):
             found[fault] = check(rank).faults
     with planted(AdaptedLinear, "adapter_on", False):
         found["the layer computes without it"] = check(rank).faults

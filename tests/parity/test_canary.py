@@ -90,7 +90,7 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
     config = PolicyConfig(model=ModelConfig(path=str(model.path)), parallel=layout.parallel, precision="float32")
     folder = str(model.path)
     rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=folder, decay_steps=100))
-    original = microbatch.packed_sequences
+    original = microbatch.build_packed_sequences
 
     def faulty(packed: PackedLayout, *arguments: Any, **named: Any) -> Any:
         if fault == "leak":  # one boundary is lost: keys of all sequences before are seen
@@ -100,11 +100,11 @@ def packed_wrongly(layout: Layout, model: TinyModel, sequences: Sequences, fault
             packed = replace(packed, positions=np.roll(packed.positions, 1))
         return original(packed, *arguments, **named)
 
-    microbatch.packed_sequences = faulty
+    microbatch.build_packed_sequences = faulty
     try:
         return policy_logprobs(rank, sequences)
     finally:
-        microbatch.packed_sequences = original
+        microbatch.build_packed_sequences = original
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pipeline=2), Layout(context=2)], ids=str)

@@ -19,7 +19,7 @@ from megatron_grpo.export import main
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, STATE_FILE, finalize
-from megatron_grpo.trainer.checkpoint import sharded_weights
+from megatron_grpo.trainer.checkpoint import build_sharded_weights
 from megatron_grpo.trainer.model.build import build_model
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.damage import delete, files_of, flip, truncate
@@ -30,7 +30,7 @@ def save_checkpoint(layout: Layout, folder: Path, output: Path) -> None:
     shape = read_model_shape(folder)
     chunks = build_model(PolicyConfig(parallel=layout.parallel, precision="float32"), shape)
     load_hf_weights(chunks, shape, folder)
-    dist_checkpointing.save({"model": sharded_weights(chunks, None)}, str(output))
+    dist_checkpointing.save({"model": build_sharded_weights(chunks, None)}, str(output))
 
 
 def make_run(model: TinyModel, run_dir: Path, layout: Layout) -> Path:

@@ -15,7 +15,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo_kernels import filtered_logprob
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
-from megatron_grpo_kernels.kept_tokens import kept_bounds
+from megatron_grpo_kernels.kept_tokens import find_kept_bounds
 from megatron_grpo_kernels.token_filter import TokenFilter
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
@@ -45,7 +45,7 @@ def results_on_rank(layout: Layout, vocab: int, name: str, candidates: int) -> t
     own = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden.requires_grad_()
     start = group.rank() * len(own)
-    filtered_logprob.kept_bounds = partial(kept_bounds, candidates=candidates)
+    filtered_logprob.find_kept_bounds = partial(find_kept_bounds, candidates=candidates)
     try:
         found = filtered_logprobs(
             hidden,
@@ -59,7 +59,7 @@ def results_on_rank(layout: Layout, vocab: int, name: str, candidates: int) -> t
             chunk_tokens=5,
         )
     finally:
-        filtered_logprob.kept_bounds = kept_bounds
+        filtered_logprob.find_kept_bounds = find_kept_bounds
     logprobs = found.logprobs.masked_fill(found.logprobs.isneginf(), 0.0)
     both = torch.autograd.grad((torch.stack([logprobs, *found[1:]]) * factors).sum(), (hidden, own))
     return torch.stack(found).detach(), *both

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.export import main
 from megatron_grpo.run.checkpoint_files import MANIFEST_FILE, finalize
-from megatron_grpo.trainer.plain_pickles import plain_layer_state
+from megatron_grpo.trainer.plain_pickles import check_layer_state
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.test_background_save import make_engine
 from tests.parity.test_export import make_run
@@ -163,11 +163,11 @@ def packed(value: Any) -> torch.Tensor:
 
 def test_the_state_of_a_layer_is_what_was_pickled(recipes: ModuleType) -> None:
     state = {"recipe": recipes.DelayedScaling(), "scale_fwd": torch.rand(3), "extra_fp8_variables": {"num_gemms": 1}}
-    again = pickle.loads(plain_layer_state("a", packed(state)).numpy().tobytes())
+    again = pickle.loads(check_layer_state("a", packed(state)).numpy().tobytes())
     assert type(again["recipe"]) is recipes.DelayedScaling
     assert torch.equal(again["scale_fwd"], state["scale_fwd"])
     assert again["extra_fp8_variables"] == {"num_gemms": 1}
-    assert plain_layer_state("a", torch.empty(0, dtype=torch.uint8)).numel() == 0
+    assert check_layer_state("a", torch.empty(0, dtype=torch.uint8)).numel() == 0
 
 
 class LegacyTensor(Canary):
@@ -183,5 +183,5 @@ class LegacyTensor(Canary):
 def test_the_state_of_a_layer_runs_no_code(kind: type[Canary], tmp_path: Path) -> None:
     state = packed({"scale_fwd": kind(tmp_path / "canary")})
     with pytest.raises((RunError, pickle.UnpicklingError), match=r"posix\.mkdir"):
-        plain_layer_state("decoder.layers.0._extra_state", copy.deepcopy(state))
+        check_layer_state("decoder.layers.0._extra_state", copy.deepcopy(state))
     assert not (tmp_path / "canary").exists()

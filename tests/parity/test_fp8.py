@@ -17,7 +17,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.microbatch import MicrobatchMaker
-from megatron_grpo.trainer.model.build import transformer_config
+from megatron_grpo.trainer.model.build import build_transformer_config
 from megatron_grpo.trainer.model.megatron_config import require_fp8
 from megatron_grpo.trainer.model.rounding import round_blocks, round_tensor
 from megatron_grpo.trainer.rank import PolicyRank
@@ -183,12 +183,12 @@ def adapted_on_rank(_: Layout, config: PolicyConfig, model: TinyModel) -> Tensor
 def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel) -> None:
     """What Transformer Engine does with them has not run here."""
     fp8 = Fp8Config(format="hybrid", recipe="blockwise", parameters=True, first_layers_bf16=1, last_layers_bf16=2)
-    config = transformer_config(PolicyConfig(fp8=fp8), model.shape, detect_platform())
+    config = build_transformer_config(PolicyConfig(fp8=fp8), model.shape, detect_platform())
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
     assert (config.first_last_layers_bf16, config.num_layers_at_start_in_bf16) == (True, 1)
     assert config.num_layers_at_end_in_bf16 == 2
     for off in (Fp8Config(), replace(fp8, simulate=True)):
-        assert transformer_config(PolicyConfig(fp8=off), model.shape, detect_platform()).fp8 is None
+        assert build_transformer_config(PolicyConfig(fp8=off), model.shape, detect_platform()).fp8 is None
         require_fp8(off, model.shape, detect_platform())
     with pytest.raises(RunError, match=r"policy\.fp8\.format=hybrid needs a GPU and Transformer Engine"):
         require_fp8(fp8, model.shape, detect_platform())

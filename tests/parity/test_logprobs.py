@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
-from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
+from megatron_grpo.trainer.model.packed_sequences import build_packed_sequences, lay_out
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
 
@@ -37,7 +37,7 @@ def megatron_logits(model: GPTModel, batches: list[Tensor], window: int | None) 
 
     def forward_step(data: Iterator[Tensor], module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
         token_ids = next(data)
-        packed = packed_sequences(
+        packed = build_packed_sequences(
             lay_out([token_ids.shape[1]] * len(token_ids)), transformer_engine=False, window=window
         )
         output = module(token_ids.view(1, -1), None, None, packed_seq_params=packed)

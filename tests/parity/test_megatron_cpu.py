@@ -20,7 +20,7 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.families import read_model_shape
 from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
 from megatron_grpo.trainer.model.build import build_model
-from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
+from megatron_grpo.trainer.model.packed_sequences import build_packed_sequences, lay_out
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.support.tiny_models import VOCAB, TinyModel
 
@@ -116,7 +116,7 @@ def step_on_rank(layout: Layout, folder: Path, distributed: bool) -> dict[str, T
     )
     wrapped.zero_grad_buffer()
     own = TOKENS.chunk(layout.data)[parallel_state.get_data_parallel_rank()]
-    packed = packed_sequences(lay_out([own.shape[1]] * len(own)), transformer_engine=False)
+    packed = build_packed_sequences(lay_out([own.shape[1]] * len(own)), transformer_engine=False)
     wrapped(own.view(1, -1), None, None, packed_seq_params=packed)[..., :VOCAB].square().sum().backward()
     finalize_model_grads([wrapped], num_tokens=torch.ones((), dtype=torch.int) * layout.data)
     assert optimizer.step()[0]

@@ -26,7 +26,7 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.export import main
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.run.checkpoint_files import finalize
-from megatron_grpo.trainer.hf_export import quantized_rows
+from megatron_grpo.trainer.hf_export import quantize_rows
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model.rounding import QuantizedLinear
 from megatron_grpo.trainer.rank import PolicyRank
@@ -226,7 +226,7 @@ def test_rows_have_a_scale_each(quantization: QuantizationFormat, factor: float)
     spread = torch.exp2(torch.arange(-12.0, 12.0))[:, None]
     weight = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)) * spread
     weight[3] *= factor
-    numbers, scales = quantized_rows(weight, quantization)
+    numbers, scales = quantize_rows(weight, quantization)
     bound = 127 if quantization == "int8" else 448
     kept = [row for row in range(24) if row != 3 or weight[3].abs().max() > 1e-6]
     assert (numbers.float().abs().amax(dim=1)[kept] == bound).all()

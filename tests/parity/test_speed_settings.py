@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.trainer.model.attention import TorchCoreAttention
-from megatron_grpo.trainer.model.megatron_config import made
+from megatron_grpo.trainer.model.megatron_config import build_megatron_config
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, whole_tensors
@@ -118,7 +118,9 @@ def fields_on_rank(layout: Layout, model: TinyModel) -> tuple[Any, ...]:
     config, optimizer = engine.chunks[0].config, engine.optimizer
     return (
         config.moe_router_dtype,
-        made(TransformerConfig, config_sizes(config), {"attention_backend": "unfused"}).attention_backend.name,
+        build_megatron_config(
+            TransformerConfig, config_sizes(config), {"attention_backend": "unfused"}
+        ).attention_backend.name,
         config.disable_bf16_reduced_precision_matmul,
         optimizer.chunks[0].ddp_config.grad_reduce_in_fp32,
         optimizer.optimizer.chained_optimizers[0].config.log_num_zeros_in_grad,

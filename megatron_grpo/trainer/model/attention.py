@@ -179,7 +179,7 @@ class RotaryTable(torch.nn.Module):
         return self._table[:length]
 
 
-def scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
+def compute_scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
     """Inverse frequencies of scaled rotary embeddings, [head_dim / 2], float32, and factor of the rotated vectors
     (YaRN)."""
     # Imported here because it takes seconds and only models with scaled frequencies need it.

@@ -18,11 +18,16 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import pad_vocab
 from megatron_grpo.platform.device import Platform, detect_platform
-from megatron_grpo.trainer.model.attention import GlobalAndLocalRotary, RotaryAtPositions, RotaryTable, scaled_rope
+from megatron_grpo.trainer.model.attention import (
+    GlobalAndLocalRotary,
+    RotaryAtPositions,
+    RotaryTable,
+    compute_scaled_rope,
+)
 from megatron_grpo.trainer.model.experts import mark_experts
-from megatron_grpo.trainer.model.layer_spec import layer_spec, uses_transformer_engine
+from megatron_grpo.trainer.model.layer_spec import build_layer_specs, uses_transformer_engine
 from megatron_grpo.trainer.model.lora import train_adapters_alone
-from megatron_grpo.trainer.model.megatron_config import require_fp8, transformer_config
+from megatron_grpo.trainer.model.megatron_config import build_transformer_config, require_fp8
 from megatron_grpo.trainer.model.rounding import keep_outer_layers
 
 
@@ -95,7 +100,7 @@ def build_model(config: PolicyConfig, shape: ModelShape, platform: Platform | No
     """
     platform = platform or detect_platform()
     require_fp8(config.fp8, shape, platform)
-    settings = transformer_config(config, shape, platform)
+    settings = build_transformer_config(config, shape, platform)
     number = config.parallel.virtual_pipeline
     return [_build_chunk(settings, config, shape, stage) for stage in (range(number) if number > 1 else (None,))]
 
@@ -106,7 +111,7 @@ def _build_chunk(
     """One chunk of the rank's shard; vp_stage None: the only chunk."""
     model = DecoderModel(
         config=settings,
-        transformer_layer_spec=layer_spec(settings, config, shape, vp_stage),
+        transformer_layer_spec=build_layer_specs(settings, config, shape, vp_stage),
         vocab_size=pad_vocab(shape, config.parallel.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -119,7 +124,7 @@ def _build_chunk(
     )
     mark_experts(model)
     if shape.rope_scaling is not None:
-        model.rotary_pos_emb.inv_freq = scaled_rope(shape)[0].to(settings.platform.device)
+        model.rotary_pos_emb.inv_freq = compute_scaled_rope(shape)[0].to(settings.platform.device)
     if uses_transformer_engine(shape, settings.platform, config.precision):
         model.rotary_pos_emb = RotaryTable(model.rotary_pos_emb)
     else:

@@ -122,7 +122,7 @@ class ExpertRouter(TopKRouter):
     def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
         """The weights, [tokens, experts], with the balancing losses attached to their backward pass."""
         sigmoid = self.score_function == "sigmoid"
-        level = load_level(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_over_parts)
+        level = sum_load_levels(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_over_parts)
         level = level * self.aux_loss_coeff / self.sequences_in_step
         squares = logits.float().logsumexp(dim=1).square()
         z_loss = (squares * membership.weight).sum() * self.z_loss_coeff / self.sequences_in_step
@@ -131,7 +131,7 @@ class ExpertRouter(TopKRouter):
         return with_losses
 
 
-def load_level(
+def sum_load_levels(
     logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, join: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """This rank's share of the sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20).

@@ -21,10 +21,10 @@ from torch import Tensor
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import Platform
-from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, scaled_rope
+from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, compute_scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
-from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, with_front
+from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, apply_mixin
 from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 
@@ -64,7 +64,7 @@ def _transformer_engine_found(platform: Literal["cuda", "cpu", "dry"]) -> bool:
     return found
 
 
-def layer_spec(
+def build_layer_specs(
     settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
@@ -85,11 +85,11 @@ def layer_spec(
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm if parts and engine else RMSNorm)
     if config.fp8.is_simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
-        with_front(block, RoundedLinear, fp8=config.fp8)
+        apply_mixin(block, RoundedLinear, fp8=config.fp8)
     if config.quantization is not None:
-        with_front(block, QuantizedLinear, quantization=config.quantization)
+        apply_mixin(block, QuantizedLinear, quantization=config.quantization)
     if config.lora.rank:
-        with_front(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
+        apply_mixin(block, AdaptedLinear, names=config.lora.target_modules, lora=config.lora)
     return block
 
 
@@ -154,7 +154,7 @@ def _torch_layer(shape: ModelShape, experts: int | None, core_attention: type) -
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if shape.latent is not None:
-        factor = 1.0 if shape.rope_scaling is None else scaled_rope(shape)[1]
+        factor = 1.0 if shape.rope_scaling is None else compute_scaled_rope(shape)[1]
         sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": factor}
         parts.self_attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
         return layer

@@ -61,7 +61,7 @@ class NormedRowParallelLinear(RowParallelLinear):
         return self.post_norm(projected), None
 
 
-def with_front(
+def apply_mixin(
     block: TransformerBlockSubmodules, front: type, names: Collection[str] | None = None, **arguments: Any
 ) -> None:
     """Make `front` the first base class of linear layers in a stage's spec of torch modules, in place.

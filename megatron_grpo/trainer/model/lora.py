@@ -34,7 +34,7 @@ _SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
 
 
 class AdaptedLinear:
-    """An adapter, as the first base class of a linear layer (`layers.with_front`).
+    """An adapter, as the first base class of a linear layer (`layers.apply_mixin`).
 
     The adapter acts in `_forward_impl`, the product with this rank's weight. Gathering the input before it and reducing
     the output after it stay those of the layer. Where tensor parallelism splits the layer's rows, each rank has all of
@@ -79,17 +79,17 @@ class AdaptedLinear:
         self.lora_a.copy_(((2 * drawn - 1) / columns**0.5).chunk(parts, dim=1)[here])
         self.lora_b.zero_()
 
-    def merged_weight(self) -> Tensor:
+    def merge_weight(self) -> Tensor:
         """W + scale * B A of this rank, [rows, columns], in the dtype of W; summed in float32, rounded once."""
         added = self.lora_b.float() @ self.lora_a.float()
         return (self.weight.float() + self.scale * added).to(self.weight.dtype)
 
     @torch.no_grad()
-    def computed_columns(self, columns: Tensor) -> Tensor:
+    def compute_columns(self, columns: Tensor) -> Tensor:
         """Some columns of the matrix that the forward pass multiplies by, [rows, columns asked for], float32.
 
         They are the product's outputs for unit vectors, computed in float32: the very numbers of the weight, plus the
-        adapter's as the forward pass adds them. `merged_weight` has no part in it, so that the two can be compared.
+        adapter's as the forward pass adds them. `merge_weight` has no part in it, so that the two can be compared.
 
         Args:
             columns: [n], int64, numbers among this rank's columns, the same on all tensor-parallel ranks, which call it

@@ -34,7 +34,7 @@ class DecoderSettings(TransformerConfig):
     """Whether the weight of a token's only expert is 1, before scaling, rather than its score."""
 
 
-def transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
+def build_transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platform) -> DecoderSettings:
     """Megatron-Core's settings of a decoder without dropout; fields that users pass override the others."""
     parallel, dtype = config.parallel, getattr(torch, config.precision)
     recomputes = config.activation_checkpointing
@@ -84,7 +84,7 @@ def transformer_config(config: PolicyConfig, shape: ModelShape, platform: Platfo
         **_platform_settings(shape, platform, engine=engine, interleaved=parallel.virtual_pipeline > 1),
         platform=platform,
     )
-    return made(DecoderSettings, ours, transformer_fields(config, platform))
+    return build_megatron_config(DecoderSettings, ours, build_transformer_fields(config, platform))
 
 
 def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -105,7 +105,7 @@ def find_passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> lis
     return problems
 
 
-def transformer_fields(config: PolicyConfig, platform: Platform) -> dict[str, Any]:
+def build_transformer_fields(config: PolicyConfig, platform: Platform) -> dict[str, Any]:
     """Fields of TransformerConfig for speed and memory, and the fields that the user passes.
 
     With policy.deterministic it also sets the environment variable that Transformer Engine reads.
@@ -121,7 +121,7 @@ def transformer_fields(config: PolicyConfig, platform: Platform) -> dict[str, An
     return fields | config.megatron
 
 
-def made(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
+def build_megatron_config(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
     """Make one of Megatron-Core's configuration objects; ValueError if it refuses the combination of fields.
 
     The user's fields, whose names and types were checked, override ours; users write dtypes and members of enumerations

@@ -148,7 +148,7 @@ class PackedLayout:
         """Tokens of each context-parallel rank, padding included."""
         return len(self.source)
 
-    def predicting(self, wanted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    def find_predicting(self, wanted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """Find this rank's hidden states that predict wanted tokens; the state of a token predicts the next token.
 
         With context parallelism the token before may be on another rank than the token itself; the rank that holds the
@@ -223,7 +223,7 @@ def _parts(layout: PackedLayout) -> _Parts:
     )
 
 
-def attention_calls(layout: PackedLayout, window: int | None, move: Move) -> AttentionCalls:
+def build_attention_calls(layout: PackedLayout, window: int | None, move: Move) -> AttentionCalls:
     """The attention calls of a microbatch on this rank; `window`: tokens that each token sees, itself included (None:
     all before it)."""
     parts = _parts(layout) if window is None else _parts(layout).within(window)
@@ -255,7 +255,7 @@ def attention_calls(layout: PackedLayout, window: int | None, move: Move) -> Att
     return AttentionCalls(groups, move(out))
 
 
-def held_source(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Ints:
+def select_source(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Ints:
     """[tokens of a part], int64: flat indices of the tokens in one of the `parts` equal parts that sequence parallelism
     cuts a context-parallel rank's tokens into; -1 on padding, and everywhere unless the tokens are `real`."""
     each = layout.local_tokens // parts
@@ -263,16 +263,16 @@ def held_source(layout: PackedLayout, *, part: int, parts: int, real: bool) -> I
     return source if real else np.full_like(source, -1)
 
 
-def membership(layout: PackedLayout, source: Ints, move: Move = torch.from_numpy) -> Membership:
-    """The sequence of each of a rank's tokens, whose flat indices are `source` (`held_source`)."""
+def build_membership(layout: PackedLayout, source: Ints, move: Move = torch.from_numpy) -> Membership:
+    """The sequence of each of a rank's tokens, whose flat indices are `source` (`select_source`)."""
     count = len(layout.lengths)
     sequence = np.where(source < 0, count, np.searchsorted(np.cumsum(layout.lengths), source, side="right"))
     weight = np.append(1.0 / np.maximum(layout.lengths, 1), 0.0)[sequence].astype(np.float32)
     return Membership(move(sequence), move(weight), count)
 
 
-def held_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_numpy) -> Tensor:
-    """The recorded experts of a rank's tokens, whose flat indices are `source` (`held_source`).
+def select_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_numpy) -> Tensor:
+    """The recorded experts of a rank's tokens, whose flat indices are `source` (`select_source`).
 
     `routed`, [tokens of the flat sequences, layers * experts of a token], int8 or int16, becomes [tokens of the part,
     layers * experts of a token] of the same dtype; -1 on padding.
@@ -282,7 +282,7 @@ def held_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_num
     return move(held)
 
 
-def packed_sequences(
+def build_packed_sequences(
     layout: PackedLayout,
     transformer_engine: bool,
     window: int | None = None,
@@ -319,8 +319,8 @@ def packed_sequences(
     return PackedSequences(
         qkv_format="sbhd",
         positions=move(layout.positions),
-        calls=attention_calls(layout, None, move),
-        windowed_calls=None if window is None else attention_calls(layout, window, move),
+        calls=build_attention_calls(layout, None, move),
+        windowed_calls=None if window is None else build_attention_calls(layout, window, move),
         membership=members,
         routed=routed,
     )

@@ -60,7 +60,7 @@ def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 class RoundedLinear:
-    """Simulated FP8, as the first base class of a linear layer (`layers.with_front`)."""
+    """Simulated FP8, as the first base class of a linear layer (`layers.apply_mixin`)."""
 
     tp_group: Any
     fp8_on = True
@@ -116,7 +116,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class QuantizedLinear:
-    """modelopt's rounding, as the first base class of a linear layer (`layers.with_front`)."""
+    """modelopt's rounding, as the first base class of a linear layer (`layers.apply_mixin`)."""
 
     tp_group: Any
 

@@ -17,8 +17,8 @@ from megatron_grpo.batch.packing import OF_TOKENS, make_packer
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.config.schema import Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.trainer.hidden_states import Piece, assembled, capture_states
-from megatron_grpo.trainer.messages import RankSettings, training_filter
+from megatron_grpo.trainer.hidden_states import Piece, assemble_pieces, capture_states
+from megatron_grpo.trainer.messages import RankSettings, make_training_filter
 from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from megatron_grpo.trainer.rank import Microbatches, PolicyRank
 
@@ -32,7 +32,7 @@ def logprobs_and_states(
     """Compute log-probabilities in one forward pass, and keep the hidden states of the pass on the host.
 
     Collective over the ranks of a layout. Each rank returns its pieces (`capture_states`, whose arguments these are);
-    `assembled` makes whole tensors of the pieces of all ranks.
+    `assemble_pieces` makes whole tensors of the pieces of all ranks.
 
     Returns:
         The log-probabilities as `PolicyRank.logprobs` returns them, and the pieces.
@@ -71,7 +71,7 @@ def trainer_again(
             folder=str(folder),
             decay_steps=1,
             temperature=config.generation.temperature,
-            token_filter=training_filter(config.generation),
+            token_filter=make_training_filter(config.generation),
         )
         (microbatches,) = make_packer(policy, OF_TOKENS).make_microbatches([np.array(lengths)])
         rank, everywhere = PolicyRank(settings), np.arange(sum(lengths))
@@ -82,4 +82,4 @@ def trainer_again(
     finally:
         destroy_parallel()
     logprobs = [part[one.places] for part, one in zip(require_field(found).split(lengths), sequences, strict=True)]
-    return torch.cat(logprobs), assembled(pieces, len(everywhere))
+    return torch.cat(logprobs), assemble_pieces(pieces, len(everywhere))

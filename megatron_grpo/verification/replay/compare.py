@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.replay_files import StateFigure
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.trainer.hidden_states import ROUTER, point_order
+from megatron_grpo.trainer.hidden_states import ROUTER, locate_point
 from megatron_grpo.trainer.model_ranks import TrainResult
 from megatron_grpo.trainer.step_record import SKETCH, sketch_rows
 from megatron_grpo.verification.replay.record import RecordedStep
@@ -173,7 +173,7 @@ def _recorded_states(states: Sequence[StateFigure]) -> tuple[dict[str, Tensor], 
     captured = np.unique(np.array([one.token for one in states], dtype=np.int64))
     rows: dict[str, Tensor] = {
         point: torch.full((len(captured), SKETCH), torch.nan)
-        for point in sorted({one.point for one in states}, key=point_order)
+        for point in sorted({one.point for one in states}, key=locate_point)
     }
     for one in states:
         rows[one.point][int(np.searchsorted(captured, one.token))] = torch.tensor(one.sketch)

@@ -28,7 +28,7 @@ from megatron_grpo.preflight.layout_checks import check_split
 from megatron_grpo.preflight.rules import find_broken_rules
 from megatron_grpo.run.directory import POLICY_FOLDER
 from megatron_grpo.run.launch import make_policy_settings
-from megatron_grpo.trainer.hidden_states import Piece, assembled
+from megatron_grpo.trainer.hidden_states import Piece, assemble_pieces
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import (
     StepMicrobatches,
@@ -76,7 +76,7 @@ class Replayed:
     result: TrainResult | None
     tensors: list[TensorFigure]
     hidden: dict[str, Tensor]
-    """[captured, width] for each point of the model, in the order of computation (`hidden_states.assembled`); of a
+    """[captured, width] for each point of the model, in the order of computation (`assemble_pieces`); of a
     record [captured, SKETCH], a sketch of each token's state (`step_record.sketch_rows`)."""
     captured: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[captured], int64, ascending: numbers of the tokens, in the step, whose hidden states are known."""
@@ -109,7 +109,7 @@ def replay_step(record: RecordedStep, *, hidden_tokens: int, timeout_s: float, g
         logprobs=found[0]["logprobs"],
         result=_result(task, found),
         tensors=[TensorFigure(**row) for one in found for row in one["tensors"]],
-        hidden=assembled((Piece(**row) for one in found for row in one["pieces"]), len(captured)),
+        hidden=assemble_pieces((Piece(**row) for one in found for row in one["pieces"]), len(captured)),
         captured=captured,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_grpo_kernels import filtered_logprob, kept_tokens
 from megatron_grpo_kernels.filtered_logprob import filtered_logprobs
-from megatron_grpo_kernels.kept_tokens import kept_bounds
+from megatron_grpo_kernels.kept_tokens import find_kept_bounds
 from megatron_grpo_kernels.token_filter import TokenFilter
 
 TOKENS, HIDDEN, VOCAB, PADDED = 14, 6, 11, 16
@@ -30,7 +30,7 @@ FILTERS = {
 @pytest.fixture(params=[1024, 3], ids=["all sorted", "few candidates"])
 def few_candidates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with so few candidates that some tokens need the whole vocabulary."""
-    monkeypatch.setattr(filtered_logprob, "kept_bounds", partial(kept_bounds, candidates=request.param))
+    monkeypatch.setattr(filtered_logprob, "find_kept_bounds", partial(find_kept_bounds, candidates=request.param))
 
 
 def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +179,7 @@ def test_whole_vocabularies_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(kept_tokens, "_bounds", watched)
     logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0)) / 10  # nearly uniform: many are kept
-    bounds = kept_bounds(logits, TokenFilter(top_p=0.9), kept_tokens.Vocabulary(0, 40, None), candidates=4)
+    bounds = find_kept_bounds(logits, TokenFilter(top_p=0.9), kept_tokens.Vocabulary(0, 40, None), candidates=4)
     assert sizes == [7, 2, 2, 2, 1]
-    expected = kept_bounds(logits, TokenFilter(top_p=0.9), kept_tokens.Vocabulary(0, 40, None))
+    expected = find_kept_bounds(logits, TokenFilter(top_p=0.9), kept_tokens.Vocabulary(0, 40, None))
     torch.testing.assert_close((bounds.cut, bounds.share), (expected.cut, expected.share))

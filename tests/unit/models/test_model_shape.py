@@ -54,15 +54,15 @@ def test_rope_settings_in_both_spellings() -> None:
 
 
 def test_scaled_frequencies_are_those_of_the_transformers_model() -> None:
-    from megatron_grpo.trainer.model.attention import scaled_rope
+    from megatron_grpo.trainer.model.attention import compute_scaled_rope
 
     model = BUILDERS["llama_untied"]()
     shape = parse_model_shape(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
-    assert torch.equal(scaled_rope(shape)[0], model.model.rotary_emb.inv_freq)
+    assert torch.equal(compute_scaled_rope(shape)[0], model.model.rotary_emb.inv_freq)
 
     linear = BASE | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     expected = 1.0 / (10000.0 ** (torch.arange(0, 8, 2) / 8)) / 4.0
-    torch.testing.assert_close(scaled_rope(parse_model_shape(linear))[0], expected)
+    torch.testing.assert_close(compute_scaled_rope(parse_model_shape(linear))[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.models.families import FAMILIES, parse_model_shape, read_model_shape
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.trainer.model.attention import scaled_rope
+from megatron_grpo.trainer.model.attention import compute_scaled_rope
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -59,7 +59,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 def frequencies(shape: ModelShape) -> torch.Tensor:
     if shape.rope_scaling is not None:
-        return scaled_rope(shape)[0]
+        return compute_scaled_rope(shape)[0]
     return 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
 
 
@@ -124,7 +124,7 @@ OF_DEEPSEEK: dict[str, dict[str, Any]] = {
 def test_rotary_settings_of_deepseek(case: str, tmp_path: Path) -> None:
     raw = config_of("deepseek_v3", **OF_DEEPSEEK[case])
     model, shape = transformers_reads(raw, tmp_path), parse_model_shape(raw)
-    inverse, factor = scaled_rope(shape)
+    inverse, factor = compute_scaled_rope(shape)
     torch.testing.assert_close(inverse, model.model.rotary_emb.inv_freq)
     assert factor == model.model.rotary_emb.attention_scaling
     assert shape.softmax_scale == pytest.approx(model.model.layers[0].self_attn.scaling)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatron_grpo.models.families import build_weight_map, is_untied_by_weights, parse_model_shape, read_model_shape
 from megatron_grpo.models.stored_tensors import has_own_head, stored_tensors
 from megatron_grpo.preflight.model_file_checks import find_weight_problems
-from megatron_grpo.trainer.hf_export import quantization_entry, quantized_tensors
+from megatron_grpo.trainer.hf_export import build_quantization_config, quantize_tensors
 from tests.support.tiny_models import make_tiny_model
 
 FILE = "model.safetensors"
@@ -144,8 +144,8 @@ QUANTIZED = [
     {"quant_method": "bitsandbytes", "load_in_4bit": True},
     {"quant_method": "mxfp4"},
     {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}},
-    quantization_entry("int8"),
-    quantization_entry("fp8"),
+    build_quantization_config("int8"),
+    build_quantization_config("fp8"),
     {},
 ]
 
@@ -167,7 +167,7 @@ def test_settings_beside_config_json(copy_of: Callable[..., Path]) -> None:
         read_model_shape(folder)
 
 
-@pytest.mark.parametrize("change", [in_fp8_blocks, lambda tensors: dict(quantized_tensors(tensors.items(), "int8"))])
+@pytest.mark.parametrize("change", [in_fp8_blocks, lambda tensors: dict(quantize_tensors(tensors.items(), "int8"))])
 def test_quantized_tensors_without_the_key_are_refused(change: Any, copy_of: Callable[..., Path]) -> None:
     folder = copy_of("qwen3_untied", change)
     (text,) = find_weight_problems(folder, read_model_shape(folder))

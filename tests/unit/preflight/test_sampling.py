@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.preflight.engine_checks import CPU_HEAD_SIZES
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.remarks import find_remarks
-from megatron_grpo.trainer.messages import training_filter
+from megatron_grpo.trainer.messages import make_training_filter
 from tests.support.config_problems import problems_of, write_weights
 
 ON_GPUS = "cluster.gpus_per_node=8"
@@ -156,7 +156,7 @@ def test_filters_that_training_repeats_go_with_what_compares(
 def test_when_training_repeats_the_filter(given: list[str], overrides: list[str], repeats: bool) -> None:
     config = compose_config([*given, *overrides])
     assert config.generation.has_training_filter == repeats
-    known = training_filter(config.generation)
+    known = make_training_filter(config.generation)
     assert (known is not None) == repeats
     if known is not None:
         generation = config.generation

@@ -24,8 +24,8 @@ from megatron_grpo.trainer.actor import ALLOCATOR, PolicyActor
 from megatron_grpo.trainer.model import layer_spec, megatron_config
 from megatron_grpo.trainer.model.attention import RotaryTable, TorchCoreAttention
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
-from megatron_grpo.trainer.model.megatron_config import transformer_fields
-from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
+from megatron_grpo.trainer.model.megatron_config import build_transformer_fields
+from megatron_grpo.trainer.model.packed_sequences import build_packed_sequences, lay_out
 from tests.support.config_problems import SMALL
 from tests.support.moe_config import QWEN3_MOE
 
@@ -62,7 +62,7 @@ def test_transformer_engine_without_its_extension_for_torch_is_not_used(packages
 
 def test_boundaries_that_are_one_tensor_stay_one_on_the_device() -> None:
     layout = lay_out([3, 5], rank=0, size=1)
-    copy = packed_sequences(layout, transformer_engine=True, move=lambda array: torch.from_numpy(array).clone())
+    copy = build_packed_sequences(layout, transformer_engine=True, move=lambda array: torch.from_numpy(array).clone())
     assert copy.cu_seqlens_q.tolist() == [0, 3, 8]
     for other in (copy.cu_seqlens_kv, copy.cu_seqlens_q_padded, copy.cu_seqlens_kv_padded):
         assert other is copy.cu_seqlens_q
@@ -74,7 +74,7 @@ def test_gradients_of_rounded_weights_are_not_fused(simulate: bool, fused: bool,
     fp8 = Fp8Config(format="hybrid", recipe="tensorwise", simulate=simulate)
     policy = Config().policy
     policy.fp8 = fp8
-    assert transformer_fields(policy, CUDA)["gradient_accumulation_fusion"] is fused
+    assert build_transformer_fields(policy, CUDA)["gradient_accumulation_fusion"] is fused
 
 
 class GroupedLinear:
@@ -157,7 +157,7 @@ def test_experts_of_transformer_engine_are_grouped_and_permuted_by_its_kernels()
 
 
 def test_outputs_that_were_sent_to_the_next_stage_are_freed() -> None:
-    assert megatron_config.transformer_config(Config().policy, SHAPE, CPU).deallocate_pipeline_outputs
+    assert megatron_config.build_transformer_config(Config().policy, SHAPE, CPU).deallocate_pipeline_outputs
 
 
 def test_one_table_of_angles_serves_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_keys_are_repeated_where_no_fused_kernel_takes_groups(
     )
     asked: set[tuple[int, int, bool]] = set()
     query, key, value = (torch.randn(8, 1, heads, 8).to(dtype) for heads in (4, 2, 2))
-    packed = packed_sequences(lay_out([4, 4]), transformer_engine=False, window=window)
+    packed = build_packed_sequences(lay_out([4, 4]), transformer_engine=False, window=window)
     expected = on_cpu(query, key, value, None, packed_seq_params=packed)
     kernel = F.scaled_dot_product_attention
 

@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.trainer.model.experts import load_level
-from megatron_grpo.trainer.model.packed_sequences import held_source, lay_out, membership
+from megatron_grpo.trainer.model.experts import sum_load_levels
+from megatron_grpo.trainer.model.packed_sequences import build_membership, lay_out, select_source
 
 LENGTHS = [3, 5, 1]
 
 
 def test_padding_belongs_to_no_sequence() -> None:
     layout = lay_out(LENGTHS, tensor_multiple=4)
-    found = membership(layout, layout.source)
+    found = build_membership(layout, layout.source)
     assert found.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (layout.local_tokens - 9)
     assert found.weight.tolist() == pytest.approx([1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (layout.local_tokens - 9))
-    assert not membership(layout, held_source(layout, part=0, parts=1, real=False)).weight.any()
+    assert not build_membership(layout, select_source(layout, part=0, parts=1, real=False)).weight.any()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_sequences_hold_every_token_once(size: int) -> None:
     by_rank = [lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=2) for rank in range(size)]
-    held = [(one, held_source(one, part=part, parts=2, real=True)) for one in by_rank for part in range(2)]
-    parts = [membership(one, source) for one, source in held]
+    held = [(one, select_source(one, part=part, parts=2, real=True)) for one in by_rank for part in range(2)]
+    parts = [build_membership(one, source) for one, source in held]
     weights = np.zeros(len(LENGTHS))
     for one in parts:
         for sequence, weight in zip(one.sequence.tolist(), one.weight.tolist(), strict=True):
@@ -40,8 +40,8 @@ def test_the_level_of_experts_is_that_of_each_sequence(score: str) -> None:
     experts, top_k = 5, 2
     logits = torch.randn(9 + 3, experts, generator=torch.Generator().manual_seed(0))
     layout = lay_out(LENGTHS, tensor_multiple=12)
-    members = membership(layout, layout.source)
-    level = load_level(logits, members, top_k=top_k, sigmoid=score == "sigmoid", join=lambda shares: shares)
+    members = build_membership(layout, layout.source)
+    level = sum_load_levels(logits, members, top_k=top_k, sigmoid=score == "sigmoid", join=lambda shares: shares)
     expected, start = 0.0, 0
     for length in LENGTHS:
         chosen, means = [0.0] * experts, [0.0] * experts

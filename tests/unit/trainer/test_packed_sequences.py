@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_grpo.platform.device import detect_platform
 from megatron_grpo.trainer.model.attention import TorchCoreAttention
-from megatron_grpo.trainer.model.packed_sequences import PackedLayout, lay_out, packed_sequences
+from megatron_grpo.trainer.model.packed_sequences import PackedLayout, build_packed_sequences, lay_out
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 HEADS, GROUPS, HEAD_DIM = 4, 2, 8
@@ -51,7 +51,7 @@ def test_a_token_is_predicted_by_the_one_before_it(lengths: list[int], size: int
     firsts = np.cumsum([0, *lengths[:-1]])
     seen: list[int] = []
     for one in ranks(lengths, size):
-        rows, tokens = one.predicting(wanted)
+        rows, tokens = one.find_predicting(wanted)
         assert (one.source[rows] == tokens - 1).all()
         seen += tokens.tolist()
     assert sorted(seen) == [token for token in np.flatnonzero(wanted) if token not in firsts]
@@ -106,7 +106,7 @@ def test_attention_is_that_of_each_sequence(
     for one in placed:
         source = torch.from_numpy(one.source)
         q, k, v = (tensor[source.clamp(min=0)][:, None] for tensor in (query, key, value))
-        packed = packed_sequences(one, transformer_engine=False, window=window)
+        packed = build_packed_sequences(one, transformer_engine=False, window=window)
         out = attention(q, k, v, None, packed_seq_params=packed)
         if window is not None:
             assert all(group.keys.shape[1] < 2 * window for group in packed.windowed_calls.groups)

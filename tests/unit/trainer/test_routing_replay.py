@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from torch import Tensor
 
 from megatron_grpo.trainer.model.experts import RoutingReplay
-from megatron_grpo.trainer.model.packed_sequences import held_routing, held_source, lay_out
+from megatron_grpo.trainer.model.packed_sequences import lay_out, select_routing, select_source
 
 LENGTHS = [3, 5, 1]
 EXPERTS, TOP_K = 6, 2
@@ -102,13 +102,13 @@ def test_every_token_finds_its_record_on_the_rank_that_holds_it(size: int, parts
     seen = []
     for rank in range(size):
         layout = lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=4)
-        sources = [held_source(layout, part=part, parts=parts, real=True) for part in range(parts)]
-        held = [held_routing(routed.numpy(), source) for source in sources]
+        sources = [select_source(layout, part=part, parts=parts, real=True) for part in range(parts)]
+        held = [select_routing(routed.numpy(), source) for source in sources]
         assert [len(one) for one in held] == [layout.local_tokens // parts] * parts
         for row, source in zip(torch.cat(held).tolist(), layout.source.tolist(), strict=True):
             assert row == ([-1] * 4 if source < 0 else routed[source].tolist())
             seen.append(source)
-        nothing = held_routing(routed.numpy(), held_source(layout, part=0, parts=parts, real=False))
+        nothing = select_routing(routed.numpy(), select_source(layout, part=0, parts=parts, real=False))
         assert (nothing == -1).all()
         assert nothing.dtype == torch.int16
     assert sorted(source for source in seen if source >= 0) == list(range(total))
