@@ -1,4 +1,4 @@
-"""Starts the run of a checked configuration, for the command line and for scripts."""
+"""Runs the algorithm of a checked configuration, for the command line and for scripts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_grpo.cluster.machines import prepare_ray_environment
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.user_objects import UserObjects
 
+# Training function of each algorithm; imported late, because torch and Ray take seconds to import.
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo:grpo_train", "ppo": "megatron_grpo.algorithms.ppo:ppo_train"}
-"""Training function of each algorithm; imported late, because torch and Ray take seconds to import."""
 SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only:sample_steps"
 SETUP = "megatron_grpo.algorithms.setup:setup"
 
 
 def run_algorithm(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> None:
-    """Run the configured algorithm from start (or resume) to end; its module is imported while Ray starts.
+    """Run the configured algorithm from start (or resume) to end.
 
     With debug.train=false the run only samples and scores, which is the same for every algorithm.
 
@@ -38,14 +38,14 @@ def run_algorithm(config: Config, user_objects: UserObjects | None = None, began
     from megatron_grpo.preflight.environment_checks import check_scoring
     from megatron_grpo.run.lifetime import open_run
 
-    trained = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
-    with ThreadPoolExecutor(1, "import") as importer:
-        imported = importer.submit(lambda: (pkgutil.resolve_name(trained), pkgutil.resolve_name(SETUP)))
+    algorithm = ALGORITHMS[config.algorithm] if config.debug.train else SAMPLING_ONLY
+    with ThreadPoolExecutor(1, "import") as importer:  # while Ray starts
+        functions = importer.submit(lambda: (pkgutil.resolve_name(algorithm), pkgutil.resolve_name(SETUP)))
         if config.needs_generation:
             check_scoring(config, rewards=user_objects.rewards if user_objects is not None else None)
         with open_run(config, user_objects, began) as startup:
             with startup.part("imports"):
-                train, setup = imported.result()
+                train, setup = functions.result()
             with setup(config, startup) as run:
                 train(run)
                 run.logger.finish()

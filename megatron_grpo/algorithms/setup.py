@@ -1,4 +1,4 @@
-"""Set-up of a run: starts its models, engines and rollout workers in parallel, and ends them in one place."""
+"""Set-up of a run: what its processes need, what it continues from, and the first refit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
             if config.needs_generation:
                 check_scoring(config)
             startup = stack.enter_context(open_run(config))
-        run = _bring_up(config, startup, stack)
+        run = _start_run(config, startup, stack)
         startup.write_summary = run.logger.write_summary
         # Only now the folder records the run as started: every step that can fail on a mistake is done.
         record_start(startup.run_dir, config, startup.user_objects.tokenizer)
@@ -88,9 +88,49 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
         yield run
 
 
-def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
+def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
     """Start all processes, load the checkpoint to start from, and publish the first weights to the engines."""
-    folder = _model(config, startup)
+    folder = _prepare_model(config, startup)
+    processes = _start_processes(config, folder, startup, stack)
+    models, generation, transport = processes.models, processes.generation, processes.transport
+    data = _load_prompts(config, folder, startup)
+    _wait_ready(startup, processes)
+    progress, placement = _Progress(), Placement()
+    if transport is not None:
+        with startup.part("refit"):
+            transport.connect()
+    if models is not None:
+        progress = _resume(_wait_for_checkpoint(startup), config, models, data.loader)
+        if generation is not None and config.generation.is_colocated:
+            placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
+    if transport is not None:
+        with startup.part("refit"):
+            publish(transport, placement, progress.state["total_steps"], StepTimer())
+    sampling = _make_sampling_run(config, startup, folder, processes.rollouts, placement, data, progress, stack)
+    if models is None:
+        return sampling
+    loss_fn = ClippedPGLossFn(config.loss_fn)
+    run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
+    if models.value is None:
+        return run
+    return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+
+
+@dataclass(frozen=True, slots=True)
+class _Processes:
+    """The processes of a run, which may still be starting."""
+
+    models: Models | None
+    """None: the run only samples."""
+    generation: VllmGeneration | None
+    """None: the rollouts are read from a recording."""
+    transport: WeightTransport | None
+    """None: there are no models or no engines."""
+    rollouts: RolloutPool
+
+
+def _start_processes(config: Config, folder: Path, startup: Startup, stack: ExitStack) -> _Processes:
+    """Begin to start models, engines, environments and rollout workers, all at the same time."""
     models: Models | None = None
     transport: WeightTransport | None = None
     restore = refuse_to_restore
@@ -109,41 +149,25 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun
     rollouts = start_rollouts(
         config, folder, generation, stack, rewards=user.rewards, tokenizer=user.tokenizer, restore=restore
     )
-    data = _prompts(config, folder, startup)
-    _wait_ready(startup, rollouts, models, generation)
-    progress, placement = _Progress(), Placement()
-    if transport is not None:
-        with startup.part("refit"):
-            transport.connect()
-    if models is not None:
-        progress = _resume(_checkpoint(startup), config, models, data.loader)
-        if generation is not None and config.generation.is_colocated:
-            placement = Placement(generation, models.policy, [models.value] if models.value is not None else [])
-    if transport is not None:
-        with startup.part("refit"):
-            publish(transport, placement, progress.state["total_steps"], StepTimer())
-    sampling = _sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
-    if models is None:
-        return sampling
-    loss_fn = ClippedPGLossFn(config.loss_fn)
-    run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
-    if models.value is None:
-        return run
-    return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+    return _Processes(models, generation, transport, rollouts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """Progress of a run when it starts."""
+def _wait_ready(startup: Startup, processes: _Processes) -> None:
+    """Wait until all processes are up, and record the seconds of the slowest process of each kind."""
+    models, generation = processes.models, processes.generation
+    trained = {"policy": models.policy, "value": models.value} if models else {}
+    handles = {kind: handle for kind, handle in {**trained, "engine": generation}.items() if handle is not None}
+    with startup.part("waiting"):
+        for handle in (*handles.values(), processes.rollouts):
+            handle.wait_ready()
+    startup.engine_settings = [] if generation is None else generation.settings_in_use
+    for kind, handle in handles.items():
+        for name in dict.fromkeys(name for report in handle.startup_s for name in report):
+            startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in handle.startup_s)
 
-    state: GRPOSaveState = field(default_factory=make_save_state)
-    resumed: bool = False
-    waiting: list[list[Trajectory]] = field(default_factory=list)
-    """Groups that dynamic sampling keeps for the next step."""
 
-
-def _model(config: Config, startup: Startup) -> Path:
-    """Folder of the policy's model, which is made first if the recipe prepares it."""
+def _prepare_model(config: Config, startup: Startup) -> Path:
+    """Find the folder of the policy's model, which is made first if the recipe prepares it."""
     if is_prepared(config):
         with startup.part("prepare"):
             assert config.prepare.name is not None
@@ -151,31 +175,26 @@ def _model(config: Config, startup: Startup) -> Path:
     return fetch_model_folder(config.policy.model.path)
 
 
-def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
-    """The prompts of the run, or a recording that replaces them."""
+def _load_prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
+    """Load the prompts of the run, or a recording that replaces them."""
     with startup.part("prompts"):
         if config.debug.rollouts_from is None:
             return load_examined_prompts(config, folder, startup.user_objects.tokenizer)
-        recorded = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
-        return PromptData(loader=recorded, val_prompts=[], stops=StopConditions(), notes=[])
+        recording = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
+        return PromptData(loader=recording, val_prompts=[], stops=StopConditions(), notes=[])
 
 
-def _wait_ready(
-    startup: Startup, rollouts: RolloutPool, models: Models | None, generation: VllmGeneration | None
-) -> None:
-    """Wait until all processes are up, and record the seconds of the slowest process of each kind as start-up parts."""
-    trained = {"policy": models.policy, "value": models.value} if models else {}
-    kinds = {kind: group for kind, group in {**trained, "engine": generation}.items() if group is not None}
-    with startup.part("waiting"):
-        for one in (*kinds.values(), rollouts):
-            one.wait_ready()
-    startup.engine_settings = [] if generation is None else generation.settings_in_use
-    for kind, group in kinds.items():
-        for name in dict.fromkeys(name for report in group.startup_s for name in report):
-            startup.parts[f"{kind}_{name}"] = max(report.get(name, 0.0) for report in group.startup_s)
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Progress of a run when it starts."""
+
+    state: GRPOSaveState = field(default_factory=make_save_state)
+    is_resumed: bool = False
+    batch_cache: list[list[Trajectory]] = field(default_factory=list)
+    """Groups that dynamic sampling keeps for the next step."""
 
 
-def _checkpoint(startup: Startup) -> Path | None:
+def _wait_for_checkpoint(startup: Startup) -> Path | None:
     """Wait for the verified checkpoint to start from, then remove leftovers of interrupted writes."""
     if not startup.start_from.done():
         text = "waiting until all files of the checkpoint to start from are read and verified"
@@ -185,7 +204,26 @@ def _checkpoint(startup: Startup) -> Path | None:
     return start_from
 
 
-def _sampling_run(
+def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
+    """Load the checkpoint at `path` into models and loader; None: the run begins anew."""
+    progress = _Progress()
+    if path is not None:
+        state = read_state(path)
+        loader.load_state_dict(read_loader_state(path))
+        models.policy.load_checkpoint(str(path / POLICY_FOLDER))
+        if models.value is not None:
+            models.value.load_checkpoint(str(path / VALUE_FOLDER))
+        loop = config.training_loop
+        groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+        # Groups of another size cannot share a batch with the groups of this run.
+        groups = [group for group in groups if len(group) == loop.num_generations_per_prompt]
+        progress = _Progress(state["save_state"], True, groups if loop.use_dynamic_sampling else [])
+    if isinstance(loader, RecordedSteps):
+        loader.require_start(progress.state["total_steps"] + 1)
+    return progress
+
+
+def _make_sampling_run(
     config: Config,
     startup: Startup,
     folder: Path,
@@ -195,19 +233,19 @@ def _sampling_run(
     progress: _Progress,
     stack: ExitStack,
 ) -> SamplingRun:
-    """The parts that all runs have, made of the started processes."""
+    """Make the parts that all runs have of the started processes."""
     state, settings = progress.state, sampling_settings(config.generation, data.stops)
-    logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.resumed else None)
+    logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.is_resumed else None)
     stack.push(logger.__exit__)
     for note in data.notes:
         logger.note(note)
     callbacks = Callbacks(startup.user_objects.callbacks)
     startup.checkpointer.on_publish = partial(callbacks.notify, "on_checkpoint")
     startup.checkpointer.note = logger.note
-    buffer = None
-    if config.training_loop.async_grpo.enabled:
-        kind = OrderedBuffer if config.training_loop.async_grpo.oversampling_factor is None else Oversampling
-        buffer = kind(rollouts, data.loader, config.training_loop, settings, state["generation_batches"])
+    buffer, async_grpo = None, config.training_loop.async_grpo
+    if async_grpo.enabled:
+        buffer_type = OrderedBuffer if async_grpo.oversampling_factor is None else Oversampling
+        buffer = buffer_type(rollouts, data.loader, config.training_loop, settings, state["generation_batches"])
     return SamplingRun(
         config=config,
         run_dir=startup.run_dir,
@@ -220,25 +258,7 @@ def _sampling_run(
         logger=logger,
         checkpointer=startup.checkpointer,
         state=state,
-        batch_cache=rollouts.put(progress.waiting),
+        batch_cache=rollouts.put(progress.batch_cache),
         buffer=buffer,
         callbacks=callbacks,
     )
-
-
-def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
-    """Load the checkpoint at `path` into models and loader, and return its progress; None: the run begins anew."""
-    progress = _Progress()
-    if path is not None:
-        state = read_state(path)
-        loader.load_state_dict(read_loader_state(path))
-        models.policy.load_checkpoint(str(path / POLICY_FOLDER))
-        if models.value is not None:
-            models.value.load_checkpoint(str(path / VALUE_FOLDER))
-        groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
-        # Groups of another size cannot share a batch with the groups of this run.
-        waiting = [group for group in groups if len(group) == config.training_loop.num_generations_per_prompt]
-        progress = _Progress(state["save_state"], True, waiting if config.training_loop.use_dynamic_sampling else [])
-    if isinstance(loader, RecordedSteps):
-        loader.require_start(progress.state["total_steps"] + 1)
-    return progress

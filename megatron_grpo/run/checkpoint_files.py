@@ -1,4 +1,4 @@
-"""Files of one checkpoint: the driver's files beside the models' folders, and the manifest that verifies all of them.
+"""Files of one checkpoint: the driver's files beside the models' folders, and the manifest to verify all.
 
 The manifest is ours because torch's and Megatron-Core's distributed checkpoints record no digests of their files:
 damage would be found after minutes of start-up, or not at all.
@@ -23,26 +23,25 @@ from megatron_grpo.run.directory import POLICY_FOLDER
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
+# The hash is fast and detects accidents; it does not protect against forgery.
 CHECKSUM_KEY = "xxh3_128"
-"""Key of a checksum. The hash is fast and detects accidents; it does not protect against forgery."""
 _CHECKSUM_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
 _READ_BYTES = 8 * 2**20
+# One thread hashes faster than a local disk reads, but network file systems need many readers.
 _THREADS = 8
-"""Files read in parallel. One thread hashes faster than a local disk reads, but network file systems need many
-readers."""
 
 STATE_FILE = "state.json"
 LOADER_FILE = "dataloader.pt"
+# Files that Megatron-Core writes beside the tensors, in every layout.
 _MODEL_FILES = (".metadata", "common.pt", "metadata.json")
-"""Files that Megatron-Core writes beside the tensors, in every layout."""
 
 T = TypeVar("T")
-Cancelled = Callable[[], bool]
-"""A function that says whether to stop reading, because the result is no longer needed."""
+IsCancelled = Callable[[], bool]
+"""True: stop reading, because the result is no longer needed."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint is incomplete or damaged; the message names the file and what is wrong with it."""
+    """A checkpoint is incomplete or damaged; the message names the file and the damage."""
 
 
 class LaterFormatError(RunError):
@@ -50,25 +49,25 @@ class LaterFormatError(RunError):
 
 
 def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
-    """Atomically write a JSON object, one entry a line; the first line is the digest of the rest."""
-    entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
-    body = f"{entries}\n}}\n".encode()
+    """Atomically write a JSON object, a key a line; the first line is the digest of the rest."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    body = f"{lines}\n}}\n".encode()
     line = f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'
     write_atomically(path, lambda temporary: temporary.write_bytes(line.encode() + body))
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
-    """Read the content of a file that `write_with_checksum` wrote.
+    """Read a file that `write_with_checksum` wrote.
 
     Raises:
-        CheckpointError: the file is missing, or one of its bytes is not as it was written.
+        CheckpointError: the file is missing, or a byte of it has changed.
         OSError: the file is there and cannot be read.
     """
     with missing_file_errors(path):
         written = path.read_bytes()
     line = _CHECKSUM_LINE.match(written)
     if line is None or xxh3_128(written[line.end() :]).hexdigest().encode() != line[1]:
-        raise CheckpointError(_changed(path))
+        raise CheckpointError(_describe_damage(path))
     content: dict[str, Any] = json.loads(written)
     del content[CHECKSUM_KEY]
     return content
@@ -76,7 +75,7 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def missing_file_errors(path: Path) -> Iterator[None]:
-    """Turn the absence of a checkpoint's file, found while the body reads it, into a CheckpointError that names it."""
+    """Turn the absence of a file that the body reads into a CheckpointError that names it."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -85,61 +84,59 @@ def missing_file_errors(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is missing: a folder is in its place") from None
 
 
-def _changed(path: Path) -> str:
+def _describe_damage(path: Path) -> str:
     return f"{path} is damaged: its content is not what was written (the digest differs)"
 
 
-def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
+def _make_record(path: Path, is_cancelled: IsCancelled) -> dict[str, Any]:
     """Size and digest of a file, read in pieces."""
     digest, size = xxh3_128(), 0
     buffer = memoryview(bytearray(_READ_BYTES))
     with missing_file_errors(path), path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            if cancelled():
+            if is_cancelled():
                 raise CancelledError
             digest.update(buffer[:count])
             size += count
     return {"bytes": size, CHECKSUM_KEY: digest.hexdigest()}
 
 
-def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
-    """Call function(path, cancelled) for every path in threads; an error or Ctrl-C cancels all of them."""
-    failed = Event()
+def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
+    """Call function(path, is_cancelled) for every path in threads; an error or Ctrl-C cancels all of them."""
+    has_failed = Event()
     pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")
     try:
-        return list(pool.map(lambda path: function(path, lambda: failed.is_set() or stop.is_set()), paths))
+        return list(pool.map(lambda path: function(path, lambda: has_failed.is_set() or stop.is_set()), paths))
     except BaseException:
-        failed.set()
+        has_failed.set()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
-    """Complete a folder that holds the models: add the driver's files, last the manifest, and sync all to disk.
-
-    The manifest has the size and digest of every file except the state, which has its own digest, so that the state
-    can be replaced later without a new manifest.
+    """Complete a folder that has the models: add the driver's files, and sync all to disk.
 
     Args:
         folder: folder of the checkpoint, perhaps under a temporary name.
         step: training steps before the checkpoint.
-        state: progress ("save_state"), metrics and what else the driver needs to continue (JSON).
+        state: progress ("save_state"), metrics and the rest that the driver needs to continue (JSON).
         loader_state: state of the training data loader.
     """
     import torch  # imported here: a command that only verifies a checkpoint starts at once
 
     torch.save(dict(loader_state), folder / LOADER_FILE)
     write_with_checksum(folder / STATE_FILE, state)
-    entries = sorted(folder.rglob("*"))
-    files = [path for path in entries if path.is_file() and path != folder / STATE_FILE]
+    paths = sorted(folder.rglob("*"))
+    # The state has its own digest instead of one in the manifest, so that it can be replaced without a new manifest.
+    files = [path for path in paths if path.is_file() and path != folder / STATE_FILE]
 
-    def synced_record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
+    def sync_and_record(path: Path, is_cancelled: IsCancelled) -> dict[str, Any]:
         sync(path)
-        return _record(path, cancelled)
+        return _make_record(path, is_cancelled)
 
-    records = _in_threads(synced_record, files, Event())
-    for inner in (path for path in entries if path.is_dir()):
+    records = _map_in_threads(sync_and_record, files, Event())
+    for inner in (path for path in paths if path.is_dir()):
         sync(inner)
     by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
     write_with_checksum(folder / MANIFEST_FILE, {"format": _FORMAT, "step": step, "files": by_name})
@@ -148,7 +145,7 @@ def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Atomically replace the driver's state in a checkpoint.
 
-    In a checkpoint without a manifest the state gets no digest, which would mean that the manifest is missing.
+    A checkpoint without a manifest gets no digest of the state, which would mean that the manifest is missing.
     """
     if (folder / MANIFEST_FILE).exists():
         write_with_checksum(folder / STATE_FILE, state)
@@ -157,7 +154,7 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
-    """Read all of a checkpoint and compare it with what was written.
+    """Read all files of a checkpoint and compare them with its manifest.
 
     Args:
         folder: folder of the checkpoint, `step_N`.
@@ -185,16 +182,16 @@ def verify_checkpoint(folder: Path, stop: Event | None = None) -> str | None:
             raise CheckpointError(f"{path} is missing: a folder is in its place")
         if size != record["bytes"]:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record['bytes']} were written")
-    written = read_state(folder)["save_state"]["total_steps"]
-    if written != manifest["step"]:
-        text = f"of step {written}, not {manifest['step']}"
+    step = read_state(folder)["save_state"]["total_steps"]
+    if step != manifest["step"]:
+        text = f"of step {step}, not {manifest['step']}"
         raise CheckpointError(f"{folder / STATE_FILE} is that of another checkpoint: {text}")
 
-    def compare(path: Path, cancelled: Cancelled) -> None:
-        if _record(path, cancelled) != expected[path]:
-            raise CheckpointError(_changed(path))
+    def compare(path: Path, is_cancelled: IsCancelled) -> None:
+        if _make_record(path, is_cancelled) != expected[path]:
+            raise CheckpointError(_describe_damage(path))
 
-    _in_threads(compare, list(expected), stop or Event())
+    _map_in_threads(compare, list(expected), stop or Event())
     return None
 
 
@@ -245,7 +242,7 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
 
 
 def _verify_without_manifest(folder: Path) -> str:
-    """Check a checkpoint from before manifests: no file is missing or empty. Returns a remark for the user."""
+    """Check that no file of a checkpoint from before manifests is missing or empty; returns a remark for the user."""
     with missing_file_errors(folder):
         if not any(folder.iterdir()):
             raise CheckpointError(f"{folder} is empty")

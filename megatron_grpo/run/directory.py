@@ -1,4 +1,4 @@
-"""The folder of a run: names of its files, the lock that one driver holds, and the configuration of its last start."""
+"""The folder of a run: names of its files, its lock, and the configuration of its last start."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CONFIG_FILE = "config.yaml"
 DATA_FILE = "data.json"
 """File with the digests of the run's data (`DataIdentity`)."""
 TEMPLATE_FILE = "chat_template.jinja"
-"""File with the chat template of the run's prompts, if it is another than the model folder's; exports have it."""
+"""File with the chat template of the run's prompts, if it is not the model folder's; exports have it."""
 ENGINES_FILE = "engines.json"
-"""File with the settings with which each engine computes, as it reported them when it started."""
+"""File with the settings that each engine reported when it started."""
 LOCK_FILE = ".lock"
 STOP_FILE = "stop"
-"""A file that the user may put into a run's folder: training then ends after the step that it is in, and is saved."""
+"""A file that the user puts into a run's folder to end and save training after the current step."""
 POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
 VALUE_FOLDER = "megatron_value"
@@ -41,13 +41,14 @@ VALUE_FOLDER = "megatron_value"
 MODEL_FILE = "model.json"
 """File with the path and the digest of the model that the run began with."""
 IDENTITY = ("algorithm", "grpo.seed", "ppo.seed", "debug.train")
-"""Keys that identify a run, beside the content of its model and its training data; all others may change between start
-and resume."""
+"""Keys that identify a run, beside the content of its model and its training data.
+
+All other keys may change between start and resume."""
 
 
 @contextmanager
 def lock_run_directory(path: str) -> Iterator[Path]:
-    """Create or reopen a run's folder and lock it until the run ends; a new folder is removed if it stays empty.
+    """Create or reopen a run's folder and lock it; a new folder is removed if it stays empty.
 
     Only the user who starts the run may look into a new folder: it holds prompts, responses and weights.
 
@@ -56,7 +57,7 @@ def lock_run_directory(path: str) -> Iterator[Path]:
     """
     folder = Path(os.path.abspath(path))
     try:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a")
     except OSError as error:
@@ -64,24 +65,24 @@ def lock_run_directory(path: str) -> Iterator[Path]:
     with lock:  # the kernel releases it when the driver dies, however it dies
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken_away = os.fstat(lock.fileno()).st_nlink == 0  # removed by a start that just failed
+            is_locked = os.fstat(lock.fileno()).st_nlink > 0  # 0: removed by a start that just failed
         except OSError:
-            taken_away = True
-        if taken_away:
+            is_locked = False
+        if not is_locked:
             raise RunError(f"run_dir={folder} is in use by another run that is still alive")
         (folder / STOP_FILE).unlink(missing_ok=True)  # it was for an earlier start
-        unused = {LOCK_FILE}
+        unused_files = {LOCK_FILE}
         try:
             yield folder
         except ConfigError:
-            unused.add(LOGS_FOLDER)  # the message says what they say
+            unused_files.add(LOGS_FOLDER)  # the message has the reason, too
             raise
         finally:
-            _remove_if_unused(folder, made, unused)
+            _remove_if_unused(folder, new_folders, unused_files)
 
 
 def is_in_use(path: str) -> bool:
-    """Whether a live run holds the lock of the folder."""
+    """Tell whether a live run holds the lock of the folder."""
     try:
         with Path(path, LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -92,25 +93,27 @@ def is_in_use(path: str) -> bool:
     return False
 
 
-def _remove_if_unused(folder: Path, made: Sequence[Path], unused: Set[str]) -> None:
-    """Remove the folders that a start made, if it failed before it wrote anything but the files named in `unused`."""
-    if folder not in made or not folder.is_dir() or not unused >= set(os.listdir(folder)):
+def _remove_if_unused(folder: Path, new_folders: Sequence[Path], unused_files: Set[str]) -> None:
+    """Remove the folders that a start made if they have at most the unused files."""
+    if folder not in new_folders or not folder.is_dir() or not unused_files >= set(os.listdir(folder)):
         return
     shutil.rmtree(folder / LOGS_FOLDER, ignore_errors=True)
     (folder / LOCK_FILE).unlink(missing_ok=True)
-    for path in made:
+    for path in new_folders:
         try:
             path.rmdir()
-        except OSError:  # others use it by now
+        except OSError:  # another process uses it by now
             return
 
 
 def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
-    """Write configuration, chat template and digests of the data into a run's folder, and point `latest` at it.
+    """Write configuration, chat template and data digests into a run's folder.
+
+    The link `latest` beside the folder then points at it.
 
     Args:
-        folder: folder of the run.
-        config: configuration of the run.
+        folder: the run's folder.
+        config: the run's configuration.
         tokenizer: a script's tokenizer; None: the tokenizer of the model's folder.
 
     Raises:
@@ -120,7 +123,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
     compare_data(folder, config)
     if identity.is_comparable:
         write_json(folder / DATA_FILE, identity.as_json())
-    if not (folder / MODEL_FILE).exists() and (digest := _digest_of_model(config)) is not None:
+    if not (folder / MODEL_FILE).exists() and (digest := _compute_digest(config)) is not None:
         write_json(folder / MODEL_FILE, {"path": config.policy.model.path, "digest": digest})
     templates = {*task_templates(config, tokenizer).values()}
     template = templates.pop() if len(templates) == 1 else None
@@ -138,12 +141,12 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
 
 
 def record_engines(folder: Path, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Write the settings with which each engine computes, as it reported them, into a run's folder."""
+    """Write the settings that each engine reported into a run's folder."""
     write_json(folder / ENGINES_FILE, list(settings))
 
 
 def read_config_file(file: Path) -> dict[str, Any]:
-    """The configuration that `record_start` wrote.
+    """Read the configuration that `record_start` wrote.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -167,7 +170,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
 
 
 def compare_with_last_start(folder: Path, config: Config) -> list[str]:
-    """Differences from the configuration with which the folder's run was last started, one line per key.
+    """List the changes since the last start of the folder's run, a line for each key.
 
     Raises:
         ConfigError: the folder belongs to another run, or its configuration cannot be read.
@@ -185,19 +188,19 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
         )
         raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
     now = dict(flatten(dataclasses.asdict(config)))
-    texts = (
+    differences = (
         f"its {key} is {before.get(key)}, this one's is {now[key]}" for key in IDENTITY if before.get(key) != now[key]
     )
-    reason = next(texts, None) or _model_difference(folder, str(before.get("policy.model.path")), config)
+    reason = next(differences, None) or _describe_model_difference(folder, str(before.get("policy.model.path")), config)
     if reason is not None:
         raise ConfigError([Problem(f"run_dir={folder}", f"holds another run: {reason}; choose another run_dir")])
     remarks = compare_data(folder, config)
-    different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in different), *remarks]
+    changed_keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return [*(f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed_keys), *remarks]
 
 
-def _model_difference(folder: Path, path: str, config: Config) -> str | None:
-    """The reason why the model differs from the run's, whose path was `path`; None: it is the same.
+def _describe_model_difference(folder: Path, path: str, config: Config) -> str | None:
+    """Say why the model is not the run's, whose path was `path`; None: it is.
 
     Models are compared by their content, and by their paths where one of the contents is not known.
     """
@@ -206,15 +209,15 @@ def _model_difference(folder: Path, path: str, config: Config) -> str | None:
         digest = json.loads((folder / MODEL_FILE).read_bytes())["digest"]
     except (OSError, ValueError, LookupError, TypeError):
         digest = None
-    current = _digest_of_model(config)
+    current = _compute_digest(config)
     if None not in (digest, current):
         reason = f"{subject} is another model than the run began with, or its files have changed since"
         return None if digest == current else reason
     return None if path == now else f"its policy.model.path is {path}, this one's is {now}"
 
 
-def _digest_of_model(config: Config) -> str | None:
-    """Digest of the policy's model; None: it is not on this machine yet, or the recipe makes it anew."""
+def _compute_digest(config: Config) -> str | None:
+    """Compute the digest of the policy's model; None: it is not on this machine yet, or the recipe makes it anew."""
     path = config.policy.model.path
     is_elsewhere = path == MISSING or is_made_before_run(config, path)
     model = None if is_elsewhere else find_local_folder(path)
@@ -222,10 +225,10 @@ def _digest_of_model(config: Config) -> str | None:
 
 
 def compare_data(folder: Path, config: Config) -> list[str]:
-    """Remarks on data that changed since the last start of the folder's run, or that cannot be compared.
+    """Compare the data with that of the last start; returns remarks on changes.
 
     Raises:
-        ConfigError: the training data is another: the position in it that the run continues from would mean other rows.
+        ConfigError: the training data is another, so the position to continue from would mean other rows.
     """
     subject, advice = f"run_dir={folder}", "choose another run_dir"
     try:
@@ -238,12 +241,12 @@ def compare_data(folder: Path, config: Config) -> list[str]:
         if reason is not None:
             raise ConfigError([Problem(subject, f"holds another run: {reason}; put it back as it was, or {advice}")])
         return validation_differences(before, now)
-    remarks = _unknown_data(folder, config)
+    remarks = _compare_data_paths(folder, config)
     return remarks if now.is_comparable else []
 
 
-def _unknown_data(folder: Path, config: Config) -> list[str]:
-    """The remark on a run whose folder has no digests, as those of earlier versions; the paths of data are compared."""
+def _compare_data_paths(folder: Path, config: Config) -> list[str]:
+    """Compare the paths of the data for a run whose folder has no digests, as those of earlier versions."""
     try:
         path = dict(flatten(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Starting the actors of a run in parallel: policy, value model, engines, rollout workers."""
+"""Starts the Ray actors of a run in parallel: policy, value model, engines, rollout workers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ class Models:
 
 
 def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
-    """Begin to start the policy, the value model of PPO and the engines on Ray. The stack ends them.
-
-    On shared devices engines measure the free memory, so they start first, and sleep before the models start.
-    """
+    """Begin to start the policy, the value model of PPO and the engines; the stack ends them."""
     colocated = config.generation.is_colocated and config.needs_generation
     engines, value_model = config.generation.parallel, config.value_model
     generation: VllmGeneration | None = None
@@ -59,16 +56,16 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
         cluster.reserve(config.policy.parallel, engines if own_engines else None, value_parallel)
         if config.needs_generation:
             generation = _start_generation(config, folder, cluster, stack)
-    policy = MegatronPolicy(
-        make_policy_settings(config, folder), cluster.build_policy_options, config.cluster.startup_timeout_s
-    )
+    settings, timeout_s = make_policy_settings(config, folder), config.cluster.startup_timeout_s
+    policy = MegatronPolicy(settings, cluster.build_policy_options, timeout_s)
     stack.callback(policy.shutdown)
     if colocated:
         cluster.share(policy.devices(), engines.ranks_per_engine)
-    value = _value(config, cluster) if value_model else None
+    value = _make_value_model(config, cluster) if value_model else None
     if value is not None:
         stack.callback(value.shutdown)
     if colocated:
+        # Engines measure the free memory of their devices, so they start first, and sleep before the models start.
         generation = _start_generation(config, folder, cluster, stack)
         generation.wait_ready()
         generation.sleep()
@@ -79,10 +76,10 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
 
 
 def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
-    """Begin to start the engines alone on Ray, with the weights of the model folder. The stack ends them."""
-    alone = replace(config.generation, placement="separate")  # there is no policy to share devices with
-    cluster.reserve(None, alone.parallel)
-    return _start_generation(replace(config, generation=alone), folder, cluster, stack)
+    """Begin to start engines alone, with the weights of the model folder; the stack ends them."""
+    generation = replace(config.generation, placement="separate")  # there is no policy to share devices with
+    cluster.reserve(None, generation.parallel)
+    return _start_generation(replace(config, generation=generation), folder, cluster, stack)
 
 
 def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
@@ -102,7 +99,7 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: 
 
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
-    """Settings of the policy's ranks; `folder`: the policy's model in Hugging Face format."""
+    """Make the settings of the policy's ranks; `folder` has the model in Hugging Face format."""
     return RankSettings(
         config=config.policy,
         shape=read_model_shape(folder),
@@ -116,7 +113,7 @@ def make_policy_settings(config: Config, folder: Path) -> RankSettings:
     )
 
 
-def _value(config: Config, cluster: RayCluster) -> MegatronValue:
+def _make_value_model(config: Config, cluster: RayCluster) -> MegatronValue:
     assert config.value_model is not None
     folder = fetch_model_folder(config.value_model.model.path, "value.model.path")
     settings = RankSettings(
@@ -131,7 +128,7 @@ def _value(config: Config, cluster: RayCluster) -> MegatronValue:
 
 
 def _shares_cores(config: Config) -> bool:
-    """Whether the run's engines sample while its models train."""
+    """Tell whether the run's engines sample while its models train."""
     return config.training_loop.async_grpo.can_sample_ahead and not config.generation.server.urls
 
 
@@ -145,7 +142,7 @@ def start_rollouts(
     tokenizer: Any = None,
     restore: RestoreEngines = refuse_to_restore,
 ) -> RolloutPool:
-    """Begin to start rollout workers over engines, and the environments. The stack ends them.
+    """Begin to start rollout workers and environments; the stack ends them.
 
     Args:
         config: the configuration of a run, or of an evaluation.
@@ -180,7 +177,7 @@ def start_rollouts(
 
 
 def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> None:
-    """Replace lost engines by new ones with the weights of the model folder (a function of type `RestoreEngines`)."""
+    """Replace lost engines by new ones, with the weights of the model folder."""
     try:
         generation.replace(lost)
     except RunError as error:
@@ -194,12 +191,12 @@ def make_transport(
     run_dir: Path,
     canary: Canary | None = None,
 ) -> WeightTransport:
-    """The transport of the policy's weights to the engines, not yet connected.
+    """Make the transport of the policy's weights to the engines, not yet connected.
 
     Args:
-        policy: the model whose weights are sent.
-        generation: the engines that receive them.
-        config: the transport and its settings.
+        policy: sends its weights.
+        generation: receives them.
+        config: the mode of transfer and its settings.
         run_dir: the run's folder, which distinguishes its files from those of other runs.
         canary: the checks before engines serve; None: there are none.
     """

@@ -1,4 +1,4 @@
-"""Start-up and end of a run: its folder, its logs and Ray, and the summary and report that are written however it ends.
+"""Opens a run and closes it: its folder, its logs and Ray, and the summary and report at its end, however it ends.
 
 This file imports neither torch nor Megatron-Core: a thread imports them while the calls here start Ray.
 """
@@ -27,7 +27,8 @@ from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_files import SUMMARY_FILE
 from megatron_grpo.observability.summary import RunEnd, make_killed_run_command, write_summary
-from megatron_grpo.run.checkpoints import Checkpointer, find_start_checkpoint
+from megatron_grpo.run.checkpoint_choice import find_start_checkpoint
+from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import CONFIG_FILE, compare_with_last_start, lock_run_directory
 from megatron_grpo.run.user_objects import UserObjects
 
@@ -35,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 AT_ONCE_S = 10.0
-"""Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read about 10 GB and to
-find most mistakes."""
+"""Seconds that the start-up waits for the checkpoint search before it starts Ray.
 
+That is enough to read about 10 GB and to find most mistakes."""
 
-_DOING = {
+# Lines that announce the parts of a start-up, by name of the part.
+_ANNOUNCEMENTS = {
     "imports": "importing torch",
     "ray": "starting Ray",
     "prepare": "making the model and the data",
@@ -47,14 +49,14 @@ _DOING = {
     "waiting": "waiting for models and engines",
     "refit": "sending the weights to the engines",
 }
-"""Lines that announce the parts of a start-up, by name of the part."""
 
 
 @contextmanager
 def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> Iterator[Future[T]]:
-    """Run `work` in a thread and yield its future. An error within the first seconds is raised before the body begins.
+    """Run `work` in a thread during the body, and yield its future.
 
-    `work` is called with an event that is set when the body ends, and should check it now and then.
+    An error within the first `at_once_s` seconds is raised before the body begins. `work` gets an event that is set
+    when the body ends, and should check it now and then.
     """
     stop = Event()
     with ThreadPoolExecutor(1, "background") as pool:
@@ -74,13 +76,13 @@ class Startup:
     run_dir: Path
     checkpointer: Checkpointer
     start_from: Future[Path | None]
-    """The checkpoint to start from, when it has been found and verified; None: the run begins anew."""
+    """The checkpoint to start from, when it is verified; None: the run begins anew."""
     changes: list[str]
     """Differences from the configuration of the previous start in this folder, a line each."""
     cluster: RayCluster
     user_objects: UserObjects
     write_summary: Callable[..., Any]
-    """Writes summary.json if the run fails. The run's logger replaces it, since it also knows the timings."""
+    """Writes summary.json if the run fails; replaced by the logger's, which also knows the timings."""
     began: float
     """Time in seconds since the epoch at which the start-up began."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -90,9 +92,9 @@ class Startup:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Print a line, then time the body, and add it to the seconds of this name."""
+        """Announce a part of the start-up, and add the body's time to its seconds."""
         if name not in self.parts:
-            print(_DOING[name], flush=True)
+            print(_ANNOUNCEMENTS[name], flush=True)
         began = time.monotonic()
         try:
             yield
@@ -102,7 +104,7 @@ class Startup:
 
 @contextmanager
 def open_run(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
-    """Lock the run's folder and start Ray; leaving the context ends all of Ray's processes, also after an error.
+    """Lock the run's folder and start Ray; leaving the context ends all of Ray's processes.
 
     Args:
         config: the run's configuration, checked.
@@ -125,8 +127,8 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         checkpointer = Checkpointer(run_dir, config.ranked_checkpointing)
         checkpointer.keep_forever = config.logger.is_replay_start
         changes = compare_with_last_start(run_dir, config)
-        one_machine = config.cluster.ray_address is None
-        stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=one_machine))
+        is_one_machine = config.cluster.ray_address is None
+        stack.enter_context(driver_log(run_dir, config.logger.level, one_machine=is_one_machine))
         search = stack.enter_context(in_background(lambda stop: find_start_checkpoint(checkpointer, config, stop)))
         cluster = RayCluster(config.cluster)
         samples, report = config.samples_per_step, config.logger.report
@@ -134,7 +136,7 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
         startup = Startup(run_dir, checkpointer, search, changes, cluster, user_objects, summary, began, parts)
         stack.enter_context(record_end(startup, report=report))
         remove_if_killed: FolderRemover | None = None
-        if one_machine:
+        if is_one_machine:
             remove_if_killed = stack.enter_context(
                 cleanup_after_kill(if_killed=make_killed_run_command(run_dir, samples, report=report))
             )
@@ -146,14 +148,14 @@ def open_run(config: Config, user_objects: UserObjects | None = None, began: flo
 
 @contextmanager
 def record_end(startup: Startup, *, report: bool) -> Iterator[None]:
-    """Write summary.json if the body fails, and report.html however the body ends.
+    """Write summary.json if the body fails, and report.html however it ends.
 
-    Errors of this writing are logged and raise nothing, so that they do not hide why the run ended. The summary of an
-    earlier start in the folder is removed first.
+    The summary of an earlier start in the folder is removed first. Errors of this writing are logged and raise nothing,
+    so that they do not hide why the run ended.
 
     Args:
         startup: the start-up, with the run's folder and the function that writes the summary.
-        report: whether to write report.html.
+        report: write report.html.
     """
     (startup.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     try:
@@ -165,8 +167,8 @@ def record_end(startup: Startup, *, report: bool) -> Iterator[None]:
             raise KeyboardInterrupt("SIGTERM") from error
         raise
     except Exception as error:
-        explained = isinstance(error, RunError | ConfigError)
-        _write_failure(startup, RunEnd("failed", str(error) if explained else f"{type(error).__name__}: {error}"))
+        is_explained = isinstance(error, RunError | ConfigError)
+        _write_failure(startup, RunEnd("failed", str(error) if is_explained else f"{type(error).__name__}: {error}"))
         logger.error("the run failed", exc_info=error)
         raise
     finally:

@@ -15,7 +15,7 @@ CARD = "README.md"
 
 
 def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: bool) -> None:
-    """Write the card of a model: what it was trained from and how, and the metrics of its checkpoint.
+    """Write the card of a model: its origin, its training and the metrics of its checkpoint.
 
     Args:
         output: folder of the exported model.
@@ -33,8 +33,11 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
         pipeline_tag="text-generation",
         tags=["megatron_grpo", algorithm, "reinforcement-learning"],
     )
-    kept = {name: value for name, value in sorted(state["metrics"].items()) if isinstance(value, int | float)}
-    shown = {name: value for name, value in kept.items() if name == "reward" or name.startswith("val_")}
+    metrics = {
+        name: value
+        for name, value in sorted(state["metrics"].items())
+        if isinstance(value, int | float) and (name == "reward" or name.startswith("val_"))
+    }
     text = f"""---
 {data.to_yaml()}
 ---
@@ -42,23 +45,23 @@ def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: boo
 # {output.name}
 
 {"Adapters for" if adapters else "Trained from"} `{base}` with {algorithm.upper()} by megatron_grpo,
-{state["save_state"]["total_steps"]} steps on `{_rows(config)}`.
+{state["save_state"]["total_steps"]} steps on `{_list_data(config)}`.
 
 | Metric | Value |
 |---|---|
 """
-    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in shown.items())
+    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in metrics.items())
     ModelCard(text + rows).save(output / CARD)
     (output / CARD).chmod(output.stat().st_mode & 0o666)  # as the other files of an export
 
 
-def _rows(config: dict[str, Any]) -> str:
+def _list_data(config: dict[str, Any]) -> str:
     data = config["data"]
-    return ", ".join(one["path"] for one in data["train_sets"].values()) or str(data["train_path"])
+    return ", ".join(dataset["path"] for dataset in data["train_sets"].values()) or str(data["train_path"])
 
 
 def push_to_hub(folder: Path, name: str, base: str, checkpoint: Path, *, adapters: bool) -> str:
-    """Send a folder, with its card, to a repository on the hub; returns the repository's address.
+    """Send a folder with its card to the hub; returns the repository's address.
 
     Args:
         folder: folder of the exported model.

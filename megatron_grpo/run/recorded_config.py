@@ -18,12 +18,12 @@ from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
 
 
 def is_composition(name: str) -> bool:
-    """Whether an argument of this name chooses an option of a group, or adds a folder of options."""
+    """Tell whether an argument of this name chooses an option of a group, or adds a folder of options."""
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """The configuration with which a run was last started, with some keys changed.
+    """Load the configuration with which a run was last started, with some keys changed.
 
     Args:
         run_dir: folder of the run.
@@ -42,7 +42,12 @@ def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
 
 
 def override_values(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
-    """The configuration with these values, by key, and some keys changed; `source`: where they are from, for messages.
+    """Build the configuration of these values with some keys changed.
+
+    Args:
+        values: the recorded values by key, which are changed.
+        overrides: changes, each section.key=VALUE in YAML.
+        source: origin of the values, for messages.
 
     Raises:
         ConfigError: a change is not understood, or makes the configuration wrong.
@@ -52,14 +57,14 @@ def override_values(values: dict[str, Any], overrides: Sequence[str], source: st
         if override.startswith("+") or is_composition(override.partition("=")[0]):
             text = "cannot be composed with the recorded configuration of a run; change single keys, section.key=VALUE"
             raise ConfigError([Problem(override, text)])
-        _set(values, override, algorithm)
+        _set_value(values, override, algorithm)
     config, problems = convert_values(values, algorithm)
     if problems or config is None:
         raise ConfigError(problems or [Problem(source, "is not the configuration of a run")])
     return config
 
 
-def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
+def _set_value(values: dict[str, Any], override: str, algorithm: str) -> None:
     """Apply section.key=VALUE (in YAML) to a run's configuration; shared loop keys are stored under its algorithm."""
     name, _, text = override.partition("=")
     *sections, last = translate_key(algorithm, name).split(".")

@@ -1,4 +1,4 @@
-"""Datasets that a script passes to a run: written aside, and moved into the run's folder when the run may start."""
+"""Datasets that a script passes to a run: written aside, and moved into the run's folder when it may start."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ DATA_FOLDER = "data"
 
 
 class ScriptData:
-    """Rows of a script, kept apart from the run's folder until its lock is free and the configuration is accepted.
+    """Rows of a script, apart from the run's folder until the run may start.
 
+    It may start when the folder's lock is free and the configuration is accepted.
     A start that is refused leaves the folder, and the rows of a live run in it, as they are.
     """
 
     def __init__(self) -> None:
         self._run_dir = Path()
+        # Folder beside or in run_dir, on the same file system; None: nothing was written.
         self._aside: Path | None = None
-        """Folder beside or in run_dir, on the same file system; None: nothing was written."""
+        # Files in it, and their paths in the run's folder.
         self._moves: dict[Path, Path] = {}
-        """Files in it, and their paths in the run's folder."""
+        # The script's argument of each file, for messages.
         self._arguments: dict[Path, str] = {}
-        """The script's argument of each file, for messages."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,13 +47,12 @@ class ScriptData:
         self._clear()
 
     def _clear(self) -> None:
-        """Remove the folder aside with all that was not moved out of it."""
         if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside = None
 
     def reserve_path(self, run_dir: str, name: str) -> Path:
-        """Path, without a suffix, to which a dataset is to be written.
+        """Reserve the path, without a suffix, to which a dataset is to be written.
 
         Raises:
             ConfigError: run_dir is in use by a live run, or nothing can be written there.
@@ -69,10 +69,10 @@ class ScriptData:
         return self._aside / name
 
     def select_file(self, file: Path, argument: str) -> Path:
-        """The file to read a dataset from: the one in the run's folder if its rows are the same, else `file`.
+        """Select the file to read a dataset from: one with the same rows in the run's folder, else `file`.
 
         Args:
-            file: a file written under `path`; other files are the user's own, and are returned as they are.
+            file: a file written at a path of `reserve_path`; other files are the user's own, and are returned.
             argument: the script's argument, for messages.
 
         Raises:
@@ -82,10 +82,10 @@ class ScriptData:
             return file
         folder = self._run_dir / DATA_FOLDER
         earlier = [folder / f"{file.stem}{suffix}" for suffix in (file.suffix, ".jsonl", ".parquet")]
-        same = next((path for path in earlier if path.is_file() and _are_same_rows(path, file)), None)
-        if same is not None:
+        equal_file = next((path for path in earlier if path.is_file() and _has_equal_rows(path, file)), None)
+        if equal_file is not None:
             file.unlink()
-            return same
+            return equal_file
         if argument == "train_dataset":
             self._refuse_other_rows(earlier)
         self._moves[file], self._arguments[file] = folder / file.name, argument
@@ -97,30 +97,30 @@ class ScriptData:
             raise ConfigError([Problem(f"run_dir={self._run_dir}", text)])
 
     def name_arguments(self, problem: Problem) -> Problem:
-        """A problem whose files of this class are named as arguments of the script: train_dataset[3]."""
+        """Name the files in a problem as arguments of the script: train_dataset[3]."""
         subject, text = problem.subject, problem.text
         for file, argument in self._arguments.items():
             pattern = rf"(?:[\w.]+=)?{re.escape(str(file))}(?::(\d+)|, row (\d+))?"
 
-            def name(match: re.Match[str], argument: str = argument) -> str:
+            def name_row(match: re.Match[str], argument: str = argument) -> str:
                 row = int(match[1]) - 1 if match[1] else match[2]  # lines count from 1
                 return argument if row is None else f"{argument}[{row}]"
 
-            subject, text = re.sub(pattern, name, subject), re.sub(pattern, name, text)
+            subject, text = re.sub(pattern, name_row, subject), re.sub(pattern, name_row, text)
         return Problem(subject, text)
 
     def settle_paths(self, config: Config) -> None:
-        """Name the files of this class in a configuration by their paths in the run's folder."""
+        """Replace the files in a configuration by their paths in the run's folder."""
         final = {str(file): str(path) for file, path in self._moves.items()}
         data = config.data
         data.train_path = final.get(data.train_path, data.train_path)
         data.val_path = final.get(data.val_path, data.val_path) if data.val_path is not None else None
-        for one in data.val_sets.values():
-            one.path = final.get(one.path, one.path)
+        for dataset in data.val_sets.values():
+            dataset.path = final.get(dataset.path, dataset.path)
 
     @contextmanager
     def move_in(self) -> Iterator[None]:
-        """Move the files into the run's folder under its lock; a start that is refused in the body takes them away.
+        """Move the files into the run's folder; a start that is refused in the body removes them.
 
         Raises:
             ConfigError: run_dir has a run that began with other rows.
@@ -131,7 +131,7 @@ class ScriptData:
             yield
             return
         folder = self._run_dir
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         with lock_run_directory(str(folder)):
             for file, path in self._moves.items():
                 if self._arguments[file] == "train_dataset":
@@ -142,27 +142,27 @@ class ScriptData:
         try:
             yield
         except ConfigError:
-            _remove_refused(folder, made)
+            _remove_refused(folder, new_folders)
             raise
 
 
-def _remove_refused(folder: Path, made: list[Path]) -> None:
+def _remove_refused(folder: Path, new_folders: list[Path]) -> None:
     """Remove the folders that a refused start made, if nobody has used them since."""
-    if folder not in made:
+    if folder not in new_folders:
         return
     with suppress(RunError, OSError), lock_run_directory(str(folder)):
         if set(os.listdir(folder)) <= {LOCK_FILE, LOGS_FOLDER, DATA_FOLDER}:
             shutil.rmtree(folder)
-            for path in made[1:]:
+            for path in new_folders[1:]:
                 path.rmdir()
 
 
-def _are_same_rows(one: Path, other: Path) -> bool:
-    """Whether two files have the same rows; two versions of pyarrow write the same rows differently."""
-    if one.suffix == other.suffix and filecmp.cmp(one, other, shallow=False):
+def _has_equal_rows(earlier: Path, file: Path) -> bool:
+    if earlier.suffix == file.suffix and filecmp.cmp(earlier, file, shallow=False):
         return True
+    # Two versions of pyarrow write the same rows differently, so other bytes may have the same rows.
     try:
-        sources = [open_source(DatasetConfig(path=str(path))) for path in (one, other)]
+        sources = [open_source(DatasetConfig(path=str(path))) for path in (earlier, file)]
         same_length = len(sources[0]) == len(sources[1])
         return same_length and all(a == b for a, b in zip_longest(*(source.each() for source in sources)))
     except SourceError:

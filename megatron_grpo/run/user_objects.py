@@ -11,10 +11,10 @@ from megatron_grpo.config.errors import RunError
 
 
 class Callback:
-    """Base class of callbacks. The driver calls their methods between the stages of a run, and waits for them."""
+    """Base class of callbacks, which the driver calls between the stages of a run and waits for."""
 
     def on_start(self, step: int, run_dir: Path) -> None:
-        """Called when all processes are up: after `step` steps, 0 unless the run resumes. `run_dir`: its folder."""
+        """Called when all processes are up; `step`: steps so far, 0 unless the run resumes."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | Literal["save"] | None:
         """Called after a step was logged.
@@ -45,9 +45,9 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
         self.wants_stop = False
-        """Whether on_step of a callback has asked to end training."""
+        """True: on_step of a callback has asked to end training."""
         self.wants_checkpoint = False
-        """Whether on_step of a callback has asked for a checkpoint of the last step."""
+        """True: on_step of a callback has asked for a checkpoint of the last step."""
 
     def notify(self, event: str, *arguments: Any) -> None:
         """Call a method of every callback.
@@ -72,7 +72,7 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserObjects:
-    """Objects that a script passes to a run; the defaults are for the command line, which passes none."""
+    """Objects that a script passes to a run; the command line passes none."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that cannot be imported, by their entry in reward_funcs."""

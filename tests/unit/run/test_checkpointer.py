@@ -14,8 +14,9 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, DataConfig, LoggerConfig
+from megatron_grpo.run.checkpoint_choice import resolve_checkpoint
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
-from megatron_grpo.run.checkpoints import Checkpointer, resolve_checkpoint
+from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import record_start
 from tests.support.checkpoints import fake_models
 
@@ -93,7 +94,7 @@ def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monk
 @pytest.mark.parametrize(("higher_is_better", "kept"), [(True, [2, 4, 5]), (False, [1, 3, 5])])
 def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool, kept: list[int]) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: None}
-    assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).steps() == kept
+    assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).list_steps() == kept
 
 
 @pytest.mark.parametrize("higher_is_better", [True, False])
@@ -118,7 +119,7 @@ def test_checkpoints_that_a_replay_needs_are_kept_besides(tmp_path: Path) -> Non
 
 def test_without_a_metric_the_newest_are_kept(tmp_path: Path) -> None:
     scores = {1: 0.9, 2: 0.8, 3: 0.7, 10: None, 11: 0.1}
-    assert saved(tmp_path, scores, keep_top_k=2, metric_name=None).steps() == [10, 11]
+    assert saved(tmp_path, scores, keep_top_k=2, metric_name=None).list_steps() == [10, 11]
 
 
 def test_a_run_that_began_from_another_goes_on_from_its_own(tmp_path: Path) -> None:

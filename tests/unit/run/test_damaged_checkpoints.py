@@ -120,7 +120,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused(
         damage(folder / "step_2" / name)
         resuming = save(tmp_path / ("copy" if whose == "own" else "new"), resume=str(folder / "step_2"))
         with pytest.raises(ConfigError, match=re.escape(f"cannot be started from: {folder / 'step_2' / name}")):
-            resuming.find()
+            resuming.find_start()
         assert (folder / "step_2").exists(), "what was named by hand stays where it is"
         shutil.rmtree(folder)
 
