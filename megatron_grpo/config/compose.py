@@ -1,4 +1,4 @@
-"""From a command line to a typed Config: Hydra composes conf/ over the schema's defaults, mistakes are collected."""
+"""Composes a typed Config from a command line: Hydra merges conf/ over the schema's defaults."""
 
 from __future__ import annotations
 
@@ -37,70 +37,73 @@ from megatron_grpo.config.suggestions import describe_unknown_key
 
 
 def explain_foreign_key(key: str, algorithm: str) -> str:
-    """The message about a key that only the other algorithm reads."""
+    """Explain that only the other algorithm reads a key."""
     advice = "; the value model is PPO's baseline" if algorithm == "ppo" else ""
     advice = f"; give {COUNTERPART[key]}" if key in COUNTERPART else advice
     return f"is for algorithm={switch_algorithm(algorithm)}, and this run has algorithm={algorithm}{advice}"
 
 
 @functools.cache
-def schema_defaults() -> dict[str, Any]:
-    """The schema's defaults as Hydra composes over them.
-
-    They lack the keys that GRPO and PPO share, so that such a key in the composed values has been given explicitly, and
-    the environment, so that an environment chosen from conf/env replaces the default one.
-    """
+def build_schema_defaults() -> dict[str, Any]:
+    """Build the defaults over which Hydra composes conf/."""
     tree = dataclasses.asdict(Config())
-    return tree | {loop: _part(tree[loop], shared=False) for loop in LOOPS} | {"env": {}}
+    # Without the shared keys, so that one in the composed values was set explicitly; and without an environment, so
+    # that one of conf/env replaces the default.
+    return tree | {loop: _select_keys(tree[loop], shared=False) for loop in LOOPS} | {"env": {}}
 
 
 def unite_shared_keys(
     composed: DictConfig, algorithm: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Write one value of each shared key into both loop sections: the given one, else the algorithm's default.
+    """Write one value of each shared key into both loop sections.
 
-    A key may be given under both names, in different files or on the command line. Then the place that Hydra reads last
-    decides, as it does for any other key; two values in one place are a contradiction.
+    The value is the one that was set, under either name, else the algorithm's default. A key may be set under both
+    names, in different files or on the command line. Then the source that Hydra reads last decides, as for any other
+    key; two values in one source are a contradiction.
 
     Args:
-        composed: values that Hydra composed over `schema_defaults`.
+        composed: values that Hydra composed over `build_schema_defaults`.
         algorithm: the algorithm that runs.
         on_command_line: keys of the command line.
         files: returns the composed files of conf/ in the order in which Hydra reads them; takes a tenth of a second.
 
     Returns:
-        The given name of each shared key that was given under the other algorithm's name, and the contradictions.
+        By key, the name under which it was set, if that is the other algorithm's; and the contradictions.
     """
-    other = switch_algorithm(algorithm)
+    foreign = switch_algorithm(algorithm)
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     if not all(isinstance(tree[loop], dict) for loop in LOOPS):
         return {}, []  # a recipe with a value in place of a section is refused when types are checked
-    shared = {loop: _part(tree[loop], shared=True) for loop in LOOPS}
-    given = {loop: dict(flatten(shared[loop])) for loop in LOOPS}
-    defaults = _part(dataclasses.asdict(getattr(Config(), algorithm)), shared=True)
-    values = OmegaConf.merge(defaults, shared[other], shared[algorithm])
-    written_names = {f"{algorithm}.{name}": f"{other}.{name}" for name in given[other].keys() - given[algorithm].keys()}
+    shared = {loop: _select_keys(tree[loop], shared=True) for loop in LOOPS}
+    set_values = {loop: dict(flatten(shared[loop])) for loop in LOOPS}
+    defaults = _select_keys(dataclasses.asdict(getattr(Config(), algorithm)), shared=True)
+    united = OmegaConf.merge(defaults, shared[foreign], shared[algorithm])
+    from_foreign = set_values[foreign].keys() - set_values[algorithm].keys()
+    conflicts = [name for name, value in set_values[algorithm].items() if set_values[foreign].get(name, value) != value]
+    sources = [on_command_line, *map(read_settings, reversed(files()))] if conflicts else []
     problems = []
-    for name, value in given[algorithm].items():
-        if given[other].get(name, value) == value:
-            continue
-        places = (on_command_line, *(read_settings(file) for file in reversed(files())))
-        setting = ([loop for loop in LOOPS if f"{loop}.{name}" in place] for place in places)
-        last = next(filter(None, setting), [])
-        if last == [other]:
-            OmegaConf.update(values, name, given[other][name])
-            written_names[f"{algorithm}.{name}"] = f"{other}.{name}"
-        elif last != [algorithm]:
-            one, two = (f"{loop}.{name}={to_text(given[loop][name])}" for loop in (algorithm, other))
-            problems.append(Problem(one, f"is the same setting as {two}; leave one of them out"))
+    for name in conflicts:
+        deciding = _find_deciding_loops(name, sources)
+        if deciding == [foreign]:
+            OmegaConf.update(united, name, set_values[foreign][name])
+            from_foreign.add(name)
+        elif deciding != [algorithm]:
+            first, second = (f"{loop}.{name}={to_text(set_values[loop][name])}" for loop in (algorithm, foreign))
+            problems.append(Problem(first, f"is the same setting as {second}; leave one of them out"))
     for loop in LOOPS:
-        OmegaConf.update(composed, loop, OmegaConf.merge(_part(tree[loop], shared=False), values), merge=False)
-    return written_names, problems
+        OmegaConf.update(composed, loop, OmegaConf.merge(_select_keys(tree[loop], shared=False), united), merge=False)
+    return {f"{algorithm}.{name}": f"{foreign}.{name}" for name in from_foreign}, problems
 
 
-def _part(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-    """The shared keys of a loop section, or its other ones."""
+def _find_deciding_loops(name: str, sources: Sequence[Collection[str]]) -> list[str]:
+    """Find the loop sections in which the source read last sets a shared key; `sources`: the last one first."""
+    loops_by_source = ([loop for loop in LOOPS if f"{loop}.{name}" in source] for source in sources)
+    return next(filter(None, loops_by_source), [])
+
+
+def _select_keys(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
+    """Select the shared keys of a loop section, or the other ones."""
     return {key: value for key, value in section.items() if (key in SHARED) == shared}
 
 
@@ -112,24 +115,23 @@ OmegaConf.register_new_resolver(
 
 @dataclasses.dataclass(slots=True)
 class Composed:
-    """The typed configuration of a command line and its job, with what is wrong with it."""
+    """The typed configuration of a command line and its job, with its problems."""
 
     job: Job
     config: Config | None = None
-    """The typed configuration; None: the values cannot be typed."""
+    """None: the values cannot be converted to the schema's types."""
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Given and default values, resolved, wrong ones included; empty when nothing could be composed."""
+    """Set and default values, resolved, wrong ones included; empty when Hydra could compose nothing."""
     problems: list[Problem] = dataclasses.field(default_factory=list)
     defaulted: set[str] = dataclasses.field(default_factory=set)
-    """Keys of the schema that have their default because the given value is wrong."""
+    """Keys of the schema that have their default because the value on the command line is wrong."""
     written_names: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The given name of each shared key that was given under the other algorithm's name."""
-
+    """By shared key, the other algorithm's name under which it was set."""
     remarks: list[Problem] = dataclasses.field(default_factory=list)
-    """Settings that are allowed and may not be intended, known once the machine is checked."""
+    """Settings that are allowed but may not be intended; filled in once the machine is checked."""
 
     def require(self) -> Config:
-        """The configuration; ConfigError if it has problems."""
+        """Return the configuration; raise ConfigError if it has problems."""
         if self.problems:
             raise ConfigError(self.problems)
         assert self.config is not None
@@ -137,138 +139,139 @@ class Composed:
 
     @property
     def problem_keys(self) -> set[str]:
-        """Keys that the problems name; later checks say nothing more about them."""
+        """Keys that already have a problem; later checks skip them."""
         return {problem.key for problem in self.problems}
 
     def rename_problems(self, problems: Sequence[Problem]) -> list[Problem]:
-        """The problems under the names that the user gave: a job's fields, the other algorithm's keys."""
-        named = []
+        """Name problems as the user wrote them: by a job's field or the other algorithm's key."""
+        renamed = []
         for problem in problems:
             field = self.job.fields.get(translate_key("grpo", problem.key))
             name = f"{self.job.file}: {field}" if field else self.written_names.get(problem.key)
             if name is not None:
-                sets = f" (it sets {problem.key})" if field or find_key(name) else ""
-                problem = Problem(name + problem.subject[len(problem.key) :], f"{problem.text}{sets}")
-            named.append(problem)
-        return named
+                target = f" (it sets {problem.key})" if field or find_key(name) else ""
+                problem = Problem(name + problem.subject[len(problem.key) :], f"{problem.text}{target}")
+            renamed.append(problem)
+        return renamed
 
 
 def compose_typed(overrides: Sequence[str]) -> Composed:
-    """The configuration of a command line: names, types and ranges are checked, combinations of settings are not."""
-    with search_path(overrides) as (others, unfit):
-        jobs = [argument for argument in others if argument.lstrip("+").startswith("job=")]
-        read = read_overrides([argument for argument in others if argument not in jobs])
-        composed = Composed(read_job(jobs, read.given))
-        algorithm, overruled = _compose(composed, read)
+    """Compose the configuration of a command line; check names, types and ranges, not combinations of settings."""
+    with search_path(overrides) as (arguments, folder_problems):
+        jobs = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
+        parsed = read_overrides([argument for argument in arguments if argument not in jobs])
+        composed = Composed(read_job(jobs, parsed.values))
+        algorithm, overruled = _compose(composed, parsed)
         composed.config, wrong = convert_values(copy.deepcopy(composed.values), algorithm)
         composed.problems += [problem for problem in wrong if problem.key not in composed.problem_keys]
         composed.defaulted = set(filter(find_key, composed.problem_keys))
         composed.problems += [problem for problem in overruled if problem.key not in composed.problem_keys]
         if composed.config is not None:
-            given = read.given | {key: to_text(value) for key, value in composed.job.settings.items()}
-            if (
-                not composed.problem_keys & list_config_groups().keys()
-            ):  # an unknown recipe may have been meant to give them
+            settings = parsed.values | {key: to_text(value) for key, value in composed.job.settings.items()}
+            # An unknown recipe may have been meant to set the keys that are missing.
+            if not composed.problem_keys & list_config_groups().keys():
                 composed.problems += find_missing_keys(composed.values, composed.problem_keys)
             composed.problems += [
                 Problem(f"{key}={value}", explain_foreign_key(key, algorithm))
-                for key, value in given.items()
+                for key, value in settings.items()
                 if is_foreign_to(algorithm, key) and "." in key and key not in composed.problem_keys
             ]
-    composed.problems[:0] = unfit
+    composed.problems[:0] = folder_problems
     return composed
 
 
-def _compose(into: Composed, read: Overrides) -> tuple[str, list[Problem]]:
-    """Compose the resolved values of a command line and its job, and collect what is wrong on the way.
+def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
+    """Compose the resolved values of a command line and its job into `into`, with their problems.
 
-    Returns the algorithm, and settings of the job that an option on the command line sets to another value.
+    Returns:
+        The algorithm, and the job's settings that an option on the command line contradicts.
     """
     job, environments = into.job, list_config_groups()["env"]
-    accepted = [*job.environment_override(environments), *read.accepted]
-    ConfigStore.instance().store("schema_defaults", schema_defaults())
+    accepted = [*job.build_environment_override(environments), *parsed.accepted]
+    ConfigStore.instance().store("schema_defaults", build_schema_defaults())
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", [*build_search_override(), *accepted])
         except (HydraException, OmegaConfBaseException) as error:
-            into.problems = [describe_unknown_key(name, "grpo") for name in read.unknown]
-            into.problems += [*read.problems, *job.problems, _not_composed(accepted, error)]
+            into.problems = [describe_unknown_key(name, "grpo") for name in parsed.unknown]
+            into.problems += [*parsed.problems, *job.problems, _describe_hydra_error(accepted, error)]
             return "grpo", []
         algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
         into.written_names, contradictions = unite_shared_keys(
-            composed, algorithm, read.given, lambda: _files(accepted)
+            composed, algorithm, parsed.values, lambda: _list_composed_files(accepted)
         )
-    overruled = list(_overruled(job, accepted, composed))
-    into.problems = [describe_unknown_key(name, algorithm) for name in read.unknown]
-    into.problems += [*read.problems, *job.problems, *contradictions, *job.apply(composed, environments)]
-    into.problems += _unresolved(composed)
-    values = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(values, dict)
-    into.values = plain = {str(name): value for name, value in values.items()}
-    if not any(one.startswith("~env.") for one in accepted):
+    overruled = list(_find_overruled_settings(job, accepted, composed))
+    into.problems = [describe_unknown_key(name, algorithm) for name in parsed.unknown]
+    into.problems += [*parsed.problems, *job.problems, *contradictions, *job.apply(composed, environments)]
+    into.problems += _remove_unresolved(composed)
+    resolved = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(resolved, dict)
+    into.values = values = {str(name): value for name, value in resolved.items()}
+    if not any(override.startswith("~env.") for override in accepted):
         for name, environment in Config().env.items():  # for a run that names none, or rows without a task_name
-            if not plain["env"] or plain["data"]["task_name"] == name:
-                plain["env"].setdefault(name, {"type": environment.type})
-    if any(name.startswith("data.train_sets") for name in read.given) and "data.train_path" not in read.given:
-        plain["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
-    other = switch_algorithm(algorithm)
-    if isinstance(plain[other], dict):  # the printed configuration shows a shared key once
-        plain[other] = _part(plain[other], shared=False)
+            if not values["env"] or values["data"]["task_name"] == name:
+                values["env"].setdefault(name, {"type": environment.type})
+    if any(name.startswith("data.train_sets") for name in parsed.values) and "data.train_path" not in parsed.values:
+        values["data"]["train_path"] = MISSING  # several sets replace the recipe's single one
+    foreign = switch_algorithm(algorithm)
+    if isinstance(values[foreign], dict):  # the printed configuration shows a shared key once
+        values[foreign] = _select_keys(values[foreign], shared=False)
     return algorithm, overruled
 
 
-def _files(accepted: Sequence[str]) -> list[str]:
-    """The files of conf/ that Hydra composes for a command line, the last read last. Needs Hydra initialised."""
+def _list_composed_files(accepted: Sequence[str]) -> list[str]:
+    """List the files of conf/ that Hydra composes, the last read last; Hydra must be initialised."""
     loader = GlobalHydra.instance().config_loader()
-    found = loader.compute_defaults_list("config", [*build_search_override(), *accepted], RunMode.RUN).defaults
-    return [
-        one.config_path
-        for one in found
-        if one.config_path and one.config_path.partition("/")[0] in list_config_groups()
-    ]
+    defaults = loader.compute_defaults_list("config", [*build_search_override(), *accepted], RunMode.RUN).defaults
+    paths = [default.config_path for default in defaults if default.config_path]
+    return [path for path in paths if path.partition("/")[0] in list_config_groups()]
 
 
-def _overruled(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
-    """Settings of the job that contradict an option on the command line, of which a part alone would be misleading."""
-    chosen = [one for one in accepted if one.partition("=")[0] in list_config_groups().keys() - {RECIPES, "env"}]
-    chosen.sort(key=lambda one: one.startswith(f"{VARIANTS}="))  # Hydra reads the variant last
-    said_by: dict[str, str] = {}
-    for one in chosen:
-        said_by |= {translate_key("grpo", key): one for key in read_settings(one.replace("=", "/", 1))}
-    for key in said_by.keys() & job.settings.keys():
-        value, given = job.settings[key], OmegaConf.select(composed, key)
-        if given != value and str(given) != to_text(value):
-            text = f"{said_by[key]} says {given}; leave one of them out, or give {key}=... on the command line"
-            yield Problem(f"{key}={to_text(value)}", text)
+def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
+    """Yield settings of the job that contradict an option on the command line.
+
+    They are refused, because a part of the option alone would be misleading.
+    """
+    groups = list_config_groups().keys() - {RECIPES, "env"}
+    options = [override for override in accepted if override.partition("=")[0] in groups]
+    options.sort(key=lambda option: option.startswith(f"{VARIANTS}="))  # Hydra reads the variant last
+    option_of_key: dict[str, str] = {}
+    for option in options:
+        option_of_key |= {translate_key("grpo", key): option for key in read_settings(option.replace("=", "/", 1))}
+    for key in option_of_key.keys() & job.settings.keys():
+        value, composed_value = job.settings[key], OmegaConf.select(composed, key)
+        if composed_value != value and str(composed_value) != to_text(value):
+            text = f"{option_of_key[key]} says {composed_value}; leave one of them out, or give {key}=..."
+            yield Problem(f"{key}={to_text(value)}", f"{text} on the command line")
 
 
-def _not_composed(accepted: Sequence[str], error: Exception) -> Problem:
-    """Hydra's error as a problem of the override that its message names, else of all overrides."""
-    culprit = next((one for one in reversed(accepted) if one in str(error)), " ".join(accepted) or "conf/")
-    reason = error.__cause__ or error
-    return Problem(to_text(culprit.lstrip("+")), _one_line(reason))
+def _describe_hydra_error(accepted: Sequence[str], error: Exception) -> Problem:
+    """Attribute Hydra's error to the override that its message names, else to all overrides."""
+    named = (override for override in reversed(accepted) if override in str(error))
+    culprit = next(named, " ".join(accepted) or "conf/")
+    return Problem(to_text(culprit.lstrip("+")), _select_first_line(error.__cause__ or error))
 
 
-def _unresolved(composed: DictConfig) -> list[Problem]:
-    """Complaints about ${...} that lead nowhere; the values are replaced by null so that the rest can be resolved."""
+def _remove_unresolved(composed: DictConfig) -> list[Problem]:
+    """Report each ${...} that leads nowhere, and replace it by null so that the rest can be resolved."""
     problems = []
-    for name, text in _interpolations(OmegaConf.to_container(composed, resolve=False), ""):
+    for name, text in _find_interpolations(OmegaConf.to_container(composed, resolve=False), ""):
         try:
             OmegaConf.select(composed, name)
         except OmegaConfBaseException as error:
-            problems.append(Problem(f"{name}={text}", f"cannot be resolved: {_one_line(error)}"))
+            problems.append(Problem(f"{name}={text}", f"cannot be resolved: {_select_first_line(error)}"))
             OmegaConf.update(composed, name, None)
     return problems
 
 
-def _interpolations(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Dotted name and text of every value with a ${...} in it."""
+def _find_interpolations(node: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield dotted name and text of every value with a ${...} in it."""
     if isinstance(node, str) and "${" in node:
         yield name, node
     for part, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        yield from _interpolations(value, f"{name}.{part}" if name else str(part))
+        yield from _find_interpolations(value, f"{name}.{part}" if name else str(part))
 
 
-def _one_line(error: BaseException) -> str:
-    """The first line of a message of Hydra or OmegaConf; the others say where it was raised."""
+def _select_first_line(error: BaseException) -> str:
+    # The other lines of a message of Hydra or OmegaConf say where it was raised.
     return str(error).strip().splitlines()[0].strip()

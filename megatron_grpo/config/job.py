@@ -102,7 +102,7 @@ class Job:
     """Keys of the command line, which win over the job."""
     problems: list[Problem] = field(default_factory=list)
 
-    def environment_override(self, options: Sequence[str]) -> list[str]:
+    def build_environment_override(self, options: Sequence[str]) -> list[str]:
         """The override that chooses the job's environment, when it is an option of conf/env."""
         return [f"env={self.environment}"] if self._is_option(options) else []
 

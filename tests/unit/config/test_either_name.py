@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import megatron_grpo.conf
-from megatron_grpo.config.compose import compose_typed, schema_defaults, unite_shared_keys
+from megatron_grpo.config.compose import compose_typed, build_schema_defaults, unite_shared_keys
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.keys import find_key, flatten, is_section, read_keys, read_sections
 from megatron_grpo.config.loop_schema import LOOPS, is_shared, translate_key
@@ -147,7 +147,7 @@ def test_of_two_recipes_the_later_one_counts(
     monkeypatch.setattr(
         "megatron_grpo.config.compose.read_settings", lambda path: dict(flatten(files[path])), raising=True
     )
-    composed = OmegaConf.merge(OmegaConf.create(schema_defaults()), *files.values())
+    composed = OmegaConf.merge(OmegaConf.create(build_schema_defaults()), *files.values())
     _, contradictions = unite_shared_keys(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
     assert composed.ppo.seed == composed.grpo.seed == seed
     assert len(contradictions) == problems
