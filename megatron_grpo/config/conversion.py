@@ -1,4 +1,4 @@
-"""Turns plain values into a typed Config; a value of a wrong type or range is reported and replaced by its default."""
+"""Converts plain values into a typed Config; wrong values are reported and replaced by their defaults."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from megatron_grpo.config.suggestions import describe_unknown_key, list_unknown_
 
 _ADAPTER = TypeAdapter(Config)
 
-_OF_LISTS = {
+# Advice where a list is set instead of one path.
+_LIST_ADVICE = {
     "data.train_path": "; several sets are data.train_sets.NAME.path=...",
     "data.val_path": "; several sets are data.val_sets.NAME.path=...",
 }
-"""Advice where a list is given instead of one path."""
 
 
 def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
-    """The values as a Config (None if defaults do not make them valid), and their problems.
+    """Convert values to a Config, and report their problems; None: defaults do not make them valid.
 
     Args:
-        values: values by key; wrong ones are removed in place, so that their keys take their defaults.
+        values: nested values; wrong ones are removed in place, so that their keys take their defaults.
         algorithm: the algorithm that runs; suggestions for unknown keys use its names.
     """
-    problems = _booleans(values)
-    for _ in range(2):
+    problems = _remove_booleans(values)
+    for _ in range(2):  # once more without the wrong values
         try:
             return _ADAPTER.validate_python(values), problems
         except ValidationError as error:
             details = error.errors(include_url=False)
         for detail in details:
-            problems += _problems(detail, algorithm)
+            problems += _describe_error(detail, algorithm)
             _remove(values, detail["loc"])
     return None, problems
 
 
 def convert_argument(name: str, text: str, kind: Any) -> Any:
-    """The value of a command's own argument NAME=TEXT, for a type of the schema; a list is written [a,b].
+    """Convert a command's own argument NAME=TEXT to a type of the schema; a list is written [a,b].
 
     Raises:
         ValueError: the text is not a value of this type.
@@ -54,53 +54,47 @@ def convert_argument(name: str, text: str, kind: Any) -> Any:
         raise ValueError(f"{name}={to_text(text)} must be {describe_type(kind)}") from None
 
 
-def find_missing_keys(values: dict[str, Any], already: set[str]) -> list[Problem]:
-    """Required keys without a value that no other problem names."""
-    given = dict(flatten(values))
-    replaced = {"data.train_path"} if any(name.startswith("data.train_sets") for name in given) else set()
+def find_missing_keys(values: dict[str, Any], problem_keys: set[str]) -> list[Problem]:
+    """Report required keys without a value, except `problem_keys`."""
+    leaves = dict(flatten(values))
+    replaced = {"data.train_path"} if any(name.startswith("data.train_sets") for name in leaves) else set()
     return [
         Problem(name, f"is required: {' '.join(key.doc.split())}")
         for name, key in read_keys().items()
-        if name not in already | replaced and "<" not in name and given.get(name) == MISSING
+        if name not in problem_keys | replaced and "<" not in name and leaves.get(name) == MISSING
     ]
 
 
-def _booleans(values: dict[str, Any]) -> list[Problem]:
-    """Remove booleans given for numbers or texts, which pydantic would read as 1 and 0, and report them."""
-    wrong = []
+def _remove_booleans(values: dict[str, Any]) -> list[Problem]:
+    """Report and remove booleans in place of numbers or texts, which pydantic would read as 1 and 0."""
+    problems = []
     for name, value in list(flatten(values)):
         key = find_key(name) if isinstance(value, bool) else None
         if key is not None and "true or false" not in read_keys()[key].type:
-            wrong.append(Problem(f"{name}={value}", f"must be {read_keys()[key].type}"))
+            problems.append(Problem(f"{name}={value}", f"must be {read_keys()[key].type}"))
             _remove(values, tuple(name.split(".")))
-    return wrong
+    return problems
 
 
-def _problems(detail: ErrorDetails, algorithm: str) -> list[Problem]:
-    """The problems in words: of an unknown section of another framework, one for each of its settings."""
-    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        name = ".".join(str(part) for part in detail["loc"])
-        return [describe_unknown_key(one, algorithm) for one in list_unknown_keys(name, detail["input"])]
-    return [_misfit(detail)]
-
-
-def _misfit(detail: ErrorDetails) -> Problem:
-    """The problem of a value that does not fit its key."""
+def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
+    """Describe an error of pydantic; an unknown section of another framework has a problem for each setting."""
     name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return [describe_unknown_key(unknown, algorithm) for unknown in list_unknown_keys(name, detail["input"])]
     subject = f"{name}={to_text(detail['input'])}"
     key = find_key(name)
     if key is not None:
-        hint = _OF_LISTS.get(name, "") if isinstance(detail["input"], list) else ""
-        return Problem(subject, f"must be {read_keys()[key].type}{hint}")
-    whole = find_key(".".join(str(part) for part in detail["loc"][:-1]))
-    if whole is not None:
-        return Problem(subject, f"is an element of what must be {read_keys()[whole].type}")
-    found = list_members(name)
-    return Problem(subject, f"must be a section with keys of its own{': ' if found else ''}{', '.join(found)}")
+        advice = _LIST_ADVICE.get(name, "") if isinstance(detail["input"], list) else ""
+        return [Problem(subject, f"must be {read_keys()[key].type}{advice}")]
+    list_key = find_key(".".join(str(part) for part in detail["loc"][:-1]))
+    if list_key is not None:
+        return [Problem(subject, f"is an element of what must be {read_keys()[list_key].type}")]
+    members = list_members(name)
+    return [Problem(subject, f"must be a section with keys of its own{': ' if members else ''}{', '.join(members)}")]
 
 
 def _remove(values: dict[str, Any], loc: tuple[int | str, ...]) -> None:
-    """Delete a wrong value; a list with a wrong element goes as a whole."""
+    """Delete a wrong value; a list with a wrong element is deleted as a whole."""
     node: Any = values
     for part in loc[:-1]:
         if not isinstance(node.get(part), dict):

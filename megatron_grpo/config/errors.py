@@ -1,4 +1,4 @@
-"""Errors that a command line reports without a traceback, mistakes in the configuration among them."""
+"""Errors that a command line reports without a traceback, and the format of their texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LONGEST_VALUE = 120
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: where it is (usually key=value) and what to do about it."""
+    """One mistake of a configuration: its subject (usually key=value) and the advice."""
 
     subject: str
     text: str
 
     @property
     def key(self) -> str:
-        """The configuration key the problem is about."""
+        """The configuration key at the start of the subject."""
         return self.subject.partition("=")[0]
 
 
@@ -33,15 +33,18 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A failure of a run that the user can understand and act on; its text is the whole message."""
+    """A failure that the user can act on; its text is the whole message."""
 
 
 class SamplingError(RunError):
-    """Responses could not be sampled or scored; the models in training are unchanged and can be saved."""
+    """Sampling or scoring failed; the models in training are unchanged and can be saved."""
 
 
 class DisagreementError(SamplingError):
-    """Training and generation disagree too much to learn from a step, and `metrics` has the step's figures."""
+    """Training and generation disagree too much to learn from a step.
+
+    `metrics` has the metrics of the step.
+    """
 
     def __init__(self, text: str, metrics: Mapping[str, float]) -> None:
         super().__init__(text)
@@ -49,19 +52,19 @@ class DisagreementError(SamplingError):
 
 
 class ModelLostError(RunError):
-    """A rank of a model in training is gone or hangs; without its share of the model nothing can be saved."""
+    """A rank of a model in training is gone or hangs, so that nothing can be saved."""
 
 
 class EngineLostError(RuntimeError):
-    """A generation engine has ended or does not answer, and has to be replaced."""
+    """A generation engine has ended or does not answer; it has to be replaced."""
 
 
 class CanaryError(RuntimeError):
-    """An engine does not compute what the policy computes, after it received the policy's weights."""
+    """An engine with the policy's weights computes something else than the policy."""
 
 
 def format_problems(problems: Sequence[Problem]) -> str:
-    """A headline and one line for each problem, the explanations aligned."""
+    """Write a headline and a line for each problem, with aligned explanations."""
     count = format_count("problem", len(problems))
     width = min(max(len(problem.subject) for problem in problems), _WIDEST_SUBJECT)
     lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
@@ -69,20 +72,18 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 
 def format_count(word: str, count: int) -> str:
-    """A number with its noun: "1 row", "2 rows"."""
+    """Write a number with its noun: "1 row", "2 rows"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def suggest_name(name: str, known: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
-    """The end of a message about an unknown name: "; did you mean" the known name that it is like.
+def suggest_name(name: str, candidates: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
+    """End a message about an unknown name with the most similar candidate: "; did you mean policy?".
 
     Args:
-        name: the unknown name.
-        known: the names that there are.
-        form: a known name as the message writes it, with {} in its place.
-        otherwise: end of the message if no known name is like it; None: a list of all known names.
+        form: a candidate as the message writes it, at {}.
+        otherwise: end of the message if no candidate is similar; None: a list of all candidates.
     """
-    names = list(known)
+    names = list(candidates)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"; did you mean {form.format(close[0])}?"
@@ -90,7 +91,7 @@ def suggest_name(name: str, known: Iterable[str], form: str = "{}", otherwise: s
 
 
 def to_text(value: object) -> str:
-    """A value as text for a message: null for None, long values cut."""
+    """Format a value for a message: null for None, long values cut."""
     try:
         text = "null" if value is None else str(value)
     except ValueError:  # Python does not convert integers of more than 4300 digits to text

@@ -1,4 +1,4 @@
-"""The texts of --help and the reference page docs/configuration.md, made from the schema and conf/."""
+"""Texts of --help and the reference page docs/configuration.md, from the schema and conf/; exit codes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ COMMANDS = {
 }
 """The commands and what each does."""
 
+# Keys that --help lists.
 _COMMON = """
     run_dir policy.model.path policy.parallel.tensor policy.parallel.pipeline policy.parallel.data policy.optimizer.lr
     policy.max_total_sequence_length generation.parallel.tensor generation.parallel.pipeline generation.parallel.data
@@ -31,7 +32,6 @@ _COMMON = """
     loss_fn.reference_policy_kl_penalty data.train_path data.val_path cluster.gpus_per_node checkpointing.save_period
     checkpointing.resume
 """
-"""Keys that are listed in --help."""
 
 _TEMPLATE = """\
 GRPO and PPO post-training on Megatron-Core and vLLM.
@@ -63,29 +63,29 @@ examples:
 
 
 def format_commands() -> str:
-    """The commands, a line each."""
+    """Format the list of commands."""
     rows = {f"python -m megatron_grpo.{name}": text for name, text in COMMANDS.items()}
     headline = f"GRPO and PPO post-training on Megatron-Core and vLLM, {find_version()}."
-    return f"{headline}\n\n{_table(rows)}\n\n--help after any.\n"
+    return f"{headline}\n\n{_format_table(rows)}\n\n--help after any.\n"
 
 
 def format_help() -> str:
-    """Usage, recipes, groups, the keys that are changed most, and examples."""
+    """Format the usage: recipes, config groups, common keys and examples."""
     options = list_config_groups()
     recipes = {name: read_recipe_summary(name) for name in options.pop(RECIPES)}
-    groups = {name: ", ".join(found) for name, found in options.items()}
+    groups = {name: ", ".join(names) for name, names in options.items()}
     common = {f"{name} ({read_keys()[name].default_text})": read_keys()[name].doc for name in _COMMON.split()}
-    return _TEMPLATE.format(recipes=_table(recipes), groups=_table(groups), keys=_table(common))
+    return _TEMPLATE.format(recipes=_format_table(recipes), groups=_format_table(groups), keys=_format_table(common))
 
 
 def read_recipe_summary(name: str) -> str:
-    """The comment at the top of a recipe, as one line."""
+    """Read the comment at the top of a recipe, as one line."""
     lines = resources.files(CONF_MODULE).joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
     comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
     return " ".join(comments)
 
 
-def _table(rows: dict[str, str]) -> str:
+def _format_table(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
 
@@ -109,24 +109,26 @@ taken as they are written, and `~` at the beginning of a path is the home folder
 
 
 def format_page() -> str:
-    """The page docs/configuration.md."""
+    """Format the page docs/configuration.md."""
     options = list_config_groups()
     recipes = [f"- `+exp={name}`: {read_recipe_summary(name)}" for name in options.pop(RECIPES)]
-    chosen = [f"- `{name}`: " + ", ".join(f"`{name}={one}`" for one in found) for name, found in options.items()]
-    sections = [line for group in read_sections() for line in _section(group)]
-    return "\n".join([_INTRODUCTION, "## Recipes\n", *recipes, "", "## Groups\n", *chosen, "", *sections])
+    groups = [
+        f"- `{name}`: " + ", ".join(f"`{name}={choice}`" for choice in choices) for name, choices in options.items()
+    ]
+    sections = [line for section in read_sections() for line in _format_section(section)]
+    return "\n".join([_INTRODUCTION, "## Recipes\n", *recipes, "", "## Groups\n", *groups, "", *sections])
 
 
-def _section(group: SectionKeys) -> Iterator[str]:
-    if not group.keys:
+def _format_section(section: SectionKeys) -> Iterator[str]:
+    if not section.keys:
         return
-    only = group.name in LOOPS and not group.shared
-    yield f"## {f'Only in {group.name}' if only else ' and '.join(group.names) or 'Top level'}\n"
-    if group.name:
-        yield f"{group.doc}\n"
+    is_own = section.name in LOOPS and not section.is_shared
+    yield f"## {f'Only in {section.name}' if is_own else ' and '.join(section.names) or 'Top level'}\n"
+    if section.name:
+        yield f"{section.doc}\n"
     yield "| Key | Type | Default | Meaning |"
     yield "|---|---|---|---|"
-    for key in group.keys:
+    for key in section.keys:
         doc = " ".join(key.doc.split()).replace("|", "\\|")
         yield f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |"
     yield ""

@@ -1,4 +1,4 @@
-"""Jobs: `job=FILE` on the command line names a flat YAML file whose fields (of GrpoParameters) each set a key."""
+"""Reads jobs: `job=FILE` names a flat YAML whose fields (of GrpoParameters) each set a key."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_grpo.config.overrides import DEEPEST
 from megatron_grpo.config.suggestions import describe_counterpart
 
 MOST_BYTES = 2**20
-"""Size limit of a job file, in bytes."""
+"""Most bytes of a job file."""
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
-    """The fields of a job file.
+    """Read the fields of a job file.
 
     Raises:
-        ValueError: the file cannot be read, or is not a YAML mapping of fields; the text does not name the file.
+        ValueError: the file cannot be read, or is not a YAML mapping; the text does not name the file.
     """
     file = Path(os.path.expanduser(path))
     try:
@@ -50,7 +50,7 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
 
 
 class _JobLoader(yaml.SafeLoader):
-    """Plain YAML, without aliases (a few lines of which can expand to gigabytes), deep nesting, or a field twice."""
+    """Loads plain YAML: no aliases, which can expand to gigabytes, no deep nesting, no field twice."""
 
     _depth = 0
 
@@ -76,9 +76,9 @@ class _JobLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# By field of a job, and by field of its environment: the key that it sets. The environment's remaining fields are keys
+# of env.<name>.
 SETTING_OF_FIELD, DATA_OF_FIELD = load_tables("job_fields.yaml").values()
-"""By field of a job, and by field of its environment: the key that it sets. Other fields of the environment are keys of
-env.<name>."""
 ENVIRONMENT = "environment"
 """The field for data and scoring: the name of an environment, or a mapping with its name and fields."""
 
@@ -93,35 +93,35 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     """Values by key; shared loop keys have GRPO's name."""
     fields: dict[str, str] = field(default_factory=dict)
-    """The field that each setting came from."""
-    unvalidated: bool = False
-    """Whether the job has its own training data but no held-out prompts."""
-    only_named: bool = False
-    """Whether the environment is given by its name alone."""
+    """By key, the field that set it."""
+    needs_no_validation: bool = False
+    """True if the job has its own training data but no held-out prompts."""
+    is_environment_name: bool = False
+    """True if the job has an environment's name without its fields."""
     overruled: set[str] = field(default_factory=set)
-    """Keys of the command line, which win over the job."""
+    """Keys of the command line, which override the job."""
     problems: list[Problem] = field(default_factory=list)
 
     def build_environment_override(self, options: Sequence[str]) -> list[str]:
-        """The override that chooses the job's environment, when it is an option of conf/env."""
+        """Build the override that chooses the job's environment, if it is an option of conf/env."""
         return [f"env={self.environment}"] if self._is_option(options) else []
 
     def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
-        """Write the job's settings into a composed configuration; returns problems of its environment.
+        """Write the job's settings into a composed configuration; return problems of its environment.
 
         Args:
             options: the environments in conf/env; any other one replaces those of the recipe.
         """
         if self.environment is not None and not self._is_option(options):
-            if self.only_named and self.environment not in composed.env:
-                known = sorted({*options, *map(str, composed.env)})
-                text = f"no such environment; there is {', '.join(known)}, or give a mapping that describes one"
+            if self.is_environment_name and self.environment not in composed.env:
+                names = sorted({*options, *map(str, composed.env)})
+                text = f"no such environment; there is {', '.join(names)}, or give a mapping that describes one"
                 return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
-            if not self.only_named:
+            if not self.is_environment_name:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
         # The prompts of the recipe's validation belong to another task.
-        off = {"data.val_path": None} if self.unvalidated and "data.val_path" not in self.overruled else {}
-        for key, value in {**off, **self.settings}.items():
+        skips_validation = self.needs_no_validation and "data.val_path" not in self.overruled
+        for key, value in {**({"data.val_path": None} if skips_validation else {}), **self.settings}.items():
             for name in {translate_key(loop, key) for loop in LOOPS}:
                 OmegaConf.update(composed, name, value, force_add=True)
         return []
@@ -130,14 +130,14 @@ class Job:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
 
 
-def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
-    """The job that arguments of a command line name; an empty one if there is none.
+def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
+    """Read the job of a command line; an empty one if there is none.
 
     Args:
-        arguments: those of the form job=FILE.
-        given: values of the other arguments by key, under either algorithm's name; the job's settings lack these keys.
+        arguments: arguments of the form job=FILE.
+        overrides: values of the other arguments by key, under either algorithm's name; they override the job.
     """
-    job = Job(overruled={translate_key("grpo", key) for key in given})
+    job = Job(overruled={translate_key("grpo", key) for key in overrides})
     if not arguments:
         return job
     job.file = arguments[-1].partition("=")[2]
@@ -150,9 +150,9 @@ def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
         if name == ENVIRONMENT:
             _read_environment(job, value)
         elif name in SETTING_OF_FIELD:
-            _set(job, name, SETTING_OF_FIELD[name], value)
+            _add_setting(job, name, SETTING_OF_FIELD[name], value)
         else:
-            job.problems.append(_unknown(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
+            job.problems.append(_describe_unknown_field(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
     if len(arguments) > 1:
         job.problems.append(Problem(" ".join(arguments), "one run takes one job"))
     job.settings = {key: value for key, value in job.settings.items() if key not in job.overruled}
@@ -163,34 +163,35 @@ def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
 
 
 def _read_environment(job: Job, value: Any) -> None:
-    job.only_named = isinstance(value, str)
-    described = {"name": value} if isinstance(value, str) else value
-    if not isinstance(described, Mapping):
+    job.is_environment_name = isinstance(value, str)
+    fields = {"name": value} if isinstance(value, str) else value
+    if not isinstance(fields, Mapping):
         text = "must be the name of an environment, or a mapping with its name"
         job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}={to_text(value)}", text))
         return
-    name = described.get("name", described.get("type"))
+    name = fields.get("name", fields.get("type"))
     if not isinstance(name, str) or not name.isidentifier():
         text = "must be the name of the environment, in letters, digits and underscores"
         job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}.name={to_text(name)}", text))
         return
     job.environment = name
     job.settings["data.task_name"], job.fields["data.task_name"] = name, f"{ENVIRONMENT}.name"
-    own = {key.rpartition(".")[2] for key in read_keys() if key.startswith("env.<name>.")}
-    for part, given in described.items():
-        setting = f"env.{name}.{part}" if part in own else DATA_OF_FIELD.get(part)
-        if setting is not None:
-            _set(job, f"{ENVIRONMENT}.{part}", setting, given)
+    environment_keys = {key.rpartition(".")[2] for key in read_keys() if key.startswith("env.<name>.")}
+    known_fields = ["name", *DATA_OF_FIELD, *sorted(environment_keys)]
+    for part, part_value in fields.items():
+        key = f"env.{name}.{part}" if part in environment_keys else DATA_OF_FIELD.get(part)
+        if key is not None:
+            _add_setting(job, f"{ENVIRONMENT}.{part}", key, part_value)
         elif part != "name":
-            job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
-    job.unvalidated = "dataset" in described and "validation_dataset" not in described
+            job.problems.append(_describe_unknown_field(job, str(part), known_fields, f"{ENVIRONMENT}."))
+    job.needs_no_validation = "dataset" in fields and "validation_dataset" not in fields
 
 
-def _set(job: Job, name: str, setting: str, value: Any) -> None:
+def _add_setting(job: Job, name: str, key: str, value: Any) -> None:
     if _is_plain(value):  # YAML also knows sets and bytes
-        job.settings[setting], job.fields[setting] = value, name
+        job.settings[key], job.fields[key] = value, name
         return
-    text = f"must be {read_keys()[find_key(setting) or ''].type} (it sets {setting})"
+    text = f"must be {read_keys()[find_key(key) or ''].type} (it sets {key})"
     job.problems.append(Problem(f"{job.file}: {name}={to_text(value)}", text))
 
 
@@ -200,9 +201,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
 
 
-def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
+def _describe_unknown_field(job: Job, name: str, fields: Sequence[str], prefix: str = "") -> Problem:
     advice = describe_counterpart(name, "grpo") if not prefix else None
     if advice is None and not prefix and (find_key(name) or is_section(name)):
         advice = "a job is flat and has fields of its own; keys go on the command line or into a recipe"
-    text = suggest_name(name, known, f"{prefix}{{}}") if advice is None else f"; {advice}"
+    text = suggest_name(name, fields, f"{prefix}{{}}") if advice is None else f"; {advice}"
     return Problem(f"{job.file}: {prefix}{name}", f"unknown field{text}")

@@ -1,4 +1,4 @@
-"""Every key of the schema with its type, default and docstring, read once for messages, help and the reference page."""
+"""Every key of the schema with its type, default and docstring, for messages, help and the reference page."""
 
 from __future__ import annotations
 
@@ -34,23 +34,22 @@ class Key:
     """One leaf of the configuration."""
 
     name: str
-    """Dotted name; a part in angle brackets stands for a name that the user chooses. A key that GRPO and PPO share has
-    GRPO's name."""
+    """Dotted name, GRPO's if PPO shares the key; a part in angle brackets stands for a name that the user chooses."""
     type: str
-    """Type in words: "int > 0", "one of linear, cosine", "text or null"."""
+    """In words: "int > 0", "one of linear, cosine", "text or null"."""
     default: Any
     doc: str
 
     @property
     def default_text(self) -> str:
-        """The default as it is written in YAML, and PPO's default if it differs; "required" for a key without one."""
+        """The default in YAML, and PPO's if it differs; "required" for a key without one."""
         if self.default == MISSING:
             return "required"
-        text = _written(self.default)
+        text = _to_yaml(self.default)
         if not is_shared(self.name):
             return text
-        others = _written(functools.reduce(getattr, self.name.split(".")[1:], PPOConfig()))
-        return text if others == text else f"{text}, with ppo {others}"
+        ppo_text = _to_yaml(functools.reduce(getattr, self.name.split(".")[1:], PPOConfig()))
+        return text if ppo_text == text else f"{text}, with ppo {ppo_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,60 +57,60 @@ class SectionKeys:
     """One section of the configuration."""
 
     name: str
-    """Dotted name; empty for the top level. A section that GRPO and PPO share has GRPO's name."""
+    """Dotted name, GRPO's if PPO shares the section; empty for the top level."""
     doc: str
     keys: tuple[Key, ...]
     """Keys of the section itself, without those of the sections below it."""
-    shared: bool = False
-    """Whether GRPO and PPO share the section."""
+    is_shared: bool = False
+    """True if GRPO and PPO share the section."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the section: one for each algorithm if they share it, else one."""
-        section = self.name.partition(".")[0]
-        return tuple(loop + self.name.removeprefix(section) for loop in LOOPS) if self.shared else (self.name,)
+        """One name for each algorithm if they share the section, else one."""
+        loop_section = self.name.partition(".")[0]
+        return tuple(loop + self.name.removeprefix(loop_section) for loop in LOOPS) if self.is_shared else (self.name,)
 
 
 @functools.cache
 def read_sections() -> tuple[SectionKeys, ...]:
-    """All sections, in the order of the schema."""
+    """Read all sections, in the order of the schema."""
     return tuple(_walk(Config, "", "", Config()))
 
 
 @functools.cache
 def read_keys() -> dict[str, Key]:
-    """All leaves by name, in the order of the schema."""
-    return {key.name: key for group in read_sections() for key in group.keys}
+    """Read all keys by name, in the order of the schema."""
+    return {key.name: key for section in read_sections() for key in section.keys}
 
 
 def find_key(name: str) -> str | None:
-    """The schema's name of a leaf ("env.math.type" -> "env.<name>.type"); None when there is no such leaf."""
+    """Find the schema's name of a key ("env.math.type" -> "env.<name>.type"); None: there is no such key."""
     name = translate_key("grpo", name)
-    return (
-        name if name in read_keys() else next((key for key in read_keys() if "<" in key and is_match(key, name)), None)
-    )
+    if name in read_keys():
+        return name
+    return next((key for key in read_keys() if "<" in key and is_match(key, name)), None)
 
 
 def is_section(name: str) -> bool:
-    """Whether a dotted name is a group of keys."""
-    known = [one for group in read_sections() for one in group.names]
-    by_name = [one.removesuffix(".<name>") for one in known if one.endswith(".<name>")]
-    return bool(name) and any(is_match(one, name) for one in (*known, *by_name))
+    """True if a dotted name is a section of keys."""
+    patterns = [pattern for section in read_sections() for pattern in section.names]
+    parents = [pattern.removesuffix(".<name>") for pattern in patterns if pattern.endswith(".<name>")]
+    return bool(name) and any(is_match(pattern, name) for pattern in (*patterns, *parents))
 
 
-def list_members(section: str) -> list[str]:
-    """The keys of a section, and the names of sections in it."""
-    found = []
-    for group in read_sections():
-        if any(is_match(name, section) for name in group.names):
-            found += [key.name.rpartition(".")[2] for key in group.keys]
-        elif any(is_match(name.rpartition(".")[0], section) for name in group.names):
-            found.append(group.name.rpartition(".")[2])
-    return found
+def list_members(name: str) -> list[str]:
+    """List the keys of a section, and the names of sections in it."""
+    members = []
+    for section in read_sections():
+        if any(is_match(pattern, name) for pattern in section.names):
+            members += [key.name.rpartition(".")[2] for key in section.keys]
+        elif any(is_match(pattern.rpartition(".")[0], name) for pattern in section.names):
+            members.append(section.name.rpartition(".")[2])
+    return members
 
 
 def is_match(pattern: str, name: str) -> bool:
-    """Whether a dotted name matches a name of the schema: "env.math" matches "env.<name>"."""
+    """True if a dotted name fits a name of the schema: "env.math" fits "env.<name>"."""
     expected, parts = pattern.split("."), name.split(".")
     return len(expected) == len(parts) and all(
         e == p or e.startswith("<") for e, p in zip(expected, parts, strict=True)
@@ -119,18 +118,20 @@ def is_match(pattern: str, name: str) -> bool:
 
 
 def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKeys]:
-    """The groups of a section, whose keys begin with `prefix`; `doc`, unless empty, replaces its class's docstring.
+    """List a section and the sections below it; keys that both algorithms share stand before GRPO's own.
 
-    Keys that both algorithms share are listed once, before the keys that only GRPO has.
+    Args:
+        prefix: beginning of the names of its keys, with a dot at the end.
+        doc: replaces the docstring of the class, unless it is empty.
     """
-    docs = _field_docs(section)
+    docs = _read_field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
-    own: list[Key] = []
+    keys: list[Key] = []
     below: list[SectionKeys] = []
-    listed_before = SHARED if issubclass(section, LoopConfig) and section is not LoopConfig else ()
+    already_listed = SHARED if issubclass(section, LoopConfig) and section is not LoopConfig else ()
     for field in dataclasses.fields(section):
         hint, name, text = hints[field.name], f"{prefix}{field.name}", docs.get(field.name, "")
-        if field.name in listed_before:
+        if field.name in already_listed:
             continue
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if name == LOOPS[0]:
@@ -143,13 +144,13 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKe
             kind = typing.get_args(hint)[1]
             below += _walk(kind, f"{name}.<name>.", text, kind())
         else:
-            own.append(Key(name, describe_type(hint), getattr(defaults, field.name), text))
+            keys.append(Key(name, describe_type(hint), getattr(defaults, field.name), text))
     name, doc = prefix.rstrip("."), doc or inspect.getdoc(section) or ""
-    return [SectionKeys(name, doc, tuple(own), shared=section is LoopConfig or is_shared(name)), *below]
+    return [SectionKeys(name, doc, tuple(keys), section is LoopConfig or is_shared(name)), *below]
 
 
-def _field_docs(section: type) -> dict[str, str]:
-    """Docstrings below the fields of a class and of its bases, by field; Python itself does not keep them."""
+def _read_field_docs(section: type) -> dict[str, str]:
+    """Parse the docstrings below the fields of a class and its bases, which Python does not keep."""
     docs: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(section.__mro__)):
         (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -162,13 +163,18 @@ def _field_docs(section: type) -> dict[str, str]:
 
 
 def describe_type(hint: Any) -> str:
-    """A type in words: "int > 0", "true or false", "one of fp32, fp64 or null", "list of text"."""
+    """Describe a type: "int > 0", "true or false", "one of fp32, fp64 or null", "list of text"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        written = next((one for one in args[1:] if isinstance(one, str)), None)
-        limits = [limit for info in args[1:] if isinstance(info, FieldInfo) for limit in info.metadata]
-        bounds = [f"{sign} {getattr(one, b):g}" for one in limits for b, sign in _BOUNDS.items() if hasattr(one, b)]
-        return written or f"{describe_type(args[0])} {' and '.join(bounds)}".rstrip()
+        description = next((annotation for annotation in args[1:] if isinstance(annotation, str)), None)
+        limits = [limit for field in args[1:] if isinstance(field, FieldInfo) for limit in field.metadata]
+        bounds = [
+            f"{sign} {getattr(limit, bound):g}"
+            for limit in limits
+            for bound, sign in _BOUNDS.items()
+            if hasattr(limit, bound)
+        ]
+        return description or f"{describe_type(args[0])} {' and '.join(bounds)}".rstrip()
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
@@ -180,12 +186,12 @@ def describe_type(hint: Any) -> str:
     return {bool: "true or false", str: "text", type(None): "null"}.get(hint) or str(getattr(hint, "__name__", hint))
 
 
-def _written(value: Any) -> str:
+def _to_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def load_tables(name: str) -> dict[str, dict[str, str]]:
-    """A YAML file of this package: tables of names, by section."""
+    """Load a YAML file of this package: tables of names, by section."""
     text = resources.files("megatron_grpo.config").joinpath(name).read_text(encoding="utf-8")
     # libyaml's loader, where PyYAML has it, is ten times as fast as the one in Python.
     tables: dict[str, dict[str, str]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -193,7 +199,7 @@ def load_tables(name: str) -> dict[str, dict[str, str]]:
 
 
 def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of every leaf of a section that differs from its default."""
+    """Yield dotted name and value of every leaf of a section that differs from its default."""
     defaults = dict(flatten(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
     for key, value in flatten(dataclasses.asdict(getattr(config, section)), f"{section}."):
         if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
@@ -201,22 +207,22 @@ def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
 
 
 def fill_placeholders(config: Config, text: str) -> str:
-    """A text with the keys of the algorithm that runs in place of LOOP and PASSES."""
+    """Replace LOOP and PASSES in a text by the keys of the algorithm that runs."""
     return text.replace("LOOP.", f"{config.algorithm}.").replace("PASSES", config.passes_key)
 
 
-def is_met(config: Config, switch: str) -> bool:
-    """Whether a setting holds: KEY=VALUE, "KEY above NUMBER", or KEY for one that is not null or empty."""
-    key, _, wanted = switch.partition("=")
+def is_met(config: Config, condition: str) -> bool:
+    """True if a setting has a value: KEY=VALUE, "KEY above NUMBER", or KEY if it is not null or empty."""
+    key, _, expected = condition.partition("=")
     key, _, bound = key.partition(" above ")
     value = attrgetter(key)(config)
-    if wanted:
-        return str(value).lower() == wanted
+    if expected:
+        return str(value).lower() == expected
     return bool(value > float(bound)) if bound else value not in (None, [], {})
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of every leaf of nested mappings."""
+    """Yield dotted name and value of every leaf of nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
