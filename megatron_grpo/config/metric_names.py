@@ -1,4 +1,4 @@
-"""Names of the metrics of a step, and the settings that each of them needs."""
+"""Names of the metrics of a step, and the settings that each needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_grpo.config.schema import Config
 
 _METRICS: Any = load_tables("metrics.yaml")
 TASK_METRICS = ("reward", "accuracy", "response_length")
-"""Metrics that each of several environments has by itself, under the name task_NAME/TASK."""
+"""Metrics that each of several environments has by itself, as task_NAME/TASK."""
 
 
-def _needed(config: Config) -> Iterator[tuple[object, str, str]]:
-    """Rows of metrics that not every run has: whether this run does, their names, and what they need, in words."""
+def _list_conditions(config: Config) -> Iterator[tuple[object, str, str]]:
+    """Yield metrics that not every run has: whether this run does, their names, and their condition in words."""
     for switch, names in _METRICS["needs"].items():
-        needed = fill_placeholders(config, switch)
-        yield is_met(config, needed), names, f"it needs {needed}"
+        condition = fill_placeholders(config, switch)
+        yield is_met(config, condition), names, f"it needs {condition}"
     for text, names in _METRICS["others"].items():
         yield False, names, text
     needs = "it needs engines, and debug.rollouts_from starts none"
@@ -31,31 +31,31 @@ def _needed(config: Config) -> Iterator[tuple[object, str, str]]:
     yield config.uses_reference, "kl_penalty", "it needs loss_fn.reference_policy_kl_penalty above 0"
     needs = "it needs a filter that training repeats: generation.top_p, generation.top_k or generation.min_p"
     yield config.generation.has_training_filter, "outside_filter_fraction", needs
-    yield _forgives(config), "reward_errors", "it needs env.NAME.on_reward_error=none"
+    yield _can_lack_rewards(config), "reward_errors", "it needs env.NAME.on_reward_error=none"
 
 
-def _forgives(config: Config) -> bool:
-    """Whether a reward function may raise, and its reward is then missing."""
-    return any(one.on_reward_error == "none" for one in config.env.values())
+def _can_lack_rewards(config: Config) -> bool:
+    """True if a reward function may raise without failing its rollout."""
+    return any(environment.on_reward_error == "none" for environment in config.env.values())
 
 
 def list_possible_metrics(config: Config) -> dict[str, str]:
-    """Every metric of a step except those of single reward functions and tasks, with what it needs in words."""
-    some = {name: needs for _, names, needs in _needed(config) for name in names.split()}
-    return dict.fromkeys(_METRICS["always"].split(), "") | some
+    """Map every metric of a step, except those of single reward functions and tasks, to its condition in words."""
+    conditional = {name: needs for _, names, needs in _list_conditions(config) for name in names.split()}
+    return dict.fromkeys(_METRICS["always"].split(), "") | conditional
 
 
 def list_step_metrics(config: Config) -> set[str]:
-    """Metrics that all or some steps of this run have."""
-    some = {name for has_them, names, _ in _needed(config) if has_them for name in names.split()}
-    return {*_METRICS["always"].split(), *some, *_of_functions(config), *_of_tasks(config)}
+    """List the metrics that all or some steps of this run have."""
+    conditional = {name for is_present, names, _ in _list_conditions(config) if is_present for name in names.split()}
+    return {*_METRICS["always"].split(), *conditional, *_list_function_metrics(config), *_list_task_metrics(config)}
 
 
 def list_optional_metrics(config: Config) -> set[str]:
-    """Metrics that a step of this run may lack, because it had nothing to compute them from."""
-    functions = _of_functions(config)
-    names = functions | _of_tasks(config) | ({"reward_std"} if functions else set())
-    if _forgives(config):
+    """List the metrics that a step of this run may lack, because it had nothing to compute them from."""
+    function_metrics = _list_function_metrics(config)
+    names = function_metrics | _list_task_metrics(config) | ({"reward_std"} if function_metrics else set())
+    if _can_lack_rewards(config):
         names.add("reward_errors")
     if config.has_correctness:
         names |= {"accuracy", "groups_all_wrong", "groups_mixed", "groups_all_right"}
@@ -64,11 +64,11 @@ def list_optional_metrics(config: Config) -> set[str]:
     return names
 
 
-def _of_functions(config: Config) -> set[str]:
+def _list_function_metrics(config: Config) -> set[str]:
     functions = {name for environment in config.env.values() for name in environment.function_weights}
     return {f"{metric}/{function}" for metric in ("reward", "reward_std") for function in functions}
 
 
-def _of_tasks(config: Config) -> set[str]:
+def _list_task_metrics(config: Config) -> set[str]:
     tasks = config.env if len(config.env) > 1 else ()
     return {f"task_{metric}/{task}" for metric in TASK_METRICS for task in tasks}

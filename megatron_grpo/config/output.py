@@ -1,4 +1,4 @@
-"""Console output that ends no run: text that the console cannot encode is escaped, output that nobody reads is lost."""
+"""Console output whose errors end no run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ NOBODY_READS = (errno.EPIPE, errno.EIO)
 
 
 class TolerantStream:
-    """A text stream that writes what its encoding lacks as escapes (\\u2192), and survives the end of its reader."""
+    """A text stream that escapes what it cannot encode (\\u2192), and survives the end of its reader.
 
-    def __init__(self, stream: TextIO, *, loses: tuple[type[Exception], ...]) -> None:
-        """
-        Args:
-            stream: the stream that is written to.
-            loses: errors of the stream after which the text is lost and nothing is raised.
-        """
-        self._stream, self._loses = stream, loses
+    Args:
+        ignores: errors of the stream after which the text is lost and nothing is raised.
+    """
+
+    def __init__(self, stream: TextIO, *, ignores: tuple[type[Exception], ...]) -> None:
+        self._stream, self._ignores = stream, ignores
 
     def write(self, text: str) -> int:
-        """Write a text; returns its length."""
+        """Write a text; return its length."""
         try:
             try:
                 self._stream.write(text)
             except UnicodeEncodeError:
                 encoding = self._stream.encoding or "ascii"
                 self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        except self._loses as error:
+        except self._ignores as error:
             self._discard_rest(error)
         return len(text)
 
@@ -42,14 +41,14 @@ class TolerantStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered text."""
         try:
             self._stream.flush()
-        except self._loses as error:
+        except self._ignores as error:
             self._discard_rest(error)
 
     def _discard_rest(self, error: Exception) -> None:
-        """Send all further output nowhere if nobody reads it; what is buffered would fail again when Python ends."""
+        """Discard all further output if nobody reads it; the buffer would fail again when Python ends."""
         if getattr(error, "errno", None) not in NOBODY_READS:
             return
         try:
@@ -68,21 +67,21 @@ def tolerant_output(*, of_run: bool = False) -> Iterator[None]:
     """Make sys.stdout and sys.stderr `TolerantStream`s while the body runs.
 
     Args:
-        of_run: whether the output only accompanies a run, which no error of the console is to end; the output of other
-            commands is their result, so that a full disk fails them.
+        of_run: true if the output only accompanies a run, which no error of the console may end; false if it is the
+            result of the command, which a full disk then fails.
     """
-    loses = (OSError, ValueError) if of_run else (BrokenPipeError,)
+    ignores = (OSError, ValueError) if of_run else (BrokenPipeError,)
     before = sys.stdout, sys.stderr
     # A stream is None where its descriptor was closed before Python started.
-    made = [None if stream is None else cast(TextIO, TolerantStream(stream, loses=loses)) for stream in before]
-    sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], tuple(made))
+    streams = [None if stream is None else cast(TextIO, TolerantStream(stream, ignores=ignores)) for stream in before]
+    sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], tuple(streams))
     try:
         yield
     finally:
-        for stream in made:
+        for stream in streams:
             if stream is not None:
                 stream.flush()
-        if sys.stdout is made[0]:
+        if sys.stdout is streams[0]:
             sys.stdout = before[0]
-        if sys.stderr is made[1]:
+        if sys.stderr is streams[1]:
             sys.stderr = before[1]

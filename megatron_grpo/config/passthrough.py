@@ -1,4 +1,4 @@
-"""Fields that users pass on to Megatron-Core and vLLM: those that the run sets itself, and checks of names and types.
+"""Checks of the fields that users pass on to Megatron-Core and vLLM.
 
 Names and types are checked against the installed library's own dataclasses (`check_library_fields`). Importing the
 library takes seconds and loads torch, so its callers are in trainer/ and generation/, in a process of their own.
@@ -20,26 +20,22 @@ from megatron_grpo.config.errors import Problem, suggest_name, to_text
 from megatron_grpo.config.keys import describe_type, load_tables
 from megatron_grpo.config.schema import Config
 
+# By section: the fields that the run sets itself, each with what the user does instead.
 OWNED = {
     section: {name: advice for advice, names in table.items() for name in names.split()}
     for section, table in load_tables("owned_fields.yaml").items()
 }
-"""By section: the fields that the run sets itself, each with what the user does instead."""
 
 
 def select_passed_fields(config: Config) -> dict[str, dict[str, Any]]:
-    """The fields that the user passes on, by section; sections without any are left out."""
+    """Select the fields that the user passes on, by section; omit empty sections."""
     sections = {f"policy.{name}": getattr(config.policy, name) for name in ("megatron", "ddp", "megatron_optimizer")}
     sections["generation.engine_args"] = config.generation.engine_args
     return {section: dict(values) for section, values in sections.items() if values}
 
 
 def check_owned_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """Fields that the run sets itself.
-
-    Args:
-        sections: the fields passed on, by section (`select_passed_fields`).
-    """
+    """Report fields that the run sets itself; `sections`: result of `select_passed_fields`."""
     for section, values in sections.items():
         for name, value in values.items():
             if name in OWNED[section]:
@@ -47,28 +43,28 @@ def check_owned_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Pr
 
 
 def check_library_fields(
-    section: str, values: Mapping[str, Any], annotations: Mapping[str, Any], what: str
+    section: str, values: Mapping[str, Any], annotations: Mapping[str, Any], kind: str
 ) -> Iterator[Problem]:
-    """Fields that the library does not have, or whose values are of another type.
+    """Report fields that the library lacks, or whose values have another type.
 
     Args:
         section: key of the configuration that holds the fields.
-        values: the fields passed on, as YAML gives them.
+        values: the fields passed on, as YAML has them.
         annotations: the type of every field of the library's dataclass.
-        what: name of a field of this class in messages, such as "an argument of the installed vLLM".
+        kind: name of a field of this class in messages, such as "an argument of the installed vLLM".
     """
     free = {name for name in annotations if not name.startswith("_")} - OWNED[section].keys()
     for name, value in values.items():
-        text = _mismatch(annotations[name], value) if name in free else None
+        text = _find_mismatch(annotations[name], value) if name in free else None
         if name not in free and name not in OWNED[section]:
-            text = f"is not {what}" + suggest_name(name, sorted(free), f"{section}.{{}}", otherwise="")
+            text = f"is not {kind}" + suggest_name(name, sorted(free), f"{section}.{{}}", otherwise="")
         if text is not None:
             yield Problem(f"{section}.{name}={to_text(value)}", text)
 
 
-def _mismatch(annotation: Any, value: Any) -> str | None:
-    """The reason why a value is not of a library's type; None if it is, or if only the library can tell."""
-    kind = _plain(annotation)
+def _find_mismatch(annotation: Any, value: Any) -> str | None:
+    """Return the reason why a value is not of a library's type; None: it is, or only the library can tell."""
+    kind = _simplify(annotation)
     if kind in (_Unwritable, type(None)):
         name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
         return f"takes a {name}, which a configuration cannot hold"
@@ -79,7 +75,7 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     except PydanticSchemaGenerationError:
         return None
     kinds = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    settings = {field.name for one in kinds if is_dataclass(one) for field in fields(one)}
+    settings = {field.name for kind in kinds if is_dataclass(kind) for field in fields(kind)}
     wrong = next((name for name in value if name not in settings), None) if isinstance(value, dict) else None
     if not settings or wrong is None:
         return None
@@ -87,36 +83,35 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
 
 
 class _Unwritable:
-    """Placeholder for a type that no YAML value has: a class of the library, a function."""
+    """Stands for a type that no YAML value has: a class of the library, a function."""
 
 
-_DtypeName = Literal["float32", "bfloat16", "float16"]
-"""Names of torch.dtype in a configuration."""
+_DtypeName = Literal["float32", "bfloat16", "float16"]  # names of torch.dtype in a configuration
 
 
-def _plain(kind: Any) -> Any:
-    """A library's type as YAML can write it: enumerations and torch.dtype by name, dataclasses as mappings."""
+def _simplify(kind: Any) -> Any:
+    """Turn a library's type into what YAML can write: enumerations by name, dataclasses as mappings."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if _is_union(kind):
-        members = [member for member in map(_plain, args) if member is not _Unwritable]
-        nothing = all(member is type(None) for member in members)
-        return _Unwritable if nothing else typing.Union[tuple(members)]  # noqa: UP007  made from a tuple
+        members = [member for member in map(_simplify, args) if member is not _Unwritable]
+        only_none = all(member is type(None) for member in members)
+        return _Unwritable if only_none else typing.Union[tuple(members)]  # noqa: UP007  made from a tuple
     if origin is typing.Annotated:
-        return _plain(args[0])
+        return _simplify(args[0])
     if isinstance(kind, str | typing.ForwardRef):  # names that the library imports for type checkers alone
         return Any
     if origin is set:
-        return list[_plain(args[0])]  # type: ignore[misc,unused-ignore]
+        return list[_simplify(args[0])]  # type: ignore[misc,unused-ignore]
     if origin in (list, dict, tuple):
-        return origin[tuple(one if one is ... else _plain(one) for one in args)]
+        return origin[tuple(arg if arg is ... else _simplify(arg) for arg in args)]
     if isinstance(kind, enum.EnumType):
         return Literal[tuple(kind.__members__)]  # type: ignore[misc,unused-ignore]
     if isinstance(kind, type) and is_dataclass(kind):
         return dict[str, Any]
     if getattr(kind, "__module__", "") == "torch" and kind.__name__ == "dtype":
         return _DtypeName
-    known = kind in (Any, object, bool, int, float, str, list, dict, tuple, None, type(None))
-    return kind if known or origin is Literal else _Unwritable
+    is_builtin = kind in (Any, object, bool, int, float, str, list, dict, tuple, None, type(None))
+    return kind if is_builtin or origin is Literal else _Unwritable
 
 
 def _is_union(kind: Any) -> bool:

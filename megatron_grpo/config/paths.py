@@ -1,7 +1,4 @@
-"""Checks of names that refer to things outside the configuration: files, Python objects, hub models, servers.
-
-Files and folders are checked by opening them, because permission bits alone do not tell whether that works.
-"""
+"""Checks of names that point out of the configuration: files, Python objects, hub models, servers."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from megatron_grpo.config.errors import Problem, to_text
 
 
 def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
-    """The reason why a file cannot be read, or a folder cannot be listed; None: it can."""
-    try:
+    """Return the reason why a file cannot be read or a folder cannot be listed; None: it can."""
+    try:  # opened, because permission bits alone do not tell whether that works
         if kind == "folder":
             os.listdir(path)
         else:
@@ -37,10 +34,10 @@ def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -
     return None
 
 
-def check_writable(key: str, given: str) -> Iterator[Problem]:
-    """The reason why a folder, which may not exist yet, cannot be written to; the check leaves nothing behind."""
-    subject, folder = f"{key}={to_text(given)}", Path(os.path.abspath(given))
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+def check_writable(key: str, path: str) -> Iterator[Problem]:
+    """Report why a folder, which may not exist yet, cannot be written to; leave no file behind."""
+    subject, folder = f"{key}={to_text(path)}", Path(os.path.abspath(path))
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(existing):
         yield Problem(subject, f"{to_text(existing)} is not a folder, or is a link that leads nowhere; choose another")
         return
@@ -57,8 +54,8 @@ def import_object(module: str, name: str) -> Any:
     """Import a module and return its object of this name.
 
     Raises:
-        ValueError: there is no such module or name, or its import fails; the text continues a message that begins with
-            the setting.
+        ValueError: the import fails, or there is no such name; the text continues a message that begins with the
+            setting.
     """
     try:
         return getattr(importlib.import_module(module), name)
@@ -70,7 +67,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether this names something on the Hugging Face hub ("Qwen/Qwen3-8B") rather than a file or folder."""
+    """True for a name on the Hugging Face hub ("Qwen/Qwen3-8B"), not that of a file or folder."""
     return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(Path(path).parent)
 
 
@@ -79,12 +76,12 @@ TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
 
 
 def read_token() -> str | None:
-    """The bearer token in this process's environment, or None."""
+    """Read the bearer token from this process's environment; None: there is none."""
     return os.environ.get(TOKEN_VARIABLE) or None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach a server that listens on this host."""
+    """True if only processes of this machine reach a server that listens on this host."""
     if host == "localhost":
         return True
     try:
@@ -94,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_url(url: str) -> str | None:
-    """The problem with the URL of a server, or None."""
+    """Return the problem with the URL of a server, or None."""
     text = "give http://HOST:PORT or https://HOST:PORT"
     try:
         parts = urlsplit(url)
@@ -116,7 +113,7 @@ LFS_POINTER = "is a pointer of Git LFS, not the file; fetch the file itself (git
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """True for the few lines that git leaves in place of a large file when Git LFS is not installed."""
+    """True for the few lines that git without Git LFS leaves in place of a large file."""
     try:
         with file.open("rb") as opened:
             return opened.read(40).startswith(b"version https://git-lfs.github.com/spec/")

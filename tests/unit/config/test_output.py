@@ -134,7 +134,7 @@ def test_a_stream_that_was_closed_before_python_began(monkeypatch: pytest.Monkey
 
 def test_the_rest_of_a_stream_is_its_own() -> None:
     stream, _ = encoded("latin-1")
-    tolerant = TolerantStream(stream, loses=(OSError,))
+    tolerant = TolerantStream(stream, ignores=(OSError,))
     assert (tolerant.encoding, tolerant.isatty(), tolerant.buffer) == ("latin-1", False, stream.buffer)
 
 
