@@ -1,4 +1,4 @@
-"""The keys of the training loop: those that GRPO and PPO share under two names, and those that only PPO has."""
+"""The keys of the training loop: those that GRPO and PPO share, and those of PPO alone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from megatron_grpo.config.section import (
 )
 
 VALIDATION_PREFIX = "val_"
-"""Prefix of metrics that only validation produces."""
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
-"""Metrics of a validation, without the prefix."""
+"""Metrics of a validation, without VALIDATION_PREFIX."""
 
 
 @dataclass(kw_only=True)
 class EarlyStopConfig(Section):
-    """End training when a validation metric is good enough, or has stopped improving."""
+    """End training when a validation metric is good enough or stops improving."""
 
     enabled: bool = False
     """Whether training may end before max_num_steps."""
@@ -38,70 +37,70 @@ class EarlyStopConfig(Section):
     """Validation metric that decides."""
 
     higher_is_better: bool = True
-    """Whether a higher metric_name is an improvement; false: a lower one is."""
+    """True: a higher metric_name is an improvement; false: a lower one."""
 
     threshold: float | None = None
     """End when the metric reaches this; null is off."""
 
     patience: Positive | None = None
-    """End after this many validations in a row that did not improve on the best one; null is off."""
+    """End after this many validations in a row without an improvement on the best one; null is off."""
 
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """Least improvement: a value improves on the best one only if it is better by more than this."""
+    """A value is an improvement only if it is better than the best one by more than this."""
 
 
 @dataclass(kw_only=True)
 class AsyncGRPOConfig(Section):
-    """Sample the prompts of later steps while a step trains, with the weights that engines have; docs/async.md."""
+    """Sampling of later steps' prompts while a step trains; docs/async.md."""
 
     enabled: bool = False
-    """Whether sampling goes on while the step trains, and while the weights change. The loss has to correct for
-    samples of earlier weights: loss_fn.use_importance_sampling_correction."""
+    """Sample while the step trains and while the weights change. The loss has to correct for samples of earlier
+    weights: loss_fn.use_importance_sampling_correction."""
 
     max_trajectory_age_steps: NonNegative = 1
     """Most steps between the weights that sampled a token and the weights that train on it. It limits how many steps
-    are sampled ahead, so that no sample becomes older. 0: sample only when a step needs the samples."""
+    are sampled in advance, so that no sample becomes older. 0: sample only when a step needs the samples."""
 
     oversampling_factor: Annotated[float, Field(gt=1)] | None = None
-    """Prompts in flight while a step waits for its own = num_prompts_per_step * this, rounded down; must be below
-    max_trajectory_age_steps + 1. The step trains on the first prompts that are complete; the others go on under the new
-    weights, for later steps. null: a step waits for the next prompts of the data, however long they take."""
+    """Prompts in flight while a step waits = num_prompts_per_step * this, rounded down; below max_trajectory_age_steps
+    + 1. The step trains on the prompts that are complete first; the rest continues under the new weights, for later
+    steps. null: a step waits for the next prompts of the data, however long they take."""
 
     recompute_kv_cache_after_weight_updates: bool = True
-    """Whether the KV cache of responses in flight is computed again when the weights change: each later token is then
-    sampled as by the new weights alone. false keeps the old cache, which costs nothing."""
+    """Compute the KV cache of responses in flight again when the weights change, so that each later token is sampled as
+    by the new weights alone. false keeps the old cache, which costs nothing."""
 
     @property
     def can_sample_ahead(self) -> bool:
-        """Whether engines sample while a step trains."""
+        """True if engines sample while a step trains."""
         return self.enabled and self.max_trajectory_age_steps > 0
 
 
 @dataclass(kw_only=True)
 class LoopConfig(Section):
-    """The training loop of GRPO and of PPO. A run reads these keys under either name: `grpo.KEY` and `ppo.KEY` are one
-    setting, whichever of the two runs."""
+    """The training loop of GRPO and of PPO. `grpo.KEY` and `ppo.KEY` are two names of one setting, whichever of the two
+    algorithms runs."""
 
     num_prompts_per_step: Positive = 32
     """Prompts of one step."""
 
     num_generations_per_prompt: Positive = 16
-    """Responses sampled for each prompt; samples of a step = prompts * generations. With PPO, whose baseline is the
-    value model, one is enough."""
+    """Responses to each prompt; samples of a step = prompts * generations. With PPO, whose baseline is the value model,
+    one is enough."""
 
     max_num_epochs: Positive = 1
     """Passes over the training data after which training ends."""
 
     max_num_steps: Steps = 1000
-    """Steps after which training ends; -1: as many as max_num_epochs passes over the rows make."""
+    """Steps after which training ends; -1: the steps of max_num_epochs passes over the rows."""
 
     max_rollout_turns: Positive = 1
-    """Most turns of the model in one rollout, with an environment that answers it. A rollout also ends when its
-    environment says so, when generation.max_new_tokens cuts off a turn, and at policy.max_total_sequence_length."""
+    """Most turns of the model in one rollout, with an environment that answers. A rollout also ends when its
+    environment ends it, when generation.max_new_tokens cuts off a turn, and at policy.max_total_sequence_length."""
 
     overlong_filtering: bool = False
-    """Leave truncated responses out of the loss; they still count in the baseline of their group. With PPO they are
-    also left out of the value model's loss and of the normalisation of advantages."""
+    """Leave truncated responses out of the loss; they still count in the baseline of their group. With PPO, leave them
+    also out of the value model's loss and of the normalisation of advantages."""
 
     advantage_clip_low: Annotated[float, Field(le=0)] | None = None
     """Advantages below this are raised to it; null means no bound."""
@@ -113,16 +112,16 @@ class LoopConfig(Section):
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
 
     use_dynamic_sampling: bool = False
-    """Train only on prompts whose samples differ in reward, sampling further prompts until a step is full (DAPO)."""
+    """DAPO: train only on prompts whose samples differ in reward, and sample further prompts until a step is full."""
 
     batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
     """Prompts sampled together = num_prompts_per_step * this, rounded down; needs use_dynamic_sampling."""
 
     dynamic_sampling_max_gen_batches: Positive = 10
-    """Most generation batches of one step with use_dynamic_sampling; past them the run saves and ends with an error."""
+    """Most generation batches of one step with use_dynamic_sampling; then the run saves and ends with an error."""
 
     seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Leave responses out of the loss whose mean of exp(|training - sampling logprob|) is above this; null is off."""
+    """Leave a response out of the loss if its mean of exp(|training - sampling logprob|) is above this; null is off."""
 
     async_grpo: AsyncGRPOConfig = field(default_factory=AsyncGRPOConfig)
 
@@ -141,7 +140,7 @@ class LoopConfig(Section):
     """Steps between validations; 0 is never."""
 
     val_delay: NonNegative = 0
-    """Steps before the first of the validations of val_period."""
+    """Steps before the first validation of val_period."""
 
     val_batch_size: Positive = 256
     """Validation prompts generated together."""
@@ -153,18 +152,18 @@ class LoopConfig(Section):
     """Validate after the last step."""
 
     max_val_samples: Positive | None = 256
-    """Most prompts used of each validation set; null: all."""
+    """Most prompts of each validation set; null: all."""
 
     val_temperature: Temperature = 0.0
-    """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
+    """Sampling temperature of validation; 0 is greedy, which makes accuracies of different steps comparable."""
 
     seed: Seed = 42
     """Seed of everything random in the run."""
 
     has_value_model: ClassVar[bool] = False
-    """Whether the algorithm trains a value model beside the policy."""
+    """True if the algorithm trains a value model beside the policy."""
     passes_name: ClassVar[str]
-    """Key, in the algorithm's section, of the number of passes over the samples of a step."""
+    """Key, without its section, of the number of passes over the samples of a step."""
 
 
 Lambda = Annotated[float, Field(ge=0, le=1)]
@@ -181,7 +180,7 @@ class PPOAdvantageConfig(Section):
     """Discount of the next token."""
 
     gae_lambda: Lambda = 0.95
-    """Lambda of gae: 1 trusts the rewards alone (unbiased), smaller ones trust the values more (less variance)."""
+    """Lambda of gae: 1 uses the rewards alone (unbiased); a smaller one relies more on the values (less variance)."""
 
     gae_lambda_policy: Lambda | None = None
     """Lambda of the policy's advantages; null: gae_lambda."""
@@ -197,7 +196,7 @@ class PPOAdvantageConfig(Section):
 
     @property
     def lambda_policy(self) -> float:
-        """Lambda of the policy's advantages, unless it follows the length."""
+        """Lambda of the policy's advantages, if it does not depend on the length."""
         return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
 
     @property
@@ -211,21 +210,21 @@ class PPOConfig(LoopConfig):
     """Keys that only PPO has; read with algorithm=ppo."""
 
     num_generations_per_prompt: Positive = 1
-    """Responses sampled for each prompt; the value model is the baseline, so one is enough."""
+    """Responses to each prompt; the value model is the baseline, so one is enough."""
 
     ppo_epochs: Positive = 1
     """Passes of both optimizers over the samples of a step."""
 
     policy_training_start_step: NonNegative = 0
-    """Steps at the beginning that train the value model only (critic warm-up, value pretraining)."""
+    """Steps at the beginning that train only the value model (critic warm-up, value pretraining)."""
 
     adv_estimator: PPOAdvantageConfig = field(default_factory=PPOAdvantageConfig)
 
     skip_reference_policy_logprobs_calculation: bool = False
-    """Do not load a reference policy; false reports kl_penalty also where it has no weight in the loss."""
+    """Do not load a reference policy. false: load it, and report kl_penalty also where it has no weight in the loss."""
 
     calculate_advantages_on_gpu: bool = False
-    """Estimate advantages on the first GPU that the driver sees, which a rank uses too, instead of on the CPU."""
+    """Estimate advantages on the first GPU of the driver, which a rank uses too, instead of on the CPU."""
 
     has_value_model: ClassVar[bool] = True
     passes_name: ClassVar[str] = "ppo_epochs"
@@ -245,29 +244,29 @@ class MseValueLossConfig(Section):
 LOOPS = ("grpo", "ppo")
 """The algorithms; each has a section of its name."""
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
-"""Shared keys and sections of such keys: `grpo.NAME` and `ppo.NAME` are aliases for each of these names."""
+"""Keys, and sections of keys, that both algorithms share: `grpo.NAME` and `ppo.NAME` are one setting."""
 COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
-"""Keys with the same meaning in the other algorithm, whose defaults and limits are their own."""
+"""Keys of the same meaning with different names, defaults and limits."""
 READ_BY = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
-"""Sections that only one algorithm reads, apart from the shared keys in them."""
+"""Sections that only one algorithm reads, except the shared keys in them."""
 
 
 def is_shared(name: str) -> bool:
-    """Whether a dotted name is a shared key, or a section of shared keys, under either algorithm's name."""
+    """True for a shared key, or a section of shared keys, under either algorithm's name."""
     section, _, rest = name.partition(".")
     return section in LOOPS and rest.partition(".")[0] in SHARED
 
 
 def translate_key(algorithm: str, name: str) -> str:
-    """A shared key, or section of such keys, under an algorithm's name; any other name as it is."""
+    """Rename a shared key or section to an algorithm's name; return any other name unchanged."""
     return f"{algorithm}.{name.partition('.')[2]}" if is_shared(name) else name
 
 
 def switch_algorithm(algorithm: str) -> str:
-    """The other one of the two algorithms."""
+    """Return the other algorithm."""
     return "grpo" if algorithm == "ppo" else "ppo"
 
 
 def is_foreign_to(algorithm: str, name: str) -> bool:
-    """Whether only the other algorithm reads a key."""
+    """True if only the other algorithm reads a key."""
     return name.partition(".")[0] in READ_BY[switch_algorithm(algorithm)] and not is_shared(name)

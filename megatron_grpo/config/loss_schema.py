@@ -15,19 +15,19 @@ class LossConfig(Section):
     """ClippedPGLossFn; docs/algorithms.md has the formulas."""
 
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Probability ratios are clipped from below at 1 - this; 1 means no lower bound."""
+    """Clip probability ratios from below at 1 - this; 1 means no lower bound."""
 
     ratio_clip_max: NonNegativeFloat | None = None
-    """Probability ratios are clipped from above at 1 + this; null: ratio_clip_min."""
+    """Clip probability ratios from above at 1 + this; null: ratio_clip_min."""
 
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clipping: bound on the loss of samples with negative advantage; null is off."""
+    """Dual clipping: bound on the loss of tokens with a negative advantage; null is off."""
 
     sequence_level_importance_ratios: bool = False
     """GSPO: one ratio for a response, the geometric mean of its tokens' ratios. Needs token_level_loss=false."""
 
     use_cispo: bool = False
-    """CISPO: the clipped ratio is only a weight, so that every token keeps its gradient."""
+    """CISPO: use the clipped ratio only as a weight, so that every token keeps its gradient."""
 
     use_sapo: bool = False
     """SAPO: a sigmoid of the ratio instead of clipping."""
@@ -36,25 +36,25 @@ class LossConfig(Section):
     """SAPO: steepness of the sigmoid for positive advantages."""
 
     sapo_temperature_neg: PositiveFloat = 1.05
-    """SAPO: steepness of the sigmoid for the other advantages."""
+    """SAPO: steepness of the sigmoid for negative and zero advantages."""
 
     disable_ppo_ratio: bool = False
     """REINFORCE: advantage times log-probability, without ratio and clipping."""
 
     force_on_policy_ratio: bool = False
-    """Take the current policy itself as the old one: the ratio is 1 with the policy's gradient, nothing is clipped."""
+    """Compare the policy with itself: the ratio is 1 with the policy's gradient, and nothing is clipped."""
 
     token_level_loss: bool = True
-    """Average over all tokens of the step (true) or over sequences, each averaged over its tokens (false)."""
+    """true: average over all tokens of the step; false: over sequences, each averaged over its tokens."""
 
     constant_normalizer_tokens: Positive | None = None
     """Dr. GRPO: divide the sum over tokens by sequences * this; usually ${generation.max_new_tokens}. null is off."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
-    """Weight of the KL penalty against the reference policy; at 0 GRPO loads none."""
+    """Weight of the KL penalty against the reference policy; with 0 GRPO loads no reference."""
 
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL: k1 log ratio, k2 half its square, k3 never negative and unbiased."""
+    """Estimator of the KL: k1, the log ratio; k2, half its square; k3, never negative and unbiased."""
 
     use_on_policy_kl_approximation: bool = False
     """Weight the KL estimate by the importance ratio, so that it is an expectation under the current policy."""
@@ -67,17 +67,17 @@ class LossConfig(Section):
     """Subtract the KL penalty from the reward instead of adding it to the loss."""
 
     kl_input_clamp_value: PositiveFloat | None = None
-    """Log ratios are limited to +- this before the KL is estimated; null means no limit."""
+    """Limit log ratios to +- this before the KL is estimated; null means no limit."""
 
     kl_output_clamp_value: PositiveFloat | None = None
-    """KL estimates are limited to +- this; null means no limit."""
+    """Limit KL estimates to +- this; null means no limit."""
 
     use_importance_sampling_correction: bool = False
-    """Weight the loss by training probability / sampling probability, to correct for different engines."""
+    """Weight the loss by training probability / sampling probability, which corrects for different engines."""
 
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
     """Treatment of extreme correction weights: tis lowers them to the upper limit; icepop sets weights outside the
-    limits to 0; seq-mask-tis leaves out responses whose geometric mean of the weights is outside."""
+    limits to 0; seq-mask-tis leaves out responses whose weights have a geometric mean outside."""
 
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper limit of the correction weight."""
@@ -109,22 +109,22 @@ class LossConfig(Section):
 
 @dataclass(kw_only=True)
 class RewardScalingConfig(Section):
-    """Clamp rewards to the source range, then map it linearly onto the target range."""
+    """Clamp rewards to the source range, then map it linearly to the target range."""
 
     enabled: bool = False
-    """Whether rewards are scaled."""
+    """Scale rewards."""
 
     source_min: float = 0.0
-    """Rewards below this are raised to it."""
+    """Raise rewards below this to it."""
 
     source_max: float = 1.0
-    """Rewards above this are lowered to it."""
+    """Lower rewards above this to it."""
 
     target_min: float = 0.0
-    """Reward that source_min is mapped to."""
+    """Scaled reward at source_min."""
 
     target_max: float = 1.0
-    """Reward that source_max is mapped to."""
+    """Scaled reward at source_max."""
 
 
 @dataclass(kw_only=True)
@@ -132,7 +132,7 @@ class RewardShapingConfig(Section):
     """Penalties for long or unfinished responses, after the scaling."""
 
     enabled: bool = False
-    """Whether rewards are shaped."""
+    """Shape rewards."""
 
     overlong_buffer_length: Positive | None = None
     """DAPO: tokens before max_response_length over which the penalty grows from 0 to its full size; null is off."""
@@ -144,7 +144,7 @@ class RewardShapingConfig(Section):
     """DAPO: tokens at which the penalty is full; null: generation.max_new_tokens."""
 
     stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Positive rewards of truncated responses are multiplied by this: 0 takes them away, 1 and null change nothing."""
+    """Multiply positive rewards of truncated responses by this: 0 removes them, 1 and null change nothing."""
 
 
 @dataclass(kw_only=True)
@@ -153,7 +153,7 @@ class AdvantageEstimatorConfig(Section):
 
     name: Literal["grpo", "reinforce_plus_plus", "gdpo"] = "grpo"
     """grpo: relative to the group; reinforce_plus_plus: normalised over the tokens of the step; gdpo: each reward
-    function normalised within the group, then the weighted sum over the step."""
+    function normalised within the group, then their weighted sum over the step."""
 
     minus_baseline: bool = False
     """REINFORCE++ only: subtract the mean reward of the group first (the variant with baseline)."""

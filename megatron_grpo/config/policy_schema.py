@@ -34,10 +34,10 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear warm-up from 0 to lr."""
 
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the schedule's optimizer steps that is warm-up, rounded up, in place of warmup_steps; null: not used."""
+    """Share of the schedule's optimizer steps that is warm-up, rounded up; null: warmup_steps."""
 
     decay_steps: Positive | None = None
-    """Optimizer steps until min_lr is reached, warm-up included; null: all optimizer steps of max_num_steps steps."""
+    """Optimizer steps until min_lr, warm-up included; null: all optimizer steps of max_num_steps steps."""
 
     decay_style: Literal[
         "constant",
@@ -50,15 +50,14 @@ class OptimizerConfig(Section):
         "constant_with_warmup",
         "cosine_with_min_lr",
     ] = "constant"
-    """Shape of the decay after the warm-up; warmup_stable_decay stays at lr until the last final_decay_steps, which are
+    """Shape of the decay after the warm-up. warmup_stable_decay stays at lr until the last final_decay_steps, which are
     linear. constant_with_warmup and cosine_with_min_lr are transformers' names of constant and cosine."""
 
     decay_power: PositiveFloat = 1.0
-    """With polynomial, the learning rate falls to min_lr as the remaining share of the decay to this power; 1 is
-    linear."""
+    """With polynomial, exponent of the remaining share of the decay in the learning rate; 1 is linear."""
 
     decay_cycles: Positive = 1
-    """With cosine_with_restarts, the number of cosines, each of which begins at lr again."""
+    """With cosine_with_restarts, the number of cosines, each of which begins at lr."""
 
     final_decay_steps: Positive | None = None
     """With warmup_stable_decay, the optimizer steps of the decay at the end; null: a tenth of the schedule."""
@@ -79,20 +78,20 @@ class OptimizerConfig(Section):
     """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
 
     cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the optimizer state, and of its update, that is in host memory: 0 none, 1 all. Needs GPUs."""
+    """Share of the optimizer state that is in host memory and is updated there: 0 none, 1 all. Needs GPUs."""
 
     precision_aware: bool = False
-    """Let Transformer Engine's Adam hold moments and main weights, in the types that policy.megatron_optimizer gives
+    """Keep moments and main weights in Transformer Engine's Adam, in the types of policy.megatron_optimizer
     (exp_avg_dtype, exp_avg_sq_dtype, main_params_dtype, main_grads_dtype; float32 by default). Needs GPUs with
     Transformer Engine, and distributed=true."""
 
     @property
     def is_constant(self) -> bool:
-        """Whether the learning rate stays at lr after the warm-up."""
+        """True if the learning rate stays at lr after the warm-up."""
         return self.decay_style in ("constant", "constant_with_warmup")
 
     def count_warmup_steps(self, schedule_steps: int) -> int:
-        """Optimizer steps of the warm-up, in a schedule of `schedule_steps` steps."""
+        """Count the optimizer steps of the warm-up in a schedule of `schedule_steps` steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
 
 
@@ -101,15 +100,15 @@ class ParallelConfig(Section):
     """Layout of a model over ranks: world size = tensor * pipeline * context * data."""
 
     tensor: Positive = 1
-    """Ranks that split every weight matrix (TP). Must divide the attention heads; and divide the key/value heads, or be
-    a multiple of them."""
+    """Ranks that split every weight matrix (TP). Must divide the attention heads, and divide or be a multiple of the
+    key/value heads."""
 
     pipeline: Positive = 1
     """Ranks that split the layers (PP)."""
 
     virtual_pipeline: Positive = 1
-    """Model chunks on each pipeline rank, which microbatches pass in turn (interleaved pipeline, VPP): the pipeline
-    bubble is smaller, but ranks send more messages. Needs pipeline > 1."""
+    """Model chunks on each pipeline rank (interleaved pipeline, VPP): more chunks make the pipeline bubble smaller, but
+    ranks send more messages. Needs pipeline > 1."""
 
     first_stage_layers: Positive | None = None
     """Layers of the first pipeline rank, which also has the embedding; null: as many as the other ranks have."""
@@ -118,10 +117,10 @@ class ParallelConfig(Section):
     """Layers of the last pipeline rank, which also has the head; null: as many as the other ranks have."""
 
     count_embedding: bool = False
-    """Count the embedding as a layer when layers are split over the pipeline: the first rank gets one less."""
+    """Count the embedding as a layer of the pipeline, so that the first rank gets one layer less."""
 
     count_loss: bool = False
-    """Count the head and the loss as a layer when layers are split over the pipeline: the last rank gets one less."""
+    """Count the head and the loss as a layer of the pipeline, so that the last rank gets one layer less."""
 
     context: Positive = 1
     """Ranks that split each sequence (CP)."""
@@ -133,11 +132,11 @@ class ParallelConfig(Section):
     """Ranks that split every matrix of an expert (ETP). expert * expert_tensor must divide tensor * context * data."""
 
     data: Positive = 1
-    """Replicas of the model, each training on its share of the samples (DP)."""
+    """Replicas of the model, each of which trains on its share of the samples (DP)."""
 
     sequence: bool = False
-    """Also split the activations between tensor-parallel regions along the sequence. Needs tensor > 1; a mixture of
-    experts with tensor > 1 needs it."""
+    """Sequence parallelism: also split the activations between tensor-parallel regions, along the sequence. Needs
+    tensor > 1; a mixture of experts with tensor > 1 needs it."""
 
     @property
     def world_size(self) -> int:
@@ -146,12 +145,14 @@ class ParallelConfig(Section):
 
     @property
     def chunk_multiple(self) -> int:
-        """Number that divides the length of a packed sequence: context parallelism splits it into two chunks a rank."""
+        """Divisor of the length of a packed sequence."""
+        # Context parallelism splits a sequence into two chunks a rank.
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def sequence_multiple(self) -> int:
-        """Number that divides the width of a padded microbatch: sequence parallelism also splits each rank's share."""
+        """Divisor of the width of a padded microbatch."""
+        # Sequence parallelism also splits the share of each context-parallel rank.
         return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
@@ -168,11 +169,10 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class MoeConfig(Section):
-    """Routing of mixture-of-experts models: balancing losses, expert bias, replay; all off by default, as is usual in
-    reinforcement learning."""
+    """Routing of mixture-of-experts models: balancing losses, expert bias and replay, all off by default."""
 
     aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the load-balancing loss: for each layer, the imbalance of experts within each sequence (1 when all are
+    """Weight of the load-balancing loss: of each layer, the imbalance of experts within each sequence (1 when all are
     chosen equally often), averaged over the sequences of an optimizer step."""
 
     z_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
@@ -180,24 +180,25 @@ class MoeConfig(Section):
     sequence, then over sequences; summed over layers."""
 
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Change of the router's expert bias per optimizer step, in favour of experts that were chosen too rarely. Only
-    for models with such a bias (DeepSeek-V3)."""
+    """Change of the router's expert bias per optimizer step, towards experts that were chosen too rarely. Only for
+    models with such a bias (DeepSeek-V3)."""
 
     replay_routing: bool = False
     """Send each token through the experts that the engine chose while it sampled (R3, arXiv 2510.11370), in
-    prev_logprobs and in training. The router still weighs them, and learns; the reference policy chooses for itself."""
+    prev_logprobs and in training. The router still weighs them, and learns; the reference policy makes its own
+    choice."""
 
 
+# Linear layers of Megatron-Core that can have an adapter.
 AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-"""A linear layer of Megatron-Core's that can have an adapter."""
 
 
 @dataclass(kw_only=True)
 class LoraConfig(Section):
-    """Low-rank adapters that are trained in place of the model's own weights (LoRA)."""
+    """Low-rank adapters that are trained in place of the model's weights (LoRA)."""
 
     rank: NonNegative = 0
-    """Rows of each adapter's A, and columns of its B; 0: no adapters, all weights are trained."""
+    """Rows of each adapter's A, and columns of its B; 0: no adapters, and all weights are trained."""
 
     alpha: PositiveFloat = 32.0
     """Scale of an adapter: its output is multiplied by alpha / rank."""
@@ -210,7 +211,7 @@ class LoraConfig(Section):
 
     @property
     def description(self) -> str:
-        """The settings in the words of the configuration; equal for equal adapters."""
+        """The settings as text; equal for equal adapters."""
         if not self.rank:
             return "policy.lora.rank=0"
         targets = ",".join(self.target_modules)
@@ -219,18 +220,18 @@ class LoraConfig(Section):
 
 @dataclass(kw_only=True)
 class Fp8Config(Section):
-    """Matrix products of the layers in FP8, by Transformer Engine; head, norms and attention stay in bfloat16."""
+    """Matrix products of the layers in FP8; head, norms and attention stay in bfloat16."""
 
     format: Literal["off", "hybrid", "e4m3"] = "off"
     """hybrid: operands in E4M3, gradients in E5M2; e4m3: all in E4M3; off: no FP8."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Values that share a scale. tensorwise: a tensor, by its largest value; delayed: a tensor, by largest values of
-    earlier steps (both from compute capability 8.9 on); blockwise: 128 values, of weights 128 x 128 (from 9.0); mxfp8:
-    32 values (from 10.0)."""
+    """Which values share a scale. tensorwise: a tensor, scaled by its largest value; delayed: a tensor, scaled by the
+    largest values of earlier steps (both from compute capability 8.9 on); blockwise: 128 values, of weights 128 x 128
+    (from 9.0); mxfp8: 32 values (from 10.0)."""
 
     parameters: bool = False
-    """Keep the layers' matrices only in FP8, and in float32 in the optimizer. Needs optimizer.distributed; not with
+    """Keep the layers' matrices in FP8 alone, besides the optimizer's float32. Needs optimizer.distributed; not with
     mxfp8."""
 
     first_layers_bf16: NonNegative = 0
@@ -240,44 +241,43 @@ class Fp8Config(Section):
     """Layers at the end of the model that stay in bfloat16; not with delayed."""
 
     amax_history: Positive = 1024
-    """Number of earlier steps whose largest values the recipe delayed keeps."""
+    """With the recipe delayed, the number of earlier steps whose largest values it keeps."""
 
     amax_algorithm: Literal["max", "most_recent"] = "max"
-    """With the recipe delayed, the value that sets a scale: the maximum of earlier steps' largest values, or the most
-    recent one."""
+    """With the recipe delayed, the value that sets a scale: the maximum of the kept values, or the most recent one."""
 
     simulate: bool = False
-    """Round the operands of the layers' products to E4M3 in torch, at the recipe's scales, and multiply as usual: FP8's
-    effect on log-probabilities on any machine, without its speed. Gradients are not rounded. Not with delayed."""
+    """Round the operands of the layers' products to E4M3 in torch, at the recipe's scales, and multiply as usual. This
+    shows FP8's effect on log-probabilities on any machine, without its speed. Gradients are not rounded. Not with
+    delayed."""
 
     @property
     def is_on_device(self) -> bool:
-        """Whether Transformer Engine multiplies in FP8."""
+        """True if Transformer Engine multiplies in FP8."""
         return self.format != "off" and not self.simulate
 
     @property
     def is_simulated(self) -> bool:
-        """Whether operands are rounded in torch."""
+        """True if operands are rounded in torch."""
         return self.format != "off" and self.simulate
 
     @property
     def least_capability(self) -> tuple[int, int]:
-        """Least compute capability of GPUs that support the recipe (Transformer Engine's own conditions)."""
+        """Least compute capability of GPUs for the recipe (Transformer Engine's own conditions)."""
         return {"blockwise": (9, 0), "mxfp8": (10, 0)}.get(self.recipe, (8, 9))
 
     @property
     def block(self) -> int:
-        """Number that divides the sizes of a rank's matrices: whole blocks of the recipe, or 16 for FP8 products."""
+        """Divisor of the sizes of a rank's matrices: a block of the recipe, or 16 for FP8 products."""
         return {"blockwise": 128, "mxfp8": 32}.get(self.recipe, 16)
 
     @property
     def token_multiple(self) -> int:
-        """Number that divides the tokens of a rank's microbatch, a dimension of the products for weight gradients."""
+        """Divisor of the tokens of a rank's microbatch, a dimension of the weight gradients' products."""
         return self.block if self.is_on_device else 1
 
 
 QuantizationFormat = Literal["int8", "fp8"]
-"""Type that operands of the layers' products are rounded to in quantisation-aware training."""
 
 
 @dataclass(kw_only=True)
@@ -292,18 +292,18 @@ class PolicyConfig(Section):
     fp8: Fp8Config = field(default_factory=Fp8Config)
 
     quantization: QuantizationFormat | None = None
-    """Quantisation-aware training: modelopt rounds the operands of the layers' products to 8-bit integers (int8) or to
-    E4M3 (fp8), at a scale for each row of a weight and each token; gradients are not rounded. null: off. The export
-    command writes such a model for vLLM with format=quantized."""
+    """Quantisation-aware training: modelopt rounds the operands of the layers' products to 8-bit integers (int8) or
+    E4M3 (fp8), with a scale for each row of a weight and for each token; gradients are not rounded. The export command
+    writes such a model for vLLM with format=quantized. null: off."""
 
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""
 
     max_total_sequence_length: Positive = 2048
-    """Longest prompt plus response in tokens; generation stops there too."""
+    """Most tokens of prompt and response together; generation stops there too."""
 
     packing: bool = True
-    """Lay the sequences of a microbatch end to end; false pads each to the longest of its microbatch."""
+    """Lay the sequences of a microbatch end to end; false: pad each to the longest of its microbatch."""
 
     microbatch_tokens: Positive = 8192
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
@@ -317,53 +317,52 @@ class PolicyConfig(Section):
 
     logprob_kernel: Literal["fused", "chunked", "auto"] = "auto"
     """Kernel that turns hidden states into log-probabilities. fused: in Triton; chunked: by chunks of tokens, in torch;
-    auto: fused on GPUs where Triton is installed. Where sampling filters tokens (generation.top_p and others) the
-    policy's are computed as with chunked."""
+    auto: fused on GPUs where Triton is installed. Where sampling filters tokens (generation.top_p and others), the
+    policy uses chunked."""
 
     logprob_chunk_size: Positive | None = None
-    """Tokens whose logits the chunked kernel holds at once; smaller needs less memory, null: as many as make 256 MiB of
-    float32."""
+    """Tokens whose logits the chunked kernel holds at a time; fewer need less memory. null: 256 MiB of float32
+    logits."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+    """Scale gradients down to this global norm; 0: no clipping."""
 
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass instead of keeping them."""
 
     recompute_modules: list[RecomputeModule] = field(default_factory=list)
-    """Parts of each layer whose activations are recomputed, when activation_checkpointing does not recompute all:
-    core_attn, mlp, layernorm; of a mixture of experts moe, moe_act, shared_experts; of latent attention mla_up_proj."""
+    """Parts of each layer whose activations are recomputed if activation_checkpointing is off: core_attn, mlp,
+    layernorm; in a mixture of experts moe, moe_act, shared_experts; in latent attention mla_up_proj."""
 
     deterministic: bool = False
-    """Use only kernels whose results repeat to the bit; slower on GPUs. On a CPU results repeat anyway. An H100 has no
-    such fused attention for microbatches in which sequences * heads * longest**2 reach 2**30: a kernel that holds all
+    """Use only kernels whose results repeat to the bit; slower on GPUs. On CPUs results repeat anyway. An H100 has no
+    such fused attention for microbatches with sequences * heads * longest**2 of 2**30 or more: a kernel that holds all
     scores replaces it."""
 
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over data-parallel ranks while the backward pass goes on; null: on GPUs."""
+    """Reduce gradients over data-parallel ranks during the backward pass; null: on GPUs."""
 
     overlap_param_gather: bool | None = None
-    """Gather the weights that data-parallel ranks have updated while the next forward pass of training goes on. Needs
+    """Gather the weights that data-parallel ranks have updated during the next forward pass of training. Needs
     overlap_grad_reduce and optimizer.distributed; null: on if both are."""
 
     gradient_accumulation_fusion: bool | None = None
-    """Accumulate the gradients of matrices within the multiplication that computes them; needs GPUs and apex's
-    extension fused_weight_gradient_mlp_cuda. null: on if both are available."""
+    """Accumulate the gradient of a matrix within the multiplication that computes it. Needs GPUs and apex's extension
+    fused_weight_gradient_mlp_cuda; null: on if both are available."""
 
     megatron: MegatronFields = field(default_factory=dict)
-    """Further fields of Megatron-Core's TransformerConfig that have no key of their own here; the value model has them
-    too."""
+    """Further fields of Megatron-Core's TransformerConfig, which have no key here; also for the value model."""
 
     ddp: MegatronFields = field(default_factory=dict)
-    """Further fields of Megatron-Core's DistributedDataParallelConfig; the value model has them too."""
+    """Further fields of Megatron-Core's DistributedDataParallelConfig; also for the value model."""
 
     megatron_optimizer: MegatronFields = field(default_factory=dict)
-    """Further fields of Megatron-Core's OptimizerConfig; the value model has them too. Types of tensors are written
+    """Further fields of Megatron-Core's OptimizerConfig; also for the value model. Types of tensors are written
     bfloat16, float16, float32."""
 
     threads: Positive | None = None
-    """CPU threads of each rank; null: the machine's cores shared out evenly, half of them where engines sample at the
-    same time. Not used on GPUs."""
+    """CPU threads of each rank; null: an equal share of the machine's cores, of half of them where engines sample at
+    the same time. Not used on GPUs."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
@@ -374,7 +373,7 @@ class ValueModelConfig(Section):
     """The weights that the value model starts from."""
 
     path: PathText | None = None
-    """A model of the policy's format, whose value head starts at zero; or a reward model (ForSequenceClassification or
+    """A model like the policy's, whose value head starts at zero; or a reward model (ForSequenceClassification or
     ForTokenClassification with one label), whose score is the head; null: policy.model.path."""
 
 
@@ -393,16 +392,17 @@ class ValueConfig(Section):
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank; null: as in the policy."""
 
     train_global_batch_samples: Positive | None = None
-    """Samples of one optimizer step; must divide the samples of the step. null: all of them, unlike the policy."""
+    """Samples of one optimizer step; must divide the samples of the step. null: all of them, whatever the policy
+    has."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+    """Scale gradients down to this global norm; 0: no clipping."""
 
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """The frozen reference policy: the starting weights in the policy's layout. GRPO loads it for a KL penalty only,
+    """The frozen reference policy: the starting weights in the policy's layout. GRPO loads it only for a KL penalty,
     PPO also to report the distance to it."""
 
     offload: bool = False
-    """Keep the reference weights in host memory and move them to the device only while they are needed."""
+    """Keep the reference weights in host memory, and move them to the device only while they are needed."""

@@ -1,4 +1,4 @@
-"""Base class of the schema's sections, and the types that their values share."""
+"""Base class of the schema's sections, and types of values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, ConfigDict, Field
 
 MISSING = "???"
-"""Value of a key that the user has to give (OmegaConf's own marker)."""
+"""Value of a required key, in OmegaConf's notation."""
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -17,38 +17,38 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-def _not_zero(value: int) -> int:
+def _refuse_zero(value: int) -> int:
     if value == 0:
         raise ValueError("is neither -1 nor above 0")
     return value
 
 
-Steps = Annotated[int, Field(ge=-1), AfterValidator(_not_zero), "int > 0 or -1"]
+Steps = Annotated[int, Field(ge=-1), AfterValidator(_refuse_zero), "int > 0 or -1"]
 
 
-def _greedy_or_not_too_low(value: float) -> float:
+def _refuse_tiny_temperature(value: float) -> float:
     if 0 < value < 0.01:
         raise ValueError("vLLM silently raises it, and training would divide by it as it is")
     return value
 
 
 Temperature = Annotated[
-    float, Field(ge=0, le=2), AfterValidator(_greedy_or_not_too_low), "0 (greedy) or float >= 0.01 and <= 2"
+    float, Field(ge=0, le=2), AfterValidator(_refuse_tiny_temperature), "0 (greedy) or float >= 0.01 and <= 2"
 ]
 NonEmptyText = Annotated[str, Field(min_length=1), "text that is not empty"]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 PathText = Annotated[str, AfterValidator(os.path.expanduser), "text"]
 """Path of a file or folder; a leading ~ is the home folder, also where no shell replaces it."""
+# Pass-through fields, each with the library or class whose installed version checks them.
 MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
 TemplateArguments = Annotated[dict[str, Any], "the chat template"]
-"""Types of pass-through fields, each with the library or class whose installed version checks them."""
 
 
 class Section:
-    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" passes, "three" not)."""
+    """Keys under one name. Unknown keys are errors, as is "three" (not "3") for a number."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
