@@ -1,1 +1,1 @@
-"""The typed configuration of a run: schema, composition and every check that needs no process; imports no torch."""
+"""The typed configuration of a run: schema and composition, without torch."""

@@ -1,4 +1,4 @@
-"""Composes a typed Config from a command line: Hydra merges conf/ over the schema's defaults."""
+"""Composes a command line into a typed Config with Hydra."""
 
 from __future__ import annotations
 
@@ -97,13 +97,16 @@ def unite_shared_keys(
 
 
 def _find_deciding_loops(name: str, sources: Sequence[Collection[str]]) -> list[str]:
-    """Find the loop sections in which the source read last sets a shared key; `sources`: the last one first."""
+    """Find the loop sections in which the last source sets a shared key.
+
+    Args:
+        sources: keys of each source, the one that Hydra reads last first.
+    """
     loops_by_source = ([loop for loop in LOOPS if f"{loop}.{name}" in source] for source in sources)
     return next(filter(None, loops_by_source), [])
 
 
 def _select_keys(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
-    """Select the shared keys of a loop section, or the other ones."""
     return {key: value for key, value in section.items() if (key in SHARED) == shared}
 
 
@@ -115,7 +118,7 @@ OmegaConf.register_new_resolver(
 
 @dataclasses.dataclass(slots=True)
 class Composed:
-    """The typed configuration of a command line and its job, with its problems."""
+    """The typed configuration of a command line, with its problems."""
 
     job: Job
     config: Config | None = None
@@ -143,7 +146,7 @@ class Composed:
         return {problem.key for problem in self.problems}
 
     def rename_problems(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Name problems as the user wrote them: by a job's field or the other algorithm's key."""
+        """Name problems by the fields or keys that the user wrote."""
         renamed = []
         for problem in problems:
             field = self.job.fields.get(translate_key("grpo", problem.key))
@@ -156,7 +159,7 @@ class Composed:
 
 
 def compose_typed(overrides: Sequence[str]) -> Composed:
-    """Compose the configuration of a command line; check names, types and ranges, not combinations of settings."""
+    """Compose a command line; check names, types and ranges, not combinations."""
     with search_path(overrides) as (arguments, folder_problems):
         jobs = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
         parsed = read_overrides([argument for argument in arguments if argument not in jobs])
@@ -181,7 +184,7 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
 
 
 def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
-    """Compose the resolved values of a command line and its job into `into`, with their problems.
+    """Compose a command line and its job into `into`, with their problems.
 
     Returns:
         The algorithm, and the job's settings that an option on the command line contradicts.
@@ -220,7 +223,8 @@ def _compose(into: Composed, parsed: Overrides) -> tuple[str, list[Problem]]:
 
 
 def _list_composed_files(accepted: Sequence[str]) -> list[str]:
-    """List the files of conf/ that Hydra composes, the last read last; Hydra must be initialised."""
+    """List the files of conf/ that Hydra composes, the last read last."""
+    # Hydra has a loader only while it is initialised.
     loader = GlobalHydra.instance().config_loader()
     defaults = loader.compute_defaults_list("config", [*build_search_override(), *accepted], RunMode.RUN).defaults
     paths = [default.config_path for default in defaults if default.config_path]
@@ -228,7 +232,7 @@ def _list_composed_files(accepted: Sequence[str]) -> list[str]:
 
 
 def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
-    """Yield settings of the job that contradict an option on the command line.
+    """Yield the job's settings that an option on the command line contradicts.
 
     They are refused, because a part of the option alone would be misleading.
     """
@@ -246,14 +250,14 @@ def _find_overruled_settings(job: Job, accepted: list[str], composed: DictConfig
 
 
 def _describe_hydra_error(accepted: Sequence[str], error: Exception) -> Problem:
-    """Attribute Hydra's error to the override that its message names, else to all overrides."""
+    """Attribute Hydra's error to the override that its message names."""
     named = (override for override in reversed(accepted) if override in str(error))
     culprit = next(named, " ".join(accepted) or "conf/")
     return Problem(to_text(culprit.lstrip("+")), _select_first_line(error.__cause__ or error))
 
 
 def _remove_unresolved(composed: DictConfig) -> list[Problem]:
-    """Report each ${...} that leads nowhere, and replace it by null so that the rest can be resolved."""
+    """Replace each ${...} that leads nowhere by null, and report it."""
     problems = []
     for name, text in _find_interpolations(OmegaConf.to_container(composed, resolve=False), ""):
         try:
@@ -265,7 +269,7 @@ def _remove_unresolved(composed: DictConfig) -> list[Problem]:
 
 
 def _find_interpolations(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield dotted name and text of every value with a ${...} in it."""
+    """Yield dotted name and text of every value with a ${...}."""
     if isinstance(node, str) and "${" in node:
         yield name, node
     for part, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():

@@ -1,4 +1,4 @@
-"""Converts plain values into a typed Config; wrong values are reported and replaced by their defaults."""
+"""Converts plain values into a typed Config, and reports misfits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _LIST_ADVICE = {
 
 
 def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
-    """Convert values to a Config, and report their problems; None: defaults do not make them valid.
+    """Convert values to a Config, and report their problems.
 
     Args:
         values: nested values; wrong ones are removed in place, so that their keys take their defaults.
         algorithm: the algorithm that runs; suggestions for unknown keys use its names.
+
+    Returns:
+        The configuration, None if defaults do not make the values valid; and the problems.
     """
     problems = _remove_booleans(values)
     for _ in range(2):  # once more without the wrong values
@@ -42,7 +45,7 @@ def convert_values(values: dict[str, Any], algorithm: str) -> tuple[Config | Non
 
 
 def convert_argument(name: str, text: str, kind: Any) -> Any:
-    """Convert a command's own argument NAME=TEXT to a type of the schema; a list is written [a,b].
+    """Convert an argument NAME=TEXT of a command; a list is written [a,b].
 
     Raises:
         ValueError: the text is not a value of this type.
@@ -66,8 +69,8 @@ def find_missing_keys(values: dict[str, Any], problem_keys: set[str]) -> list[Pr
 
 
 def _remove_booleans(values: dict[str, Any]) -> list[Problem]:
-    """Report and remove booleans in place of numbers or texts, which pydantic would read as 1 and 0."""
-    problems = []
+    """Remove and report booleans in place of numbers and texts."""
+    problems = []  # pydantic would read booleans as 1 and 0
     for name, value in list(flatten(values)):
         key = find_key(name) if isinstance(value, bool) else None
         if key is not None and "true or false" not in read_keys()[key].type:
@@ -77,7 +80,7 @@ def _remove_booleans(values: dict[str, Any]) -> list[Problem]:
 
 
 def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
-    """Describe an error of pydantic; an unknown section of another framework has a problem for each setting."""
+    """Describe an error of pydantic as problems of settings."""
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return [describe_unknown_key(unknown, algorithm) for unknown in list_unknown_keys(name, detail["input"])]
@@ -94,7 +97,7 @@ def _describe_error(detail: ErrorDetails, algorithm: str) -> list[Problem]:
 
 
 def _remove(values: dict[str, Any], loc: tuple[int | str, ...]) -> None:
-    """Delete a wrong value; a list with a wrong element is deleted as a whole."""
+    """Delete a wrong value, or the list with a wrong element."""
     node: Any = values
     for part in loc[:-1]:
         if not isinstance(node.get(part), dict):

@@ -48,7 +48,7 @@ class PromptConfig(Section):
 
 @dataclass(kw_only=True)
 class TaskConfig(PromptConfig):
-    """Prompt settings of one task; null: the value of the same key in data."""
+    """Prompt settings of one task; null: the value in data."""
 
     prompt_key: str | None = None
     """Column with the prompt."""
@@ -82,7 +82,7 @@ class DatasetConfig(Section):
     in the next epoch. Not used for validation sets."""
 
     def count_visits(self, rows: int) -> int:
-        """Count the visits of one epoch to a set of this many rows."""
+        """Count the visits of one epoch to a set of this size."""
         return int(self.weight) * rows + round(self.weight % 1 * rows)
 
 
@@ -169,12 +169,12 @@ class DataConfig(PromptConfig):
 
 
 def is_model_folder(reward: str) -> bool:
-    """True if an element of reward_funcs is a reward model's folder or hub name, not an import path."""
+    """True for a model's folder or hub name, false for an import path."""
     return "/" in reward
 
 
 def parse_reward_name(reward: str) -> str:
-    """Take the name of a reward in metrics: the last part of its import path or folder."""
+    """Take a reward's name from its import path or folder, for metrics."""
     return PurePath(reward).name if is_model_folder(reward) else reward.rpartition(".")[2]
 
 
@@ -261,7 +261,7 @@ class EnvironmentConfig(Section):
 
     @property
     def correctness_function(self) -> str | None:
-        """The reward function that decides whether a response is correct; None: there is none."""
+        """The reward function whose sign tells correct responses, if there is one."""
         names = list(self.function_weights)
         return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
 

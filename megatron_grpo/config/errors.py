@@ -1,4 +1,4 @@
-"""Errors that a command line reports without a traceback, and the format of their texts."""
+"""Errors that a command line reports without a traceback, and their texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST_VALUE = 120
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake of a configuration: its subject (usually key=value) and the advice."""
+    """A mistake in a configuration: its subject, usually key=value, and advice."""
 
     subject: str
     text: str
@@ -33,11 +33,11 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A failure that the user can act on; its text is the whole message."""
+    """A failure that the user can act on, with the whole message."""
 
 
 class SamplingError(RunError):
-    """Sampling or scoring failed; the models in training are unchanged and can be saved."""
+    """Sampling or scoring failed; models are unchanged and can be saved."""
 
 
 class DisagreementError(SamplingError):
@@ -52,19 +52,19 @@ class DisagreementError(SamplingError):
 
 
 class ModelLostError(RunError):
-    """A rank of a model in training is gone or hangs, so that nothing can be saved."""
+    """A rank of a model is gone or hangs; nothing can be saved."""
 
 
 class EngineLostError(RuntimeError):
-    """A generation engine has ended or does not answer; it has to be replaced."""
+    """An engine has ended or hangs, and has to be replaced."""
 
 
 class CanaryError(RuntimeError):
-    """An engine with the policy's weights computes something else than the policy."""
+    """An engine with the policy's weights computes different numbers."""
 
 
 def format_problems(problems: Sequence[Problem]) -> str:
-    """Write a headline and a line for each problem, with aligned explanations."""
+    """Write a headline and one line for each problem, aligned."""
     count = format_count("problem", len(problems))
     width = min(max(len(problem.subject) for problem in problems), _WIDEST_SUBJECT)
     lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
@@ -77,7 +77,9 @@ def format_count(word: str, count: int) -> str:
 
 
 def suggest_name(name: str, candidates: Iterable[str], form: str = "{}", otherwise: str | None = None) -> str:
-    """End a message about an unknown name with the most similar candidate: "; did you mean policy?".
+    """End a message about an unknown name with the most similar one.
+
+    For example "; did you mean policy?".
 
     Args:
         form: a candidate as the message writes it, at {}.
@@ -91,7 +93,7 @@ def suggest_name(name: str, candidates: Iterable[str], form: str = "{}", otherwi
 
 
 def to_text(value: object) -> str:
-    """Format a value for a message: null for None, long values cut."""
+    """Format a value for a message: None as null, long values cut."""
     try:
         text = "null" if value is None else str(value)
     except ValueError:  # Python does not convert integers of more than 4300 digits to text

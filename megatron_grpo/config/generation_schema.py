@@ -59,8 +59,10 @@ class GenerationParallelConfig(Section):
 
 @dataclass(kw_only=True)
 class SpeculativeConfig(Section):
-    """N-gram speculative decoding: proposes the tokens that followed the same n-gram before. The distribution stays the
-    same, but a fixed seed gives other tokens than without it."""
+    """N-gram speculative decoding: proposes tokens that followed the same n-gram before.
+
+    The distribution stays the same, but a fixed seed gives other tokens than without it.
+    """
 
     num_speculative_tokens: NonNegative = 0
     """Tokens proposed at a time, on GPUs; 0: no speculative decoding."""
@@ -109,7 +111,10 @@ class EngineConfig(Section):
 
 @dataclass(kw_only=True)
 class StructuredConfig(Section):
-    """A form that every response must have; set at most one key. Tokens that break the form are never sampled."""
+    """A form that every response must have; set at most one key.
+
+    Tokens that break the form are never sampled.
+    """
 
     regex: str | None = None
     """Regular expression that the whole response matches."""
@@ -123,8 +128,10 @@ class StructuredConfig(Section):
 
 @dataclass(kw_only=True)
 class ServerConfig(Section):
-    """vLLM servers that run elsewhere, in place of engines that the run starts. generation.parallel is their layout. If
-    they require a token, it is in the environment variable MEGATRON_GRPO_TOKEN."""
+    """vLLM servers that run elsewhere, in place of the run's own engines.
+
+    generation.parallel is their layout. If they require a token, it is in the environment variable MEGATRON_GRPO_TOKEN.
+    """
 
     urls: list[str] = field(default_factory=list)
     """URLs of the servers, as http://HOST:PORT, each started with `python -m megatron_grpo.serve`; empty: the run
@@ -136,7 +143,7 @@ class ServerConfig(Section):
 
 @dataclass(kw_only=True)
 class EndpointConfig(Section):
-    """An OpenAI-compatible endpoint in front of the engines, through which agents make the turns of rollouts."""
+    """An OpenAI-compatible endpoint through which agents make the turns of rollouts."""
 
     enabled: bool = False
     """Whether the endpoint is started."""
@@ -228,12 +235,12 @@ class GenerationConfig(Section):
 
     @property
     def has_unmatched_sampling(self) -> bool:
-        """True if penalties or a required form change probabilities, which training does not repeat."""
+        """True if penalties or a required form change probabilities in sampling alone."""
         return bool(self.select_changed(PENALTIES)) or self.structured != StructuredConfig()
 
     @property
     def has_training_filter(self) -> bool:
-        """True if training renormalises over the tokens that top_p, top_k and min_p keep."""
+        """True if training renormalises over the tokens that filters keep."""
         # Penalties and a required form change the logits before the filter, and training does not know them; at
         # temperature 0 vLLM ignores filters.
         return bool(self.select_changed(FILTERS)) and not self.has_unmatched_sampling and self.temperature > 0

@@ -1,4 +1,4 @@
-"""Texts of --help and the reference page docs/configuration.md, from the schema and conf/; exit codes."""
+"""Texts of --help and of docs/configuration.md; exit codes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def format_help() -> str:
 
 
 def read_recipe_summary(name: str) -> str:
-    """Read the comment at the top of a recipe, as one line."""
+    """Read the comment at the top of a recipe."""
     lines = resources.files(CONF_MODULE).joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
     comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
     return " ".join(comments)

@@ -1,4 +1,4 @@
-"""Reads jobs: `job=FILE` names a flat YAML whose fields (of GrpoParameters) each set a key."""
+"""Reads jobs: flat YAML files (`job=FILE`) whose fields each set a key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
 
 
 class _JobLoader(yaml.SafeLoader):
-    """Loads plain YAML: no aliases, which can expand to gigabytes, no deep nesting, no field twice."""
+    """Loads plain YAML without aliases, deep nesting or repeated fields."""
 
     _depth = 0
 
@@ -103,11 +103,11 @@ class Job:
     problems: list[Problem] = field(default_factory=list)
 
     def build_environment_override(self, options: Sequence[str]) -> list[str]:
-        """Build the override that chooses the job's environment, if it is an option of conf/env."""
+        """Build the override that chooses the job's environment from conf/env."""
         return [f"env={self.environment}"] if self._is_option(options) else []
 
     def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
-        """Write the job's settings into a composed configuration; return problems of its environment.
+        """Write the settings into a composed configuration; return the environment's problems.
 
         Args:
             options: the environments in conf/env; any other one replaces those of the recipe.
@@ -131,7 +131,7 @@ class Job:
 
 
 def read_job(arguments: Sequence[str], overrides: Mapping[str, str]) -> Job:
-    """Read the job of a command line; an empty one if there is none.
+    """Read the job of a command line; empty if there is none.
 
     Args:
         arguments: arguments of the form job=FILE.

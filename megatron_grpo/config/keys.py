@@ -1,4 +1,4 @@
-"""Every key of the schema with its type, default and docstring, for messages, help and the reference page."""
+"""Every key of the schema with its type, default and docstring."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Key:
 
     @property
     def default_text(self) -> str:
-        """The default in YAML, and PPO's if it differs; "required" for a key without one."""
+        """The default in YAML, with PPO's if it differs; "required" without one."""
         if self.default == MISSING:
             return "required"
         text = _to_yaml(self.default)
@@ -66,7 +66,7 @@ class SectionKeys:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name for each algorithm if they share the section, else one."""
+        """One name, or one for each algorithm if they share the section."""
         loop_section = self.name.partition(".")[0]
         return tuple(loop + self.name.removeprefix(loop_section) for loop in LOOPS) if self.is_shared else (self.name,)
 
@@ -84,7 +84,7 @@ def read_keys() -> dict[str, Key]:
 
 
 def find_key(name: str) -> str | None:
-    """Find the schema's name of a key ("env.math.type" -> "env.<name>.type"); None: there is no such key."""
+    """Find a key's name in the schema ("env.math.type" -> "env.<name>.type")."""
     name = translate_key("grpo", name)
     if name in read_keys():
         return name
@@ -99,7 +99,7 @@ def is_section(name: str) -> bool:
 
 
 def list_members(name: str) -> list[str]:
-    """List the keys of a section, and the names of sections in it."""
+    """List the keys and the sections of a section."""
     members = []
     for section in read_sections():
         if any(is_match(pattern, name) for pattern in section.names):
@@ -110,7 +110,7 @@ def list_members(name: str) -> list[str]:
 
 
 def is_match(pattern: str, name: str) -> bool:
-    """True if a dotted name fits a name of the schema: "env.math" fits "env.<name>"."""
+    """True if a dotted name fits a pattern ("env.math" fits "env.<name>")."""
     expected, parts = pattern.split("."), name.split(".")
     return len(expected) == len(parts) and all(
         e == p or e.startswith("<") for e, p in zip(expected, parts, strict=True)
@@ -118,7 +118,7 @@ def is_match(pattern: str, name: str) -> bool:
 
 
 def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKeys]:
-    """List a section and the sections below it; keys that both algorithms share stand before GRPO's own.
+    """List a section and those below it, shared keys before GRPO's own.
 
     Args:
         prefix: beginning of the names of its keys, with a dot at the end.
@@ -150,8 +150,8 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[SectionKe
 
 
 def _read_field_docs(section: type) -> dict[str, str]:
-    """Parse the docstrings below the fields of a class and its bases, which Python does not keep."""
-    docs: dict[str, str] = {}
+    """Parse the docstrings below the fields of a class and its bases."""
+    docs: dict[str, str] = {}  # from the source, because Python does not keep them
     for base in filter(dataclasses.is_dataclass, reversed(section.__mro__)):
         (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(class_def, ast.ClassDef)
@@ -163,7 +163,7 @@ def _read_field_docs(section: type) -> dict[str, str]:
 
 
 def describe_type(hint: Any) -> str:
-    """Describe a type: "int > 0", "true or false", "one of fp32, fp64 or null", "list of text"."""
+    """Describe a type: "int > 0", "one of a, b or null", "list of text"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         description = next((annotation for annotation in args[1:] if isinstance(annotation, str)), None)
@@ -191,7 +191,7 @@ def _to_yaml(value: Any) -> str:
 
 
 def load_tables(name: str) -> dict[str, dict[str, str]]:
-    """Load a YAML file of this package: tables of names, by section."""
+    """Load a YAML file of this package: tables of texts, by section."""
     text = resources.files("megatron_grpo.config").joinpath(name).read_text(encoding="utf-8")
     # libyaml's loader, where PyYAML has it, is ten times as fast as the one in Python.
     tables: dict[str, dict[str, str]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -199,7 +199,7 @@ def load_tables(name: str) -> dict[str, dict[str, str]]:
 
 
 def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and value of every leaf of a section that differs from its default."""
+    """Yield dotted name and value of every non-default leaf of a section."""
     defaults = dict(flatten(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
     for key, value in flatten(dataclasses.asdict(getattr(config, section)), f"{section}."):
         if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
@@ -207,12 +207,16 @@ def list_changes(config: Config, section: str) -> Iterator[tuple[str, Any]]:
 
 
 def fill_placeholders(config: Config, text: str) -> str:
-    """Replace LOOP and PASSES in a text by the keys of the algorithm that runs."""
+    """Replace LOOP and PASSES in a text by the algorithm's keys."""
     return text.replace("LOOP.", f"{config.algorithm}.").replace("PASSES", config.passes_key)
 
 
 def is_met(config: Config, condition: str) -> bool:
-    """True if a setting has a value: KEY=VALUE, "KEY above NUMBER", or KEY if it is not null or empty."""
+    """True if the configuration meets a condition.
+
+    Args:
+        condition: KEY=VALUE, "KEY above NUMBER", or KEY for a value that is not null or empty.
+    """
     key, _, expected = condition.partition("=")
     key, _, bound = key.partition(" above ")
     value = attrgetter(key)(config)

@@ -1,4 +1,4 @@
-"""The keys of the training loop: those that GRPO and PPO share, and those of PPO alone."""
+"""The keys of the training loops of GRPO and PPO."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate"
 
 @dataclass(kw_only=True)
 class EarlyStopConfig(Section):
-    """End training when a validation metric is good enough or stops improving."""
+    """End training when a validation metric is good or stops improving."""
 
     enabled: bool = False
     """Whether training may end before max_num_steps."""
@@ -78,8 +78,10 @@ class AsyncGRPOConfig(Section):
 
 @dataclass(kw_only=True)
 class LoopConfig(Section):
-    """The training loop of GRPO and of PPO. `grpo.KEY` and `ppo.KEY` are two names of one setting, whichever of the two
-    algorithms runs."""
+    """The training loop of GRPO and PPO.
+
+    `grpo.KEY` and `ppo.KEY` are two names of one setting, whichever of the two algorithms runs.
+    """
 
     num_prompts_per_step: Positive = 32
     """Prompts of one step."""
@@ -196,7 +198,7 @@ class PPOAdvantageConfig(Section):
 
     @property
     def lambda_policy(self) -> float:
-        """Lambda of the policy's advantages, if it does not depend on the length."""
+        """Lambda of the policy's advantages, without length_adaptive_alpha."""
         return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
 
     @property
@@ -252,13 +254,13 @@ READ_BY = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
 
 
 def is_shared(name: str) -> bool:
-    """True for a shared key, or a section of shared keys, under either algorithm's name."""
+    """True for a shared key or section, under either algorithm's name."""
     section, _, rest = name.partition(".")
     return section in LOOPS and rest.partition(".")[0] in SHARED
 
 
 def translate_key(algorithm: str, name: str) -> str:
-    """Rename a shared key or section to an algorithm's name; return any other name unchanged."""
+    """Rename a shared key or section to an algorithm's name."""
     return f"{algorithm}.{name.partition('.')[2]}" if is_shared(name) else name
 
 

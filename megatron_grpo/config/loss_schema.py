@@ -109,7 +109,7 @@ class LossConfig(Section):
 
 @dataclass(kw_only=True)
 class RewardScalingConfig(Section):
-    """Clamp rewards to the source range, then map it linearly to the target range."""
+    """Clamp rewards to the source range and map them to the target range."""
 
     enabled: bool = False
     """Scale rewards."""

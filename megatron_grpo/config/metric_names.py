@@ -1,4 +1,4 @@
-"""Names of the metrics of a step, and the settings that each needs."""
+"""Names of the metrics of a step, and the settings they need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TASK_METRICS = ("reward", "accuracy", "response_length")
 
 
 def _list_conditions(config: Config) -> Iterator[tuple[object, str, str]]:
-    """Yield metrics that not every run has: whether this run does, their names, and their condition in words."""
+    """Yield (is the condition met, names of metrics, the condition in words)."""
     for switch, names in _METRICS["needs"].items():
         condition = fill_placeholders(config, switch)
         yield is_met(config, condition), names, f"it needs {condition}"
@@ -40,19 +40,22 @@ def _can_lack_rewards(config: Config) -> bool:
 
 
 def list_possible_metrics(config: Config) -> dict[str, str]:
-    """Map every metric of a step, except those of single reward functions and tasks, to its condition in words."""
+    """Map each metric to its condition in words, "" for none.
+
+    Metrics of single reward functions and tasks are left out.
+    """
     conditional = {name: needs for _, names, needs in _list_conditions(config) for name in names.split()}
     return dict.fromkeys(_METRICS["always"].split(), "") | conditional
 
 
 def list_step_metrics(config: Config) -> set[str]:
-    """List the metrics that all or some steps of this run have."""
+    """List the metrics that steps of this run have."""
     conditional = {name for is_present, names, _ in _list_conditions(config) if is_present for name in names.split()}
     return {*_METRICS["always"].split(), *conditional, *_list_function_metrics(config), *_list_task_metrics(config)}
 
 
 def list_optional_metrics(config: Config) -> set[str]:
-    """List the metrics that a step of this run may lack, because it had nothing to compute them from."""
+    """List the metrics that a step of this run may lack."""
     function_metrics = _list_function_metrics(config)
     names = function_metrics | _list_task_metrics(config) | ({"reward_std"} if function_metrics else set())
     if _can_lack_rewards(config):

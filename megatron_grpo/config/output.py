@@ -14,7 +14,7 @@ NOBODY_READS = (errno.EPIPE, errno.EIO)
 
 
 class TolerantStream:
-    """A text stream that escapes what it cannot encode (\\u2192), and survives the end of its reader.
+    """A text stream that escapes unknown characters (\\u2192) and outlives its reader.
 
     Args:
         ignores: errors of the stream after which the text is lost and nothing is raised.
@@ -48,10 +48,10 @@ class TolerantStream:
             self._discard_rest(error)
 
     def _discard_rest(self, error: Exception) -> None:
-        """Discard all further output if nobody reads it; the buffer would fail again when Python ends."""
+        """Discard all further output if its reader is gone."""
         if getattr(error, "errno", None) not in NOBODY_READS:
             return
-        try:
+        try:  # the buffered text would fail again when Python ends
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

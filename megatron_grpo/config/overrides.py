@@ -1,7 +1,4 @@
-"""Parses the overrides of a command line one by one, so that each mistake gets its own message.
-
-Also adds folders of recipes and options to conf/ (`search_path`).
-"""
+"""Parses the overrides of a command line; adds folders to conf/."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def _list_folders() -> list[Traversable]:
 
 @contextlib.contextmanager
 def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Problem]]]:
-    """Look options up in the folders that a command line adds, too, while the body runs.
+    """Look options up in the folders that a command line adds.
 
     Yields:
         The remaining arguments, and problems of the folders.
@@ -84,7 +81,7 @@ def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Prob
 
 
 def build_search_override() -> list[str]:
-    """Build the override with which Hydra searches the added folders; empty if there are none."""
+    """Build the override with which Hydra searches the added folders."""
     added = _added.get()
     return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
 
@@ -114,7 +111,7 @@ def _check_folder(folder: Path) -> str | None:
 
 @dataclass(slots=True)
 class Overrides:
-    """The overrides of a command line, sorted into correct, unknown and wrong ones."""
+    """The overrides of a command line, sorted."""
 
     accepted: list[str] = field(default_factory=list)
     """Overrides in a form that Hydra takes."""
@@ -127,7 +124,7 @@ class Overrides:
 
 
 def list_config_groups() -> dict[str, list[str]]:
-    """List the groups of conf/ with their options, added folders included, sorted."""
+    """List the groups of conf/ and of added folders with their options."""
     options: dict[str, list[str]] = {}
     for name in sorted(folder.name for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir()):
         groups = [group for folder in _list_folders() if (group := folder.joinpath(name)).is_dir()]
@@ -138,7 +135,7 @@ def list_config_groups() -> dict[str, list[str]]:
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """Read the keys that a file of conf/ ("variant/dapo") sets itself, without those of its defaults list."""
+    """Read the keys that a file of conf/ ("variant/dapo") sets itself."""
     file = next(file for folder in _list_folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())
     text = file.read_text(encoding="utf-8")
     prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
@@ -164,7 +161,7 @@ def read_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def _check_form(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
-    """Return the problem of an argument that is not a KEY=VALUE, or None."""
+    """Return the problem of an argument that is not KEY=VALUE."""
     name, equals, value = text.lstrip("+").partition("=")
     if not equals and (advice := _advise_on_path(name)) is not None:
         return Problem(text, f"not understood; {advice}")
@@ -183,7 +180,7 @@ def _check_form(text: str, options: Mapping[str, Sequence[str]]) -> Problem | No
 
 
 def _advise_on_path(word: str) -> str | None:
-    """Name the key for a word that is only a path or a hub name; None: it is neither."""
+    """Name the key for a word that is a path or hub name."""
     kind = Path(word).suffix.lower()
     if kind in (".yaml", ".yml"):
         return f"job={word} takes the fields of a flat YAML; a recipe of your own is --config-dir=FOLDER +exp=NAME"
@@ -195,7 +192,7 @@ def _advise_on_path(word: str) -> str | None:
 def _accept(
     overrides: Overrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]
 ) -> Problem | None:
-    """Add an argument to the accepted or unknown ones, or return its problem.
+    """Sort an argument into accepted or unknown, or return its problem.
 
     Keys are accepted as `++key=value`, whatever sign the user put before them: Hydra then overrides or adds the key.
     """
@@ -234,7 +231,7 @@ def _accept(
 
 
 def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str) -> Override | Problem | None:
-    """Parse an argument as Hydra does, or return its problem; None: take the value literally as text."""
+    """Parse an argument as Hydra does; None: its value is literal text."""
     kind = read_keys()[key].type if key else None
     name = text.lstrip("+").partition("=")[0]
     is_too_deep = key is not None and measure_nesting(text_value) > DEEPEST
@@ -268,7 +265,7 @@ def _parse(parser: OverridesParser, text: str, key: str | None, text_value: str)
 def _accept_deletion(
     overrides: Overrides, text: str, name: str, options: Mapping[str, Sequence[str]]
 ) -> Problem | None:
-    """Accept ~env.NAME, which removes an environment; every other key needs a value and stays."""
+    """Accept ~env.NAME, which removes an environment; other keys cannot be removed."""
     if "=" not in text and is_match("env.<name>", name):
         overrides.accepted.append(text)
         return None

@@ -1,4 +1,4 @@
-"""Checks of the fields that users pass on to Megatron-Core and vLLM.
+"""Checks of the fields that users pass on to libraries.
 
 Names and types are checked against the installed library's own dataclasses (`check_library_fields`). Importing the
 library takes seconds and loads torch, so its callers are in trainer/ and generation/, in a process of their own.
@@ -28,7 +28,7 @@ OWNED = {
 
 
 def select_passed_fields(config: Config) -> dict[str, dict[str, Any]]:
-    """Select the fields that the user passes on, by section; omit empty sections."""
+    """Select the fields that the user passes on, by section."""
     sections = {f"policy.{name}": getattr(config.policy, name) for name in ("megatron", "ddp", "megatron_optimizer")}
     sections["generation.engine_args"] = config.generation.engine_args
     return {section: dict(values) for section, values in sections.items() if values}
@@ -45,7 +45,7 @@ def check_owned_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Pr
 def check_library_fields(
     section: str, values: Mapping[str, Any], annotations: Mapping[str, Any], kind: str
 ) -> Iterator[Problem]:
-    """Report fields that the library lacks, or whose values have another type.
+    """Report fields that the library lacks or has with another type.
 
     Args:
         section: key of the configuration that holds the fields.
@@ -63,7 +63,7 @@ def check_library_fields(
 
 
 def _find_mismatch(annotation: Any, value: Any) -> str | None:
-    """Return the reason why a value is not of a library's type; None: it is, or only the library can tell."""
+    """Return why a value is not of a library's type."""
     kind = _simplify(annotation)
     if kind in (_Unwritable, type(None)):
         name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
@@ -83,14 +83,14 @@ def _find_mismatch(annotation: Any, value: Any) -> str | None:
 
 
 class _Unwritable:
-    """Stands for a type that no YAML value has: a class of the library, a function."""
+    """Stands for a type without YAML values, such as a function."""
 
 
 _DtypeName = Literal["float32", "bfloat16", "float16"]  # names of torch.dtype in a configuration
 
 
 def _simplify(kind: Any) -> Any:
-    """Turn a library's type into what YAML can write: enumerations by name, dataclasses as mappings."""
+    """Turn a library's type into what YAML can write."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if _is_union(kind):
         members = [member for member in map(_simplify, args) if member is not _Unwritable]

@@ -1,4 +1,4 @@
-"""Checks of names that point out of the configuration: files, Python objects, hub models, servers."""
+"""Checks of names of files, Python objects, hub models and servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import Problem, to_text
 
 
 def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
-    """Return the reason why a file cannot be read or a folder cannot be listed; None: it can."""
+    """Return the reason why a file or folder cannot be read."""
     try:  # opened, because permission bits alone do not tell whether that works
         if kind == "folder":
             os.listdir(path)
@@ -35,13 +35,13 @@ def check_readable(path: str | Path, kind: Literal["file", "folder"] = "file") -
 
 
 def check_writable(key: str, path: str) -> Iterator[Problem]:
-    """Report why a folder, which may not exist yet, cannot be written to; leave no file behind."""
+    """Report why a folder cannot be written to; it may not exist yet."""
     subject, folder = f"{key}={to_text(path)}", Path(os.path.abspath(path))
     existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(existing):
         yield Problem(subject, f"{to_text(existing)} is not a folder, or is a link that leads nowhere; choose another")
         return
-    try:
+    try:  # inside a folder that is removed with everything in it
         with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_") as probe:
             Path(probe, *folder.relative_to(existing).parts).mkdir(parents=True, exist_ok=True)
     except PermissionError:
@@ -67,7 +67,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def is_hub_name(path: str) -> bool:
-    """True for a name on the Hugging Face hub ("Qwen/Qwen3-8B"), not that of a file or folder."""
+    """True for a name on the Hugging Face hub, such as "Qwen/Qwen3-8B"."""
     return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(Path(path).parent)
 
 
@@ -76,12 +76,12 @@ TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
 
 
 def read_token() -> str | None:
-    """Read the bearer token from this process's environment; None: there is none."""
+    """Read the bearer token from the environment."""
     return os.environ.get(TOKEN_VARIABLE) or None
 
 
 def is_loopback(host: str) -> bool:
-    """True if only processes of this machine reach a server that listens on this host."""
+    """True if only this machine reaches a server on this host."""
     if host == "localhost":
         return True
     try:
@@ -113,7 +113,7 @@ LFS_POINTER = "is a pointer of Git LFS, not the file; fetch the file itself (git
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """True for the few lines that git without Git LFS leaves in place of a large file."""
+    """True for the text that stands for a file without Git LFS."""
     try:
         with file.open("rb") as opened:
             return opened.read(40).startswith(b"version https://git-lfs.github.com/spec/")

@@ -1,4 +1,4 @@
-"""The keys of the models that are trained: batches, adapters, experts, numerics."""
+"""The keys of the models that are trained."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class OptimizerConfig(Section):
         return self.decay_style in ("constant", "constant_with_warmup")
 
     def count_warmup_steps(self, schedule_steps: int) -> int:
-        """Count the optimizer steps of the warm-up in a schedule of `schedule_steps` steps."""
+        """Count the warm-up steps of a schedule with `schedule_steps` optimizer steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section):
-    """Layout of a model over ranks: world size = tensor * pipeline * context * data."""
+    """Layout of a model: tensor * pipeline * context * data ranks."""
 
     tensor: Positive = 1
     """Ranks that split every weight matrix (TP). Must divide the attention heads, and divide or be a multiple of the
@@ -169,7 +169,7 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class MoeConfig(Section):
-    """Routing of mixture-of-experts models: balancing losses, expert bias and replay, all off by default."""
+    """Routing of mixture-of-experts models; all off by default."""
 
     aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the load-balancing loss: of each layer, the imbalance of experts within each sequence (1 when all are
@@ -195,7 +195,7 @@ AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 @dataclass(kw_only=True)
 class LoraConfig(Section):
-    """Low-rank adapters that are trained in place of the model's weights (LoRA)."""
+    """Low-rank adapters, trained in place of the model's weights (LoRA)."""
 
     rank: NonNegative = 0
     """Rows of each adapter's A, and columns of its B; 0: no adapters, and all weights are trained."""
@@ -220,7 +220,10 @@ class LoraConfig(Section):
 
 @dataclass(kw_only=True)
 class Fp8Config(Section):
-    """Matrix products of the layers in FP8; head, norms and attention stay in bfloat16."""
+    """Matrix products of the layers in FP8.
+
+    Head, norms and attention stay in bfloat16.
+    """
 
     format: Literal["off", "hybrid", "e4m3"] = "off"
     """hybrid: operands in E4M3, gradients in E5M2; e4m3: all in E4M3; off: no FP8."""
@@ -263,17 +266,18 @@ class Fp8Config(Section):
 
     @property
     def least_capability(self) -> tuple[int, int]:
-        """Least compute capability of GPUs for the recipe (Transformer Engine's own conditions)."""
+        """Least compute capability of GPUs for the recipe, as in Transformer Engine."""
         return {"blockwise": (9, 0), "mxfp8": (10, 0)}.get(self.recipe, (8, 9))
 
     @property
     def block(self) -> int:
-        """Divisor of the sizes of a rank's matrices: a block of the recipe, or 16 for FP8 products."""
+        """Divisor of the sizes of a rank's matrices in FP8 products."""
         return {"blockwise": 128, "mxfp8": 32}.get(self.recipe, 16)
 
     @property
     def token_multiple(self) -> int:
-        """Divisor of the tokens of a rank's microbatch, a dimension of the weight gradients' products."""
+        """Divisor of the tokens of a rank's microbatch."""
+        # Tokens are a dimension of the products that compute gradients of weights.
         return self.block if self.is_on_device else 1
 
 
@@ -401,8 +405,10 @@ class ValueConfig(Section):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """The frozen reference policy: the starting weights in the policy's layout. GRPO loads it only for a KL penalty,
-    PPO also to report the distance to it."""
+    """The frozen reference policy: the starting weights in the policy's layout.
+
+    GRPO loads it only for a KL penalty, PPO also to report the distance to it.
+    """
 
     offload: bool = False
     """Keep the reference weights in host memory, and move them to the device only while they are needed."""

@@ -1,4 +1,4 @@
-"""The keys of machines, checkpoints, logs, preparation, debugging and plans, which no algorithm reads."""
+"""The keys of machines, checkpoints, logs, preparation, debugging and plans."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from megatron_grpo.config.section import NonNegative, PathText, Positive, Positi
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):
-    """The machines that a run has."""
+    """The machines of a run."""
 
     num_nodes: Positive = 1
-    """Number of machines; on the command line also cluster.nodes."""
+    """Machines; on the command line also cluster.nodes."""
 
     gpu: Literal["a100", "a100-40gb", "a800", "h20", "h100", "h200", "l40s", "b200", "b300", "gb200"] | None = None
-    """GPU that plans assume (docs/plan.md); with it, --check also tells whether the run fits. null: no plan."""
+    """GPU that plans assume (docs/plan.md); if it is set, --check also tells whether the run fits. null: no plan."""
 
     gpus_per_node: NonNegative | None = None
     """GPUs of each machine; 0: run on CPU; null: as many as the machine that starts the run has."""
 
     ray_address: str | None = None
-    """Address of a running Ray cluster, HOST:PORT or auto; null: that in the environment variable RAY_ADDRESS, and
-    without it a Ray is started on this machine that ends with the run."""
+    """Address of a running Ray cluster, HOST:PORT or auto; null: the address in the environment variable RAY_ADDRESS;
+    without it the run starts Ray on this machine, and ends it."""
 
     startup_timeout_s: Seconds = 900.0
     """Deadline for the start of all processes."""
 
     peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
-    """Peak TFLOP/s of a policy rank's device, for model_flop_utilization; null: known for common GPUs, else none."""
+    """Peak TFLOP/s of a policy rank's device, for model_flop_utilization; null: the value of common GPUs, else none."""
 
     @property
     def gpus(self) -> int:
@@ -44,30 +44,30 @@ class CheckpointingConfig(Section):
     """Checkpoints under run_dir/checkpoints/step_N."""
 
     enabled: bool = True
-    """Whether checkpoints are written."""
+    """Write checkpoints."""
 
     save_period: Positive = 10
     """Steps between checkpoints; the last step is always saved."""
 
     async_save: bool = False
     """Write in the background: a save waits only for the previous save and for a copy of the models and optimizers in
-    host memory, which needs that much more of it."""
+    host memory, which takes that memory."""
 
     keep_top_k: Positive | None = None
-    """Checkpoints kept, best by metric_name first; the newest is always kept. null keeps all."""
+    """Number of checkpoints to keep, best by metric_name first; the newest always stays. null: all."""
 
     metric_name: str | None = "val_accuracy"
-    """Metric that ranks checkpoints; a metric of validation where nothing is validated gives way to reward. env/NAME is
-    a figure that a reward function or environment reports as NAME. Steps without a finite value rank last. null: the
-    newest rank first."""
+    """Metric that ranks checkpoints; env/NAME is a metric that a reward function or environment reports as NAME.
+    Without validation, reward replaces a metric of validation. Steps without a finite value rank last. null: the newest
+    rank first."""
 
     higher_is_better: bool = True
-    """Whether a higher metric_name makes a better checkpoint; false: a lower one does."""
+    """True: a higher metric_name makes a better checkpoint; false: a lower one."""
 
     resume: PathText = "auto"
     """auto: start from the newest intact checkpoint of run_dir, if any; none: start from step 1, in a run_dir without
-    checkpoints; or the path of a checkpoint to start from while run_dir has none of its own. A job that may be queued
-    again needs auto or a path."""
+    checkpoints; or the path of a checkpoint to start from while run_dir has none. A job that may be queued again needs
+    auto or a path."""
 
 
 @dataclass(kw_only=True)
@@ -75,16 +75,16 @@ class WandbConfig(Section):
     """Weights & Biases."""
 
     enabled: bool = False
-    """Whether metrics go to W&B (needs the wandb package)."""
+    """Send metrics to W&B (needs the wandb package)."""
 
     project: str = "megatron_grpo"
-    """Project that the run appears in on W&B."""
+    """Project of the run on W&B."""
 
     name: str | None = None
     """Run name; null: the name of the run directory."""
 
     mode: Literal["online", "offline"] = "online"
-    """offline: write to run_dir/wandb only; `wandb sync` sends it later."""
+    """offline: write only to run_dir/wandb, which `wandb sync` sends later."""
 
 
 @dataclass(kw_only=True)
@@ -92,16 +92,16 @@ class MlflowConfig(Section):
     """MLflow."""
 
     enabled: bool = False
-    """Whether metrics go to MLflow (needs the mlflow package)."""
+    """Send metrics to MLflow (needs the mlflow package)."""
 
     experiment: str = "megatron_grpo"
-    """Experiment that the run belongs to."""
+    """Experiment of the run."""
 
     name: str | None = None
     """Run name; null: the name of the run directory."""
 
     tracking_uri: str | None = None
-    """Server or store; null: run_dir/mlflow.db, with the tables of samples in run_dir/mlflow."""
+    """Server or store; null: run_dir/mlflow.db, and run_dir/mlflow for the tables of samples."""
 
 
 @dataclass(kw_only=True)
@@ -134,59 +134,59 @@ class LoggerConfig(Section):
     """Show the live progress line."""
 
     rollouts: Literal["all", "sample", "off"] = "all"
-    """Which rollouts of a step are written to run_dir/rollouts; all: `debug.rollouts_from` can train on them."""
+    """Rollouts of each step that are written to run_dir/rollouts; debug.rollouts_from can train on all."""
 
     rollouts_sample: Positive = 64
     """Rollouts written per step with rollouts=sample."""
 
     replay_every: Positive | None = None
-    """Keep what `python -m megatron_grpo.replay` needs to do steps N, 2N, ... again: the checkpoint before each of
-    them, which checkpointing.keep_top_k does not delete, all of its rollouts, and what it computed (docs/replay.md).
-    null: nothing."""
+    """With N, `python -m megatron_grpo.replay` can repeat steps N, 2N, ...: the run keeps the checkpoint before each of
+    them, whatever checkpointing.keep_top_k deletes, all of its rollouts and its results (docs/replay.md). null: off."""
 
     level: Literal["debug", "info", "warning"] = "info"
-    """Detail of the per-process logs in run_dir/logs."""
+    """Level of the logs of all processes in run_dir/logs."""
 
     def has_replay(self, step: int) -> bool:
-        """Whether the run keeps what a replay of this step needs."""
+        """True if the run keeps this step for a replay."""
         return self.replay_every is not None and step % self.replay_every == 0
 
     def is_replay_start(self, step: int) -> bool:
-        """Whether a replay begins with the checkpoint after this step."""
+        """True if a replay begins with the checkpoint after this step."""
         return self.has_replay(step + 1)
 
 
 @dataclass(kw_only=True)
 class PrepareConfig(Section):
-    """Model and data made before the run, for recipes that need no download."""
+    """A model and data made before the run, without a download."""
 
     name: Literal["addition", "addition_moe", "calculator", "two_tasks"] | None = None
     """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; addition_moe: a tiny
     Qwen3-MoE, and the same problems; calculator: a tiny Qwen3 that calls a calculator, rarely correctly; two_tasks: a
-    tiny Qwen3 that adds numbers and plays a game of several turns; null: nothing is made."""
+    tiny Qwen3 that adds numbers and plays a game of several turns; null: no preparation."""
 
     folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
-    """Folder in which the model and its data are made, once; later runs reuse them."""
+    """Folder of the model and its data; later runs reuse them."""
 
 
 @dataclass(kw_only=True)
 class DebugConfig(Section):
-    """Run sampling without training, or training without sampling; docs/debugging.md. `logger.rollouts=all` records
-    every step, for the other half to train on."""
+    """Sampling without training, or training without sampling; docs/debugging.md.
+
+    `logger.rollouts=all` records every step, so that a second run can train on it."""
 
     rollouts_from: PathText | None = None
     """Folder of a run that recorded its rollouts, or the folder `rollouts` in it: train on these, step by step, instead
-    of sampling. No engine, environment or refit is started, and no prompt is read. A recording with fewer steps ends
-    the run earlier. null: sample."""
+    of sampling. The run starts no engine, environment or refit, and reads no prompt; it ends with the recording. null:
+    sample."""
 
     train: bool = True
-    """False: sample and score with the weights of the model folder, and train nothing: no rank is started, no refit and
-    no checkpoint is made. Rollouts, rewards, metrics and validations are written as usual."""
+    """false: sample and score with the weights of the model folder, without ranks, training, refits and checkpoints.
+    Rollouts, rewards, metrics and validations are written as usual."""
 
 
 @dataclass(kw_only=True)
 class PlanConfig(Section):
-    """What a plan assumes (docs/plan.md); runs do not read these keys."""
+    """Assumptions of a plan (docs/plan.md); runs do not read these keys."""
 
     workload: Literal["rl", "pretrain"] = "rl"
     """rl: a step of the recipe's algorithm; pretrain: an optimizer step on plan.global_batch_samples sequences of
@@ -208,20 +208,21 @@ class PlanConfig(Section):
     """Standard deviation of the logarithm of response lengths, which are log-normal up to generation.max_new_tokens."""
 
     lengths_from: PathText | None = None
-    """Folder of a run that recorded its rollouts, whose lengths replace the log-normal ones; null: log-normal."""
+    """Folder of a run that recorded its rollouts; their lengths replace the log-normal ones. null: log-normal."""
 
     expert_skew: Annotated[float, Field(ge=1)] = 1.5
-    """Tokens of the fullest rank's experts relative to the mean; memory is planned at this and at balanced experts."""
+    """Tokens of the fullest rank's experts relative to the mean; plans compute memory with this and with balanced
+    experts."""
 
     hardware: PathText | None = None
-    """YAML with values that replace those of the profile of cluster.gpu, as `plan calibrate` writes; null: none."""
+    """YAML with values in place of the profile of cluster.gpu, as `plan calibrate` writes it; null: none."""
 
     host_memory_gib: PositiveFloat | None = None
-    """Memory of each node's host in GiB; null: that of the DGX system of cluster.gpu, where there is one."""
+    """Host memory of each node in GiB; null: that of the DGX system with cluster.gpu, where there is one."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of all dry runs of a plan."""
 
     search_s: Seconds = 240.0
-    """Seconds for the dry runs of --search, which begins with the layouts of the best estimates; and for those of the
-    advice on a run that does not fit."""
+    """Seconds for the dry runs of --search, which begins with the layouts of the best estimates, and for dry runs of
+    the advice on a run that does not fit."""

@@ -1,4 +1,4 @@
-"""The schema of a run: every key with its type, default and meaning. All sections can be imported from here.
+"""The schema of a run; all sections can be imported from here.
 
 conf/ only chooses values for the keys that are declared here and in the `*_schema.py` files.
 """
@@ -68,16 +68,17 @@ from megatron_grpo.config.section import MISSING, PathText, Positive, Section
 
 @dataclass(kw_only=True)
 class GRPOConfig(LoopConfig):
-    """Keys that only GRPO has; read with algorithm=grpo."""
+    """Keys that only GRPO has; for algorithm=grpo."""
 
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of rewards."""
 
     normalize_rewards_over: Literal["group", "batch"] = "group"
-    """Rewards whose standard deviation normalize_rewards takes: the sample's group, or all samples of the step."""
+    """Rewards whose standard deviation normalize_rewards uses: those of the sample's group, or of the whole step."""
 
     use_leave_one_out_baseline: bool = True
-    """Baseline of a sample: mean reward of the *other* samples of its group (true) or of the whole group (false)."""
+    """Baseline of a sample: the mean reward of the *other* samples of its group (true) or of the whole group
+    (false)."""
 
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
 
@@ -92,14 +93,14 @@ class Config(Section):
     """The configuration of one run."""
 
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    """Algorithm that trains the policy: grpo compares the samples of a prompt, ppo uses a value model. Each reads the
+    """Algorithm that trains the policy: grpo compares the samples of a prompt, ppo uses a value model. Each has a
     section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
 
     run_dir: PathText = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Folder for everything that the run writes. A folder that already holds this run resumes it."""
+    """Folder of everything that the run writes. In the folder of an earlier start the run resumes."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
@@ -125,14 +126,14 @@ class Config(Section):
 
     @property
     def training_loop(self) -> LoopConfig:
-        """The section of the algorithm that runs."""
+        """The section of the algorithm that runs: `grpo` or `ppo`."""
         section = getattr(self, self.algorithm)
         assert isinstance(section, LoopConfig), "every algorithm has a section of its name"
         return section
 
     @property
     def needs_generation(self) -> bool:
-        """Whether rollouts are sampled, rather than read from a recording."""
+        """True if rollouts are sampled, false if they are recorded ones."""
         return self.debug.rollouts_from is None
 
     @property
@@ -142,10 +143,7 @@ class Config(Section):
 
     @property
     def coarsest_precision(self) -> Literal["float32", "tf32", "bfloat16", "8 bits"]:
-        """Precision that limits how well policy and engines agree.
-
-        float32 counts as tf32 on GPUs and servers, where attention may multiply with 10 bits of mantissa.
-        """
+        """Precision that limits how well policy and engines agree."""
         policy, arguments = self.policy, self.generation.engine_args
         in_fp8 = policy.fp8.format != "off" or policy.fp8.simulate
         cache_in_8_bits = str(arguments.get("kv_cache_dtype", "auto")).startswith(("fp8", "int8"))
@@ -153,53 +151,59 @@ class Config(Section):
             return "8 bits"
         if "bfloat16" in (policy.precision, self.engine_dtype):
             return "bfloat16"
+        # On GPUs and servers attention may multiply float32 numbers with 10 bits of mantissa.
         on_cpu = self.cluster.gpus_per_node == 0 and not self.generation.server.urls
         return "float32" if on_cpu else "tf32"
 
     def find_prob_error_limit(self, age: int) -> float | None:
-        """Largest token_mult_prob_error of a step that the run learns from; None: there is no limit.
+        """Find the largest token_mult_prob_error of a step that training accepts.
 
         Args:
-            age: updates between the weights that drew the oldest token and those that train on it.
+            age: updates between the weights that drew the oldest token and the weights that train on it.
+
+        Returns:
+            None: there is no limit.
         """
-        limit, is_default = self.refit.prob_error_limit, self.refit.prob_error_limit == RefitConfig().prob_error_limit
+        limit = self.refit.prob_error_limit
         # The default is for tokens that both sides compute in the same way from the same weights.
-        differs = age > 0 or self.generation.has_unmatched_sampling
-        return None if not self.needs_generation or (differs and is_default) else limit
+        is_comparable = age == 0 and not self.generation.has_unmatched_sampling
+        is_default = limit == RefitConfig().prob_error_limit
+        return limit if self.needs_generation and (is_comparable or not is_default) else None
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether checkpoints are written."""
+        """True if the run writes checkpoints."""
         return self.checkpointing.enabled and self.debug.train
 
     @property
     def ranked_checkpointing(self) -> CheckpointingConfig:
-        """Settings of checkpoints, which reward ranks if their metric is one of validation and nothing is validated."""
-        given, loop = self.checkpointing, self.training_loop
+        """Settings of checkpoints, with a metric that the run has.
+
+        Without validation, reward replaces a metric of validation.
+        """
+        settings, loop = self.checkpointing, self.training_loop
         validates = self.data.validation_sets and (loop.val_period or loop.val_at_start or loop.val_at_end)
-        if validates or given.metric_name is None or not given.metric_name.startswith(VALIDATION_PREFIX):
-            return given
-        return replace(given, metric_name="reward", higher_is_better=True)
+        if validates or settings.metric_name is None or not settings.metric_name.startswith(VALIDATION_PREFIX):
+            return settings
+        return replace(settings, metric_name="reward", higher_is_better=True)
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference policy is loaded: for a KL penalty, or for PPO to report the distance to it."""
+        """True if a reference policy is loaded."""
+        # PPO reports the distance to it even without a penalty.
         observed = self.training_loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
         return observed or self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
     def needs_prev_logprobs(self) -> bool:
-        """Whether a pass of its own computes the policy's log-probabilities before the first optimizer step.
-
-        With a single optimizer step on the samples, the log-probabilities of that step itself, without gradient, are
-        used instead, unless an option needs them earlier.
-        """
-        asked_before = self.training_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
-        return self.optimizer_steps_per_step > 1 or asked_before
+        """True if a separate pass computes log-probabilities before training."""
+        # A single optimizer step on the samples computes them itself, unless an option needs them earlier.
+        is_needed_earlier = self.training_loop.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
+        return self.optimizer_steps_per_step > 1 or is_needed_earlier
 
     @property
     def value_model(self) -> PolicyConfig | None:
-        """The value model as its ranks build and train it; None: the algorithm has none."""
+        """Settings of the value model's ranks; None: the algorithm has none."""
         if not self.training_loop.has_value_model:
             return None
         value, policy = self.value, self.policy
@@ -225,17 +229,18 @@ class Config(Section):
 
     @property
     def prompts_per_generation_batch(self) -> int:
-        """Prompts sampled together."""
+        """Prompts that are sampled together."""
         return int(self.training_loop.num_prompts_per_step * Fraction(str(self.training_loop.batch_multiplier)))
 
     @property
     def has_correctness(self) -> bool:
-        """Whether some environment knows which responses are correct; several reward functions alone do not."""
-        return any(len(one.reward_funcs) < 2 or one.correct_func for one in self.env.values())
+        """True if some environment knows which responses are correct."""
+        # Of several reward functions none is the one that decides, unless correct_func names it.
+        return any(len(task.reward_funcs) < 2 or task.correct_func for task in self.env.values())
 
     @property
     def passes_key(self) -> str:
-        """The key of the number of passes over the samples of a step, for messages."""
+        """Key of the number of passes over a step's samples."""
         return f"{self.algorithm}.{self.training_loop.passes_name}"
 
     @property
@@ -250,7 +255,7 @@ class Config(Section):
 
     @property
     def value_optimizer_steps_per_step(self) -> int:
-        """Optimizer steps of the value model on the samples of one step."""
+        """Optimizer steps of the value model on one step's samples."""
         assert self.value_model is not None
         return self._count_optimizer_steps(self.value_model)
 

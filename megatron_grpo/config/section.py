@@ -48,7 +48,7 @@ TemplateArguments = Annotated[dict[str, Any], "the chat template"]
 
 
 class Section:
-    """Keys under one name. Unknown keys are errors, as is "three" (not "3") for a number."""
+    """A section of keys. Unknown keys are errors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False

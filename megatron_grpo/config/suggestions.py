@@ -1,4 +1,4 @@
-"""Suggestions for unknown keys: counterparts of other frameworks' names, and similar names."""
+"""Suggestions for unknown keys: other frameworks' names, and similar names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NONE = "none"
 
 @functools.cache
 def load_foreign_names() -> dict[str, Mapping[str, str]]:
-    """Load the names of settings in other frameworks and in job files, with their counterparts here."""
+    """Load other frameworks' names of settings, with their counterparts here."""
     return {**load_tables("foreign_names.yaml"), "GrpoParameters": load_tables("job_fields.yaml")["settings"]}
 
 
@@ -30,7 +30,7 @@ NOTHING_ALIKE = "unknown key; --cfg job shows all keys"
 
 
 def describe_unknown_key(name: str, algorithm: str) -> Problem:
-    """Report an unknown key, with a suggestion in the names of the algorithm that runs."""
+    """Report an unknown key, with a suggestion in the algorithm's names."""
     if name.split(".")[0] == "hydra":
         return Problem(name, "Hydra's own settings have no effect here; run_dir chooses where a run writes")
     counterpart = describe_counterpart(name, algorithm)
@@ -41,13 +41,15 @@ def describe_unknown_key(name: str, algorithm: str) -> Problem:
 
 
 def list_unknown_keys(name: str, value: Any) -> list[str]:
-    """List the settings in an unknown section of another framework; for any other unknown key, itself."""
+    """List the settings in another framework's section; else the key itself."""
     below = [leaf for leaf, _ in flatten(value, f"{name}.")] if isinstance(value, Mapping) else []
     return below if any(describe_counterpart(leaf, "grpo") for leaf in below) else [name]
 
 
 def describe_counterpart(name: str, algorithm: str) -> str | None:
-    """Write a clause with the counterpart of a foreign name ("TRL's learning_rate is policy.optimizer.lr here").
+    """Write a clause with the counterpart of a foreign name.
+
+    For example "TRL's learning_rate is policy.optimizer.lr here".
 
     A name with dots may lack its first parts (megatron_cfg.optimizer.lr). A name of the value model has the counterpart
     of the policy's name. Exact names go before those that a pattern (policy.megatron_cfg.*) stands for.
@@ -75,7 +77,7 @@ _ANY = ".*"  # end of a foreign name that stands for every name of a section
 
 
 def _find_row(name: str) -> tuple[str, str, str] | None:
-    """Find a name in foreign_names.yaml: framework, whole foreign name, and text with the counterpart."""
+    """Find a name in foreign_names.yaml: framework, whole name, counterpart."""
     for framework, table in load_foreign_names().items():
         for foreign, text in table.items():
             if name == foreign or ("." in name and foreign.endswith(f".{name}")):
@@ -91,13 +93,13 @@ def _find_row(name: str) -> tuple[str, str, str] | None:
 
 
 def _to_value_key(word: str) -> str:
-    """Turn a key of the policy into the value model's; keys that it lacks and other words stay."""
+    """Turn the policy's key into the value model's, if that has it."""
     value_key = _VALUE + word.removeprefix(_POLICY)
     return value_key if word.startswith(_POLICY) and value_key in read_keys() else word
 
 
 def find_similar_keys(name: str, algorithm: str) -> list[str]:
-    """Find the keys of a run that a misspelt name may stand for, best first.
+    """List the keys that a misspelt name may stand for, best first.
 
     A name without a dot is also compared with keys without their section. Parts of a name alone suggest nothing:
     another framework's `….enabled` or `….name` is seldom one of ours.
@@ -132,7 +134,7 @@ def _list_candidates(algorithm: str, name: str) -> list[str]:
 
 
 def _join_keys(keys: list[str], algorithm: str) -> str:
-    """Join our keys for a foreign setting; mark a key that only the other algorithm reads."""
+    """Join our keys for a foreign setting, with their algorithm if necessary."""
     return " and ".join(
         COUNTERPART.get(key) or f"{key} (with algorithm={switch_algorithm(algorithm)})"
         if is_foreign_to(algorithm, key)
