@@ -1,4 +1,4 @@
-"""Texts of --help and of docs/configuration.md; exit codes."""
+"""Texts of --help and of docs/configuration.md."""
 
 from __future__ import annotations
 
