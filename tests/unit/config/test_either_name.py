@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import megatron_grpo.conf
-from megatron_grpo.config.compose import compose_typed, build_schema_defaults, unite_shared_keys
+from megatron_grpo.config.compose import build_schema_defaults, compose_typed, unite_shared_keys
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.keys import find_key, flatten, is_section, read_keys, read_sections
 from megatron_grpo.config.loop_schema import LOOPS, is_shared, translate_key
