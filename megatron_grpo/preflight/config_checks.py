@@ -1,4 +1,4 @@
-"""Checks of a configuration by itself: settings that do not fit together, and settings that change nothing."""
+"""All checks of a configuration that read neither files nor the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 
 def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
-    """Problems of a configuration whose machines are known, for a model of these sizes (None: unknown)."""
+    """Check a configuration by itself and against its model.
+
+    Args:
+        config: values are of their types and in their ranges; addresses and GPUs of the machines are settled.
+        shape: sizes of the model; None: unknown, so that only the other checks are made.
+    """
     return [
         *find_layout_problems(config, shape),
         *find_length_problems(config, shape),
@@ -47,17 +52,13 @@ def find_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
 
 @evaluate_rules
 def find_config_problems(config: Config) -> Iterator[Rule]:
-    """Options that exclude each other, lack what they need or would do nothing.
-
-    Args:
-        config: a configuration whose values are all of their types and in their ranges.
-    """
+    """Check that options do not exclude each other, and have what they need."""
     yield from rewards.check_prompts(config)
     yield from sampling.check_requests(config.generation)
     yield from sampling.check_filters(config)
     yield from sampling.check_servers(config)
     yield from loop.check_loop(config)
-    yield from loss.check_async(config)
+    yield from loop.check_async(config)
     yield from rewards.check_rewards(config)
     yield from loss.check_loss(config)
     yield from loop.check_ppo(config)
@@ -66,7 +67,7 @@ def find_config_problems(config: Config) -> Iterator[Rule]:
 
 @evaluate_rules
 def find_sampling_problems(config: Config) -> Iterator[Rule]:
-    """Problems of those settings that sampling and scoring read, for an evaluation."""
+    """Check the settings of sampling and scoring, for an evaluation."""
     yield from rewards.check_system_prompts(config)
     yield from sampling.check_requests(config.generation)
     yield from sampling.check_servers(config)

@@ -1,4 +1,4 @@
-"""Rules of the loop (optimizer steps, reference, early stop, checkpoints, schedules), of PPO, and of debug modes."""
+"""Checks of the training loop, its asynchronous mode, PPO and the debug modes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_grpo.preflight.rules import Rule
 
 
 def check_loop(config: Config) -> Iterator[Rule]:
-    """Settings of the loop that do not fit together."""
-    yield from _optimizer_steps(config)
+    """Check optimizer steps, reference, early stop, checkpoints and schedules."""
+    yield from _check_optimizer_steps(config)
     loop = config.training_loop
     text = "samples prompts that nothing would train on; needs LOOP.use_dynamic_sampling=true"
     yield loop.batch_multiplier != 1 and not loop.use_dynamic_sampling, "LOOP.batch_multiplier=", text
@@ -35,25 +35,28 @@ def check_loop(config: Config) -> Iterator[Rule]:
     if stop.enabled:
         text = "has no criterion; give LOOP.early_stop.threshold or LOOP.early_stop.patience"
         yield stop.threshold is None and stop.patience is None, "LOOP.early_stop.enabled=", text
-        yield from _validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
+        yield from _check_validation_metric(config, "LOOP.early_stop.metric_name=", stop.metric_name)
         text = "decides after a validation; needs data.val_path and LOOP.val_period"
         yield not config.data.validation_sets or loop.val_period == 0, "LOOP.early_stop.enabled=", text
     ranked_by = config.checkpointing.metric_name
     if config.has_checkpoints and config.checkpointing.keep_top_k is not None and ranked_by is not None:
-        yield from _metric(config, "checkpointing.metric_name=", ranked_by)
-    replay_every = config.logger.replay_every is not None
-    text = "keeps the checkpoint before each such step; needs checkpointing.enabled=true and debug.train=true"
-    yield replay_every and not config.has_checkpoints, "logger.replay_every=", text
+        is_of_validation = ranked_by.startswith(VALIDATION_PREFIX)
+        check_metric = _check_validation_metric if is_of_validation else _check_step_metric
+        yield from check_metric(config, "checkpointing.metric_name=", ranked_by)
+    has_replays = config.logger.replay_every is not None
+    text = "keeps the checkpoint before each replayable step; needs checkpointing.enabled=true and debug.train=true"
+    yield has_replays and not config.has_checkpoints, "logger.replay_every=", text
     text = "is for algorithm=grpo: the values and returns of algorithm=ppo are not recorded"
-    yield replay_every and config.training_loop.has_value_model, "logger.replay_every=", text
-    text = "needs the experts that engines chose, which are not recorded; needs policy.moe.replay_routing=false"
-    yield replay_every and config.policy.moe.replay_routing, "logger.replay_every=", text
-    yield from _schedules(config)
+    yield has_replays and config.training_loop.has_value_model, "logger.replay_every=", text
+    text = "cannot record the experts that engines choose; use policy.moe.replay_routing=false"
+    yield has_replays and config.policy.moe.replay_routing, "logger.replay_every=", text
+    yield from _check_schedules(config)
 
 
-def _optimizer_steps(config: Config) -> Iterator[Rule]:
+def _check_optimizer_steps(config: Config) -> Iterator[Rule]:
     samples, value = config.samples_per_step, config.value_model
-    shards = math.lcm(config.policy.parallel.data, 1 if value is None else value.parallel.data)
+    # Each replica of either model trains on a whole number of the slices that both models share.
+    slices = math.lcm(config.policy.parallel.data, 1 if value is None else value.parallel.data)
     for section, model in (("policy", config.policy), ("value", value)):
         if model is None or model.train_global_batch_samples is None:
             continue
@@ -61,75 +64,65 @@ def _optimizer_steps(config: Config) -> Iterator[Rule]:
         subject = f"{section}.train_global_batch_samples="
         text = f"does not divide the {samples} samples of a step (prompts x generations)"
         yield samples % size, subject, text
-        text = (
-            f"does not share out evenly over {section}.parallel.data={data} ranks; {_usable_sizes(samples, size, data)}"
-        )
+        advice = _suggest_batch_size(samples, size, data)
+        text = f"does not share out evenly over {section}.parallel.data={data} ranks; {advice}"
         yield not samples % size and size % data, subject, text
-        text = (  # each replica of either model trains on whole shards of the step
+        text = (
             f"does not share out evenly over policy.parallel.data={config.policy.parallel.data} and "
-            f"value.parallel.data={config.value.parallel.data} ranks together; use a multiple of {shards}"
+            f"value.parallel.data={config.value.parallel.data} ranks together; use a multiple of {slices}"
         )
-        yield not samples % size and not size % data and size % shards, subject, text
+        yield not samples % size and not size % data and size % slices, subject, text
 
 
-def _usable_sizes(samples: int, size: int, data: int) -> str:
-    """The advice for samples of an optimizer step that `data` ranks cannot share: the nearest sizes that they can."""
-    usable = [each for each in range(data, samples + 1, data) if samples % each == 0]
+def _suggest_batch_size(samples: int, size: int, data: int) -> str:
+    """Suggest the nearest numbers of samples that `data` ranks can share."""
+    usable = [multiple for multiple in range(data, samples + 1, data) if samples % multiple == 0]
     if not usable:
         return f"no size does that divides the {samples} samples of a step"
-    nearest = sorted(sorted(usable, key=lambda each: abs(each - size))[:2])
+    nearest = sorted(sorted(usable, key=lambda multiple: abs(multiple - size))[:2])
     return f"use {' or '.join(map(str, nearest))}"
 
 
-def _metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    """The name of a metric that neither steps nor validations of this run have."""
-    kind = _validation_metric if name.startswith(VALIDATION_PREFIX) else _step_metric
-    yield from kind(config, subject, name)
-
-
-def _validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    """The name of a metric that validation does not produce."""
-    names = [f"{VALIDATION_PREFIX}{one}" for one in VALIDATION_METRICS]
-    names += [f"{VALIDATION_PREFIX}set_{one}/{of}" for of in config.data.val_sets for one in VALIDATION_METRICS]
+def _check_validation_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
+    names = [f"{VALIDATION_PREFIX}{metric}" for metric in VALIDATION_METRICS]
+    names += [f"{VALIDATION_PREFIX}set_{metric}/{of}" for of in config.data.val_sets for metric in VALIDATION_METRICS]
     if name not in names:
         yield True, subject, f"is not a validation metric; these are: {', '.join(names)}"
     elif name == f"{VALIDATION_PREFIX}accuracy" and config.env and not config.has_correctness:
-        yield True, subject, _no_accuracy(config, name)
+        yield True, subject, _explain_no_accuracy(config, name)
 
 
-def _step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
-    """The name of a metric that no step of this run has."""
-    known = list_step_metrics(config)
-    if name in known:
+def _check_step_metric(config: Config, subject: str, name: str) -> Iterator[Rule]:
+    step_metrics, possible_metrics = list_step_metrics(config), list_possible_metrics(config)
+    if name in step_metrics:
         return
+    has_figures = any(map(_can_report_figures, config.env.values()))
     if name.removeprefix(ENVIRONMENT_FIGURE) not in ("", name):
         text = "no environment of this run reports figures: functions in reward_funcs and environments of your own can"
-        yield not any(_reports_figures(one) for one in config.env.values()), subject, text
-        return
-    if name == "accuracy" and config.env:
-        yield True, subject, _no_accuracy(config, name)
-    elif name in (others := list_possible_metrics(config)):
-        yield True, subject, f"is not a metric of this run: {others[name]}"
+        yield not has_figures, subject, text
+    elif name == "accuracy" and config.env:
+        yield True, subject, _explain_no_accuracy(config, name)
+    elif name in possible_metrics:
+        yield True, subject, f"is not a metric of this run: {possible_metrics[name]}"
     else:
-        names = [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)]
+        names = [*step_metrics, *(VALIDATION_PREFIX + metric for metric in VALIDATION_METRICS)]
         figure = f"; a figure {name} of a reward function or environment is {ENVIRONMENT_FIGURE}{name}"
-        advice = figure if any(_reports_figures(one) for one in config.env.values()) else ""
-        yield True, subject, "is not a metric of a step" + suggest_name(name, sorted(names)) + advice
+        suggestion = suggest_name(name, sorted(names)) + (figure if has_figures else "")
+        yield True, subject, f"is not a metric of a step{suggestion}"
 
 
-def _reports_figures(environment: EnvironmentConfig) -> bool:
-    """Whether an environment may report figures env/NAME."""
-    functions = [one for one in environment.reward_funcs if not is_model_folder(one)]
-    return environment.type not in {*BUILT_IN, REWARD_FUNCTIONS} - {"code"} or bool(functions)
+def _can_report_figures(environment: EnvironmentConfig) -> bool:
+    has_functions = not all(map(is_model_folder, environment.reward_funcs))
+    return environment.type not in {*BUILT_IN, REWARD_FUNCTIONS} - {"code"} or has_functions
 
 
-def _no_accuracy(config: Config, name: str) -> str:
+def _explain_no_accuracy(config: Config, name: str) -> str:
     keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
     text = f"the reward functions do not say which responses are correct; name one in {keys}"
     return f"{text}, or take {name.replace('accuracy', 'reward')}"
 
 
-def _schedules(config: Config) -> Iterator[Rule]:
+def _check_schedules(config: Config) -> Iterator[Rule]:
     value = [("value", config.value.optimizer)] if config.training_loop.has_value_model else []
     for section, optimizer in [("policy", config.policy.optimizer), *value]:
         warmup, decay = f"{section}.optimizer.warmup_steps=", optimizer.decay_steps
@@ -139,12 +132,57 @@ def _schedules(config: Config) -> Iterator[Rule]:
             text = f"and {section}.optimizer.warmup_ratio={optimizer.warmup_ratio:g} say the same; give one of them"
             yield True, warmup, text
         # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
-        too_long = not optimizer.is_constant and decay is not None and optimizer.warmup_steps >= decay
-        yield too_long, warmup, f"leaves no step for the decay, which ends at step {decay}"
+        is_too_long = not optimizer.is_constant and decay is not None and optimizer.warmup_steps >= decay
+        yield is_too_long, warmup, f"leaves no step for the decay, which ends at step {decay}"
+
+
+def check_async(config: Config) -> Iterator[Rule]:
+    """Check training on samples of earlier weights, and oversampling."""
+    options = config.training_loop.async_grpo
+    text = (
+        "trains on samples of earlier weights without an importance correction; give "
+        "loss_fn.use_importance_sampling_correction=true, best with loss_fn.truncated_importance_sampling_type=tis "
+        "and loss_fn.truncated_importance_sampling_ratio=2"
+    )
+    is_corrected = config.loss_fn.use_importance_sampling_correction
+    yield options.can_sample_ahead and not is_corrected, "LOOP.async_grpo.enabled=", text
+    text = (
+        "does not go with policy.moe.replay_routing=true: when the weights change under a response, the engine "
+        "records the experts of its earlier tokens under the new weights"
+    )
+    yield options.can_sample_ahead and config.policy.moe.replay_routing, "LOOP.async_grpo.enabled=", text
+    factor, age = options.oversampling_factor, options.max_trajectory_age_steps
+    prompts = config.prompts_per_generation_batch
+    if not options.enabled or factor is None:
+        return
+    subject = "LOOP.async_grpo.oversampling_factor="
+    text = "gives prompts back to the data, which a stream does not take; use data.streaming=false"
+    yield config.data.streaming, subject, text
+    advice = f"Use a factor below {age + 1}, or" if age else "Use"
+    text = (
+        f"is too large: with LOOP.async_grpo.max_trajectory_age_steps={age} every step must take the oldest prompts, "
+        f"so oversampling gains nothing. {advice} LOOP.async_grpo.max_trajectory_age_steps={int(factor)} or more"
+    )
+    yield factor >= age + 1, subject, text
+    text = f"adds no whole prompt to the {prompts} of a step; give at least {1 + 1 / prompts:g}"
+    yield int(factor * prompts) == prompts, subject, text
+
+
+def check_async_cautions(config: Config) -> Iterator[Rule]:
+    """Find settings of asynchronous training that may not be intended."""
+    samples_ahead = config.training_loop.async_grpo.can_sample_ahead
+    text = (
+        "puts no limit on the importance weights of samples from earlier versions of the policy; "
+        "loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2 give one"
+    )
+    yield samples_ahead and config.loss_fn.truncated_importance_sampling_type is None, "LOOP.async_grpo.enabled=", text
+    text = "also leaves out responses from earlier versions of the policy, on which the frameworks need not disagree"
+    has_threshold = config.training_loop.seq_logprob_error_threshold is not None
+    yield samples_ahead and has_threshold, "LOOP.seq_logprob_error_threshold=", text
 
 
 def check_ppo(config: Config) -> Iterator[Rule]:
-    """Settings of PPO that exclude each other or lack another, and settings of the algorithm that does not run."""
+    """Check settings of PPO, and find changed settings of the other algorithm."""
     for section in READ_BY[switch_algorithm(config.algorithm)]:
         for key, value in list_changes(config, section):
             yield True, f"{key}={value}", explain_foreign_key(key, config.algorithm)
@@ -154,8 +192,8 @@ def check_ppo(config: Config) -> Iterator[Rule]:
     text = f"leaves none of the ppo.max_num_steps={ppo.max_num_steps} steps to the policy"
     yield ppo.policy_training_start_step >= ppo.max_num_steps, "ppo.policy_training_start_step=", text
     text = f"loads no reference policy, and loss_fn.reference_policy_kl_penalty={penalty:g} needs one; set it to 0"
-    skips = ppo.skip_reference_policy_logprobs_calculation
-    yield skips and penalty > 0, "ppo.skip_reference_policy_logprobs_calculation=", text
+    has_no_reference = ppo.skip_reference_policy_logprobs_calculation
+    yield has_no_reference and penalty > 0, "ppo.skip_reference_policy_logprobs_calculation=", text
     text = "this is a run on CPU: cluster.gpus_per_node is 0"
     yield ppo.calculate_advantages_on_gpu and config.cluster.gpus == 0, "ppo.calculate_advantages_on_gpu=", text
     estimator, prefix = ppo.adv_estimator, "ppo.adv_estimator"
@@ -166,44 +204,44 @@ def check_ppo(config: Config) -> Iterator[Rule]:
         yield is_raw and value != default, f"{prefix}.{name}={value}", text
     yield is_raw and alpha, f"{prefix}.length_adaptive_alpha={alpha}", text
     text = f"excludes {prefix}.gae_lambda_policy: both say what the policy's lambda is"
-    twice = alpha and estimator.gae_lambda_policy is not None
-    yield not is_raw and twice, f"{prefix}.length_adaptive_alpha=", text
+    has_two_lambdas = alpha and estimator.gae_lambda_policy is not None
+    yield not is_raw and has_two_lambdas, f"{prefix}.length_adaptive_alpha=", text
 
 
 def check_debug_modes(config: Config) -> Iterator[Rule]:
-    """Settings that need the half of the run that is left out, or rollouts that are not written."""
+    """Check settings that need a part of the run that is left out."""
     debug, logger = config.debug, config.logger
     text = "needs the rollouts to be written; set logger.rollouts to sample or all"
     yield logger.log_completions and logger.rollouts == "off", "logger.log_completions=", text
     text = f"leaves nothing to do beside debug.rollouts_from={debug.rollouts_from}; give one of them"
     yield not config.needs_generation and not debug.train, "debug.train=", text
     if not config.needs_generation and debug.train:
-        yield from _without_engines(config)
+        yield from _check_without_engines(config)
     elif not debug.train and config.needs_generation:
-        yield from _without_policy(config)
+        yield from _check_without_policy(config)
 
 
-def _without_engines(config: Config) -> Iterator[Rule]:
-    """Settings that need engines, in a run that reads recorded rollouts."""
+def _check_without_engines(config: Config) -> Iterator[Rule]:
+    """Check settings that need engines, in a run on recorded rollouts."""
     because = "and debug.rollouts_from starts no engine"
     loop, data = config.training_loop, config.data
     yield loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", f"samples ahead, {because}; use false"
-    when = {
+    causes_of_validation = {
         f"LOOP.val_period={loop.val_period}": loop.val_period > 0,
         "LOOP.val_at_start=True": loop.val_at_start,
         "LOOP.val_at_end=True": loop.val_at_end,
     }
-    if data.validation_sets and any(when.values()):
-        asked = " and ".join(setting for setting, is_on in when.items() if is_on)
+    if data.validation_sets and any(causes_of_validation.values()):
+        causes = " and ".join(setting for setting, is_on in causes_of_validation.items() if is_on)
         off = "data.val_path=null" if data.val_path is not None else "data.val_sets={}"
         key = next(iter(data.validation_sets))
-        yield True, f"{key}={data.validation_sets[key].path}", f"is sampled by {asked}, {because}; use {off}"
+        yield True, f"{key}={data.validation_sets[key].path}", f"is sampled by {causes}, {because}; use {off}"
     text = "needs the experts that engines chose, which recorded rollouts do not have; use false"
     yield config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
 
 
-def _without_policy(config: Config) -> Iterator[Rule]:
-    """Settings that need ranks of the policy, in a run that only samples."""
+def _check_without_policy(config: Config) -> Iterator[Rule]:
+    """Check settings that need the policy, in a run that only samples."""
     because = "and debug.train=false starts no rank of the policy"
     text = f"samples while steps train, {because}; use false"
     yield config.training_loop.async_grpo.enabled, "LOOP.async_grpo.enabled=", text

@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import fill_placeholders, is_met, list_changes, load_tables
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.loss_checks import check_async_cautions
+from megatron_grpo.preflight.loop_checks import check_async_cautions
 from megatron_grpo.preflight.rules import Rule, find_broken_rules
 from megatron_grpo.preflight.sampling_checks import check_filter_cautions
 

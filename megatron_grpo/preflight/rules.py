@@ -1,4 +1,13 @@
-"""Rules that a configuration has to follow, and the problems of those that it breaks."""
+"""Rules that a configuration has to follow.
+
+A check is a function that yields rules. A rule is a tuple (is it broken?, subject, text), for instance
+
+    yield loop.val_period == 0 and stop.enabled, "LOOP.early_stop.enabled=", "decides after a validation; ..."
+
+Nothing is raised: the broken rules of all checks become one message, with a line "SUBJECT  TEXT" for each. A subject
+that ends in = is a key, and gets its value (`grpo.early_stop.enabled=True`). In subjects and texts LOOP stands for the
+section of the algorithm that runs (grpo or ppo), and PASSES for its key of the passes over a step's samples.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +19,35 @@ from megatron_grpo.config.errors import Problem, to_text
 from megatron_grpo.config.keys import fill_placeholders
 from megatron_grpo.config.schema import Config
 
+# (whether it is broken: any value that is true, subject, text)
 Rule = tuple[object, str, str]
-"""A rule: whether it is broken (any value that is true), the subject and the text of its problem.
-
-A subject that ends in = (KEY=) gets the value of that key. In subject and text, LOOP stands for the section of the
-algorithm that runs, and PASSES for the key of its passes over the samples of a step.
-"""
-
-
-def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
-    """The problems of a configuration, in the order of the rules that it breaks."""
-    for is_broken, subject, text in rules:
-        if is_broken:
-            key = fill_placeholders(config, subject)
-            yield Problem(
-                key + _written(_value(config, key[:-1])) if key.endswith("=") else key, fill_placeholders(config, text)
-            )
-
-
 _Arguments = ParamSpec("_Arguments")
 
 
+def find_broken_rules(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
+    """Yield a problem for each broken rule, in their order."""
+    for is_broken, subject, text in rules:
+        if is_broken:
+            key = fill_placeholders(config, subject)
+            if key.endswith("="):
+                key += _format_value(config, key[:-1])
+            yield Problem(key, fill_placeholders(config, text))
+
+
 def evaluate_rules(
-    rules: Callable[Concatenate[Config, _Arguments], Iterator[Rule]],
+    check: Callable[Concatenate[Config, _Arguments], Iterator[Rule]],
 ) -> Callable[Concatenate[Config, _Arguments], Iterator[Problem]]:
-    """Decorator of a function that yields rules: it yields the problems of those that the configuration breaks."""
+    """Make a check yield the problems of its broken rules (decorator)."""
 
-    @functools.wraps(rules)
-    def problems(config: Config, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[Problem]:
-        return find_broken_rules(config, rules(config, *args, **kwargs))
+    @functools.wraps(check)
+    def find_problems(config: Config, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[Problem]:
+        return find_broken_rules(config, check(config, *args, **kwargs))
 
-    return problems
+    return find_problems
 
 
-def _value(config: Config, key: str) -> Any:
-    node: Any = config
+def _format_value(config: Config, key: str) -> str:
+    value: Any = config
     for part in key.split("."):
-        node = node[part] if isinstance(node, dict) else getattr(node, part)
-    return node
-
-
-def _written(value: Any) -> str:
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else to_text(value)

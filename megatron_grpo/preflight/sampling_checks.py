@@ -1,4 +1,4 @@
-"""Rules of sampling: filters, penalties, structured output, speculation, servers and the endpoint."""
+"""Checks of sampling: filters, penalties, structured output, speculation, servers, endpoint."""
 
 from __future__ import annotations
 
@@ -20,79 +20,79 @@ from megatron_grpo.preflight.rules import Rule
 
 
 def check_requests(generation: GenerationConfig) -> Iterator[Rule]:
-    """Keys of sampling that exclude each other, or that vLLM would refuse, in training and in evaluation."""
-    yield from _structure(generation.structured)
+    """Check that keys of sampling do not exclude each other, and that vLLM takes them."""
+    yield from _check_structure(generation.structured)
     subject = "generation.generation_batch_size="
     size, engines = generation.generation_batch_size, generation.parallel.data
     text = f"leaves some of the {engines} engines without a response; give {engines} or more"
     yield size is not None and size < engines, subject, text
-    most = generation.engine.max_num_seqs
-    text = f"and generation.engine.max_num_seqs={most} say the same; give one of them"
-    yield size is not None and most != EngineConfig().max_num_seqs, subject, text
+    limit = generation.engine.max_num_seqs
+    text = f"and generation.engine.max_num_seqs={limit} say the same; give one of them"
+    yield size is not None and limit != EngineConfig().max_num_seqs, subject, text
     speculative, prefix = generation.engine.speculative, "generation.engine.speculative"
-    speculates = speculative.num_speculative_tokens > 0
+    is_speculative = speculative.num_speculative_tokens > 0
     text = f"must not be above {prefix}.prompt_lookup_max={speculative.prompt_lookup_max}"
-    beyond = speculative.prompt_lookup_min > speculative.prompt_lookup_max
-    yield speculates and beyond, f"{prefix}.prompt_lookup_min=", text
+    is_reversed = speculative.prompt_lookup_min > speculative.prompt_lookup_max
+    yield is_speculative and is_reversed, f"{prefix}.prompt_lookup_min=", text
     text = "vLLM has no min_p with speculative decoding; use 0 for one of them"
-    yield speculates and generation.min_p > 0, "generation.min_p=", text
+    yield is_speculative and generation.min_p > 0, "generation.min_p=", text
 
 
 def check_filter_cautions(config: Config) -> Iterator[Rule]:
-    """Penalties together with a filter, or with an option that drops tokens for a difference of probabilities."""
-    drops, generation = _drops(config), config.generation
-    hidden = _hides_filter(generation)
+    """Find penalties beside a filter, or beside an option that drops tokens for them."""
+    dropping_option, generation = _find_dropping_option(config), config.generation
+    hiding_key = _find_hiding_key(generation)
     text = (
-        f"is a filter that training does not repeat, because {hidden} changes the logits before it: training looks at "
-        "the whole distribution, and token_mult_prob_error is above 1"
+        f"is a filter that training does not repeat, because {hiding_key} changes the logits before it: training looks "
+        "at the whole distribution, and token_mult_prob_error is above 1"
     )
-    for subject in _settings(generation, FILTERS).values():
-        yield hidden, subject, text
+    for subject in _format_changed(generation, FILTERS).values():
+        yield hiding_key, subject, text
     text = (
         "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
-        f"{drops} leaves tokens out for that difference, too"
+        f"{dropping_option} leaves tokens out for that difference, too"
     )
-    for subject in _settings(generation, PENALTIES).values():
-        yield drops, subject, text
+    for subject in _format_changed(generation, PENALTIES).values():
+        yield dropping_option, subject, text
 
 
 def check_filters(config: Config) -> Iterator[Rule]:
-    """Structured output, or filters that training cannot repeat, with an option that compares engine and trainer."""
-    drops, generation = _drops(config), config.generation
+    """Check structured output and filters beside options that compare engine and trainer."""
+    dropping_option, generation = _find_dropping_option(config), config.generation
     text = (
         "leaves out tokens that sampling and training give other probabilities, and the form gives many tokens "
         "a probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
     )
-    yield drops and generation.structured != StructuredConfig(), drops or "", text
-    corrects = config.loss_fn.use_importance_sampling_correction
-    compares = "loss_fn.use_importance_sampling_correction=True" if corrects else drops
-    hidden = _hides_filter(generation)
-    for name, subject in _settings(generation, FILTERS).items():
+    yield dropping_option and generation.structured != StructuredConfig(), dropping_option or "", text
+    is_corrected = config.loss_fn.use_importance_sampling_correction
+    comparing_option = "loss_fn.use_importance_sampling_correction=True" if is_corrected else dropping_option
+    hiding_key = _find_hiding_key(generation)
+    for name, subject in _format_changed(generation, FILTERS).items():
         text = (
-            f"is a filter that training does not repeat beside {hidden}, which changes the logits before it, and "
-            f"{compares} would take that for a difference between the two frameworks; use "
+            f"is a filter that training does not repeat beside {hiding_key}, which changes the logits before it, and "
+            f"{comparing_option} would take that for a difference between the two frameworks; use "
             f"{to_text(getattr(GenerationConfig(), name))}, or leave that option out"
         )
-        yield compares and hidden, subject, text
+        yield comparing_option and hiding_key, subject, text
 
 
-def _hides_filter(generation: GenerationConfig) -> str:
-    """The key that keeps training from repeating a filter (`GenerationConfig.has_training_filter`), or nothing."""
+def _find_hiding_key(generation: GenerationConfig) -> str:
+    """Find the key that keeps training from repeating a filter; "": none does."""
     penalties = generation.select_changed(PENALTIES)
     if generation.temperature == 0 or not (penalties or generation.structured != StructuredConfig()):
         return ""
     return f"generation.{penalties[0]}" if penalties else "generation.structured"
 
 
-def _settings(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
-    """KEY=VALUE of each setting that differs from its default, by its name."""
+def _format_changed(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
+    """Map the names of changed settings to KEY=VALUE."""
     return {
         name: f"generation.{name}={to_text(getattr(generation, name))}" for name in generation.select_changed(names)
     }
 
 
-def _drops(config: Config) -> str | None:
-    """The option, as KEY=VALUE, that drops tokens on which engine and trainer disagree, or None."""
+def _find_dropping_option(config: Config) -> str | None:
+    """Find the option that drops tokens on which engine and trainer disagree, as KEY=VALUE."""
     kind = config.loss_fn.truncated_importance_sampling_type
     if kind in ("icepop", "seq-mask-tis"):
         return f"loss_fn.truncated_importance_sampling_type={kind}"
@@ -100,10 +100,10 @@ def _drops(config: Config) -> str | None:
     return None if threshold is None else f"{config.algorithm}.seq_logprob_error_threshold={threshold:g}"
 
 
-def _structure(structured: StructuredConfig) -> Iterator[Rule]:
+def _check_structure(structured: StructuredConfig) -> Iterator[Rule]:
     prefix = "generation.structured"
-    given = [f"{prefix}.{name}" for name, value in vars(structured).items() if value is not None]
-    yield len(given) > 1, next(iter(given), ""), f"excludes {' and '.join(given[1:])}: a response has one form"
+    keys = [f"{prefix}.{name}" for name, value in vars(structured).items() if value is not None]
+    yield len(keys) > 1, next(iter(keys), ""), f"excludes {' and '.join(keys[1:])}: a response has one form"
     if structured.json_schema is not None:
         try:
             schema = json.loads(structured.json_schema)
@@ -120,10 +120,7 @@ def _structure(structured: StructuredConfig) -> Iterator[Rule]:
 
 
 def check_servers(config: Config) -> Iterator[Rule]:
-    """Settings that do not fit generation.server.urls or generation.endpoint.
-
-    Whether servers answer is checked when the run starts.
-    """
+    """Check generation.server.urls and generation.endpoint, without asking the servers."""
     endpoint, nodes = config.generation.endpoint, config.cluster.num_nodes
     is_local = is_loopback(endpoint.host)
     text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
@@ -135,8 +132,8 @@ def check_servers(config: Config) -> Iterator[Rule]:
     yield endpoint.enabled and not is_local and read_token() is None, "generation.endpoint.host=", text
     for name, environment in config.env.items():
         text = "asks the model through the endpoint, which is off; give generation.endpoint.enabled=true"
-        unanswered = environment.agent_func is not None and not endpoint.enabled
-        yield unanswered, f"env.{name}.agent_func={environment.agent_func}", text
+        is_unanswered = environment.agent_func is not None and not endpoint.enabled
+        yield is_unanswered, f"env.{name}.agent_func={environment.agent_func}", text
     urls, engines = config.generation.server.urls, config.generation.parallel.data
     for url in urls:
         reason = check_url(url)

@@ -81,8 +81,8 @@ def test_a_run_that_was_set_up_to_sample_in_turn_is_not_trained_asynchronously(t
 @pytest.mark.parametrize(
     ("factor", "age", "text"),
     [
-        (2.0, 1, "give a factor below 2, for instance 1.5, or grpo.async_grpo.max_trajectory_age_steps=2 or more"),
-        (1.5, 0, "give grpo.async_grpo.max_trajectory_age_steps=1 or more"),
+        (2.0, 1, "Use a factor below 2, or grpo.async_grpo.max_trajectory_age_steps=2 or more"),
+        (1.5, 0, "Use grpo.async_grpo.max_trajectory_age_steps=1 or more"),
         (1.01, 1, "adds no whole prompt to the 32 of a step; give at least 1.03125"),
     ],
 )
