@@ -1,4 +1,4 @@
-"""The `code` environment: runs programs that the model wrote against tests in the sandbox."""
+"""The `code` environment, which runs programs against tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -144,7 +144,6 @@ def check_program(
 
 
 def _run_python_tests(sandbox: Sandbox, program: str, tests: PreparedTests, every: bool, allow: bool) -> Verdict:
-    """Run Python tests and read the report of their process (`sandbox.test_process`)."""
     result = sandbox.run_tests(program, asdict(tests), every=every, allow=allow)
     verdict, passed = Verdict(tests=tests.counted), set()
     # A report with one malformed line is discarded as a whole: what wrote that line may have written the others.

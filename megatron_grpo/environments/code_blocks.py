@@ -1,4 +1,4 @@
-"""Finds the Python program in a response, in fenced blocks as models write them."""
+"""Finds the Python program in a response, in fenced blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Kind = Literal["python", "untagged", "other"]
 
 
 def extract_program(response: str) -> str:
-    """Find the program: the last Python block, or the whole response without any block.
+    """Find the last Python block, or the whole response without any block.
 
     Without a block that is tagged as Python, it is the last untagged block that is a program, else the last untagged
     block, else the last block of another tag that is a program. So output in a block of its own is not taken for the
@@ -84,7 +84,7 @@ class _Reader:
                     self._lines[number] = end.rest
 
     def is_program(self, code: str) -> bool:
-        """True for Python with a statement or a call; output such as 42 or [1, 2] has neither."""
+        """True for Python with a statement or a call, unlike output."""
         tree = self._parse(code)
         if tree is None:
             return False
@@ -121,7 +121,6 @@ class _Reader:
         return self._parse(self._join_content(fence, start, end)) is not None
 
     def _join_content(self, fence: _Fence, start: int, end: _End) -> str:
-        """Join the lines of a block without the indent of its fence."""
         lines = self._lines[start : end.line]
         if end.column is not None:
             lines = [*lines, self._lines[end.line][: end.column]]
@@ -161,7 +160,7 @@ class _End:
 
 
 def _parse_opening(line: str) -> _Fence | None:
-    """Parse the fence with which a line opens a block; None: it opens none."""
+    """Parse the fence with which a line opens a block, or None."""
     text = line.lstrip(" \t")
     if text.startswith("~~~"):
         info = text.lstrip("~")
@@ -183,7 +182,7 @@ def _parse_opening(line: str) -> _Fence | None:
 
 
 def _parse_end(line: str, number: int, fence: _Fence) -> _End | None:
-    """Parse the end of a block; None: the line does not end it."""
+    """Parse the end of a block, or None."""
     opening = _parse_opening(line)
     if opening is not None and opening.kind == "python" and opening.is_at_start:
         return _End(number, None, is_closing=True, next_line=number)
@@ -198,5 +197,4 @@ def _parse_end(line: str, number: int, fence: _Fence) -> _End | None:
 
 
 def _cut_indent(line: str, indent: int) -> str:
-    """Cut up to `indent` blanks off the beginning of a line."""
     return line[min(indent, len(line) - len(line.lstrip(" \t"))) :]

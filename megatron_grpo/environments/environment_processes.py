@@ -1,4 +1,4 @@
-"""Processes of an environment: started by the driver, used and replaced by rollout workers."""
+"""Processes of an environment, which rollout workers use and replace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EnvironmentProcess:
 
 @dataclass(slots=True)
 class EnvironmentHandle:
-    """One rollout worker's share of an environment's processes. The driver sends it to the worker."""
+    """One rollout worker's share of an environment's processes."""
 
     name: str
     """Task name of the environment."""
@@ -87,7 +87,7 @@ class EnvironmentPool:
     _actors: list[Any] = field(default_factory=list, init=False)
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
-        """Begin to start processes for `shares` rollout workers; each gets at least one."""
+        """Begin to start processes for `shares` rollout workers, at least one each."""
         count = max(self.config.num_workers, shares)
         arguments = (self.name, self.config, self.settings, self._store_rewards())
         settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects, self.settings.prompts)
@@ -99,7 +99,7 @@ class EnvironmentPool:
         return handles
 
     def _store_rewards(self) -> ray.ObjectRef | None:
-        """Store the script's reward functions and clients of reward models; starts these models."""
+        """Store a script's reward functions and started reward models."""
         rewards: dict[str, Any] = {
             name: function for name, function in self.rewards.items() if name in self.config.reward_funcs
         }
@@ -112,7 +112,7 @@ class EnvironmentPool:
         return ray.put(rewards) if rewards else None
 
     def shutdown(self) -> None:
-        """End the processes; idempotent. Processes started by a rollout worker end with that worker."""
+        """End the processes; idempotent."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

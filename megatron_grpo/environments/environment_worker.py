@@ -47,11 +47,6 @@ class EnvironmentWorker:
         settings: EnvironmentSettings,
         rewards: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """
-        Args:
-            name: task name, for messages.
-            rewards: reward functions of a script and clients of reward models, by their entry in reward_funcs.
-        """
         begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
 
@@ -75,7 +70,7 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-        """Call several methods of this class, each with its arguments; returns their results."""
+        """Call several methods of this class; returns their results."""
         return wrap_for_pickling([method(self, *arguments) for method, arguments in calls])
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
@@ -83,7 +78,7 @@ class EnvironmentWorker:
         return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> Turn | str:
-        """Answer a response, whose last token is `last_token`; the observation is tokens."""
+        """Answer a response that ends with `last_token`; the observation is tokens."""
         return self._attempt(partial(self._make_turn, state, response, last_token))
 
     def _make_turn(self, state: bytes, response: str, last_token: int) -> Turn:
@@ -100,7 +95,7 @@ class EnvironmentWorker:
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
     ) -> bytes | str:
-        """Run the agent; returns the state of the rollout, pickled, or an error message."""
+        """Run the agent; returns the rollout's state, pickled, or an error message."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
@@ -128,7 +123,7 @@ class EnvironmentWorker:
 
 
 def _convert_score(score: EnvironmentReturn) -> EnvironmentReturn:
-    """Convert to Python's own types, since files refuse those of NumPy and torch."""
+    """Convert to Python's types: files refuse those of NumPy and torch."""
     reward = None if score.reward is None else float(score.reward)
     correct = None if score.correct is None else bool(score.correct)
     parts = {name: float(part) for name, part in score.parts.items()}

@@ -1,4 +1,4 @@
-"""The interface of environments, which answer the model turn by turn and score its responses."""
+"""Interface of environments, which answer the model and score its responses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Environment(ABC):
         return Turn(done=True, state=state)
 
     def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
-        """Run an agent to its end; returns the state of the rollout.
+        """Run an agent to its end; returns the rollout's state.
 
         The agent's calls to the model make up the rollout: one conversation, in which every call repeats all messages
         so far and adds new ones. If `act` raises, the rollout fails.
@@ -82,7 +82,7 @@ class Environment(ABC):
 
     @abstractmethod
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Return scores in the order of the requests: samples of one prompt.
+        """Return the scores of samples of one prompt, in their order.
 
         Usually these are all samples of the prompt, at times only some. Must not raise because of a model's text: if it
         raises, each request is scored again by itself, and a request for which it raises again becomes a failed
@@ -120,7 +120,7 @@ class EnvironmentSettings:
 
 
 def make_environment_settings(config: Config, task: str, tokenizer: Any) -> EnvironmentSettings:
-    """Make the settings of the environment of a task; `tokenizer` as in `EnvironmentSettings`."""
+    """Make the settings of a task's environment."""
     return EnvironmentSettings(
         sandbox=config.sandbox,
         tokenizer=tokenizer,
@@ -130,7 +130,7 @@ def make_environment_settings(config: Config, task: str, tokenizer: Any) -> Envi
 
 
 def list_import_folders() -> tuple[str, ...]:
-    """List the folders of the user's modules: the working folder and PYTHONPATH."""
+    """List the folders of the user's modules: working folder and PYTHONPATH."""
     folders = (os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return tuple(dict.fromkeys(os.path.abspath(folder) for folder in folders if folder))
 

@@ -126,7 +126,7 @@ class JudgeEnvironment(Environment):
         return re.sub(r"\{(" + "|".join(texts) + r")\}", lambda match: texts[match[1]], self.question)
 
     async def _ask(self, session: aiohttp.ClientSession, question: str) -> str:
-        """Return the judge's answer; "" when the reply is malformed or was cut off."""
+        """Return the judge's answer; "" if malformed or cut off."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],

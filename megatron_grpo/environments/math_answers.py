@@ -1,4 +1,4 @@
-"""Compares mathematical answers by value, in a process that is killed when it hangs."""
+"""Compares mathematical answers by value, in a process that may be killed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _are_equal(final: str, answer: str) -> bool:
 
 
 def _list_readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
-    """Yield pairs of texts; the answer is right if one pair is equal in value."""
+    """Yield pairs of texts, of which one must be equal in value."""
     # Where only one of the answers has a percent sign, the other may be the percentage or the share. In a text without
     # a box, percent signs beside the answer count for nothing.
     actual_has_percent = actual.has_percent
@@ -117,7 +117,7 @@ _READY = b"r"
 
 
 class Verifier:
-    """A process that compares answers. Not safe for concurrent use by several threads."""
+    """A process that compares answers; not safe for several threads."""
 
     def __init__(self, hangs_after_s: float = HANGS_AFTER_S) -> None:
         self._hangs_after_s = hangs_after_s

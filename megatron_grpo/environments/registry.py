@@ -61,7 +61,7 @@ def create_environment(
 
 
 def import_environment_class(kind: str) -> type[Environment]:
-    """Import the class of an environment type: a built-in name, or package.module:Class.
+    """Import the class of a built-in type, or of package.module:Class.
 
     Raises:
         RunError: the class does not exist, its module fails, or it is no `Environment` that defines `score`.
@@ -121,7 +121,7 @@ def convert_options(kind: type[Environment], options: dict[str, Any]) -> tuple[d
 
 
 def _list_parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
-    """List the keyword parameters of a constructor; unresolvable annotations stay strings."""
+    """List the keyword parameters of a constructor."""
     try:
         signature = inspect.signature(kind, eval_str=True)
     except NameError:

@@ -1,4 +1,4 @@
-"""Search in local documents by BM25, in languages with and without blanks between words."""
+"""Search in local documents by BM25, with or without blanks between words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Retriever:
         return Retriever(read_documents(path))
 
     def search(self, query: str, count: int) -> list[str]:
-        """Find up to `count` documents that share a term with a query, best first.
+        """Find up to `count` documents that share a term, best first.
 
         Among equal scores the earlier document is first.
         """
@@ -47,7 +47,7 @@ class Retriever:
         return [self._documents[index] for index in best]
 
     def compute_scores(self, query: str) -> dict[int, float]:
-        """Score the documents that share a term with a query; by index of the document."""
+        """Score documents that share a term with a query; by index."""
         scores: defaultdict[int, float] = defaultdict(float)
         for term in set(split_terms(query)):
             postings = self._postings.get(term, [])
@@ -101,7 +101,6 @@ _LETTERS = (  # scripts without blanks whose words are of several letters
 
 @cache
 def _compile_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Compile patterns of a word and of a run of one kind of script in it."""
     # The letters of a word may carry combining marks, which \w does not match.
     marks = [chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M"]
     word = re.compile(rf"[\w{''.join(marks)}]+")

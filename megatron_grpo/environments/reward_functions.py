@@ -1,4 +1,4 @@
-"""Rewards from a user's functions, called as TRL's GRPOTrainer calls them, and agents."""
+"""Rewards from a user's functions, called as TRL calls them, and agents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class TimeLimitPassed(BaseException):
-    """Raised inside code that takes too long; `except Exception` does not catch it."""
+    """Raised inside code that takes too long; not an Exception."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def _raise_in_body(signum: int, frame: FrameType | None) -> None:
 
 
 class RewardError(RunError):
-    """A reward function raised, took too long, or returned something other than a list of rewards."""
+    """A reward function raised, took too long, or returned no rewards."""
 
     is_timeout = False
 
@@ -108,7 +108,6 @@ class RewardCall:
             return self._make_failure(error)
 
     async def _await_rewards(self, result: Awaitable[Any], count: int, timeout_s: float | None) -> CallOutcome:
-        """Await an async function, and cancel it when it takes too long."""
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 rewards = await result
@@ -118,7 +117,7 @@ class RewardCall:
             return self._make_timeout(timeout_s) if is_late else self._make_failure(error)
 
     def _copy_arguments(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Copy the arguments that the function accepts; a required column without rows is all None."""
+        """Copy the accepted arguments; missing required columns are None."""
         # Each call has its own copies, so that a function may change them: neither other functions nor other samples,
         # which share the row of their prompt, see the change.
         copies = {
@@ -231,7 +230,7 @@ class RewardFunctionEnvironment(Environment):
     def _retry_each(
         self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], scores: list[EnvironmentReturn]
     ) -> list[float | None]:
-        """Call a failed function again for each response by itself; None where it fails again."""
+        """Call a failed function again for each response by itself."""
         if not self.tolerant:
             raise failure
         if name not in self._failed:
@@ -249,7 +248,7 @@ class RewardFunctionEnvironment(Environment):
         return rewards
 
     def collect_columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
-        """Collect the columns of the rows; by name, one value per request."""
+        """Collect the columns of the rows, one value per request."""
         names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
         return {name: [request.extra_env_info.get(name) for request in requests] for name in names}
 
@@ -307,7 +306,7 @@ def _make_completion(request: EnvironmentRequest) -> str | list[dict[str, str]]:
 
 @dataclass(eq=False, kw_only=True)
 class AgentEnvironment(RewardFunctionEnvironment):
-    """An agent runs the rollout as a client of the model; reward functions score it."""
+    """An agent runs the rollout, and reward functions score it."""
 
     agent_function: AgentFunction
     agent = True

@@ -27,7 +27,7 @@ RESTARTS = 3
 
 
 def find_model_problem(path: str) -> str | None:
-    """Say why a folder or hub name is no reward model, by its config.json; None: it is one."""
+    """Say why a folder or hub name is no reward model, or None."""
     folder = Path(path)
     if is_hub_name(path):
         reason = None if find_local_folder(path) else download_config(path)
@@ -50,10 +50,9 @@ def find_model_problem(path: str) -> str | None:
 
 
 class RewardModel:
-    """Ray actor with one copy of the model, on a GPU if torch finds one."""
+    """Ray actor with a copy of the model, on a GPU if possible."""
 
     def __init__(self, path: str, config: RewardModelConfig, number: int) -> None:
-        """Load the model from a folder; `number` names the log of the process."""
         begin_process_log(f"reward model {Path(path).name} worker {number}")
         import torch
         from transformers import AutoModelForSequenceClassification
@@ -78,7 +77,7 @@ class RewardModel:
 
     @phase("reward model")
     def compute_rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-        """Score each conversation, or the concatenated texts of prompt and completion.
+        """Score each conversation, or the joined texts of prompt and completion.
 
         A conversation is rendered with the model's own chat template. A score does not depend on the other texts of the
         call: it is what transformers computes for the text alone. A text without tokens has no score (None).
@@ -97,7 +96,7 @@ class RewardModel:
         return scores
 
     def _score_batch(self, token_ids: Sequence[list[int]]) -> list[float]:
-        """Score texts in one forward pass, if they can be padded without an effect on the scores."""
+        """Score texts in one forward pass, or alone if padding would matter."""
         import torch
 
         pad_id = self._choose_padding(token_ids)
@@ -120,7 +119,7 @@ class RewardModel:
         return [float(score) for score in logits[:, 0]]
 
     def _choose_padding(self, token_ids: Sequence[list[int]]) -> int | None:
-        """Choose the id that pads these texts; None: each must be scored by itself."""
+        """Choose the id that pads these texts; None: padding would matter."""
         if self._model.config.is_encoder_decoder:  # these find a text's end by its number of end tokens
             return None
         if self._pad_id is not None:
@@ -137,7 +136,7 @@ class RewardModel:
 
 
 def _make_batches(lengths: Mapping[int, int], tokens: int) -> Iterator[list[int]]:
-    """Batch texts of similar length, by index, up to `tokens` with padding or one text."""
+    """Batch indices of texts of similar length, up to `tokens` with padding."""
     batch: list[int] = []
     for index in sorted(lengths, key=lengths.__getitem__, reverse=True):  # the first of a batch is the longest
         if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
@@ -152,15 +151,10 @@ class RewardModelClient:
     """A reward model as an async reward function of prompts and completions."""
 
     def __init__(self, path: str, workers: Sequence[Any]) -> None:
-        """
-        Args:
-            path: the model's folder or hub name, for messages.
-            workers: Ray actors (`RewardModel`).
-        """
         self.path, self._workers = path, list(workers)
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-        """Compute the rewards, divided equally over the model's processes."""
+        """Compute rewards, divided equally over the processes."""
         share = -(-len(prompts) // len(self._workers))
         begins = range(0, len(prompts), share)
         calls = [
@@ -182,7 +176,7 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start the processes of a reward model; the caller ends them.
+    """Begin to start a reward model; the caller ends its processes.
 
     Returns:
         The client, and the Ray actors.

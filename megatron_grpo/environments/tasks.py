@@ -55,7 +55,7 @@ class FormatEnvironment(Environment):
 
 
 class MathEnvironment(Environment):
-    """Reward 1 when the final answer equals the reference in value, else 0.
+    """Reward 1 when the final answer equals the reference in value.
 
     "1/2", "0.5" and "\\\\frac12" are equal. The final answer is the content of the last box, or else the last
     expression that math-verify finds.
@@ -86,7 +86,7 @@ class Board:
 
 @dataclass(eq=False)
 class CountdownEnvironment(Environment):
-    """Reward 1 when the model makes the target from the numbers, else 0.
+    """Reward 1 when the model makes the target from the numbers.
 
     The row has them in its columns `numbers` (or `nums`) and `target`.
 
@@ -135,7 +135,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def is_solution(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Check that an expression uses every number once and has the value `target`.
+    """Check that an expression uses every number once and equals `target`.
 
     It may have + - * / and parentheses, and "= TARGET" may follow. Fractions are exact.
     """
@@ -161,7 +161,7 @@ def _evaluate(node: ast.expr) -> Fraction:
 
 
 def play_move(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
-    """Play a move; returns the remaining numbers, the result last, and the result.
+    """Play a move; returns the remaining numbers and the result.
 
     None: the move is invalid.
     """

@@ -1,4 +1,4 @@
-"""Checks that a parser of tool calls reads calls as a chat template writes them."""
+"""Checks that a parser reads the calls that a chat template writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _QUESTION = {"role": "user", "content": "sample question"}
 
 
 def find_unread_call(renderer: PromptRenderer, tool: str, parse: Callable[[str], list[str]]) -> str | None:
-    """Describe a call that a parser does not read; None: it reads it, or the template writes no calls.
+    """Describe a call that the template writes and the parser misses.
 
     Args:
         renderer: renders the conversations of the task.
@@ -29,7 +29,7 @@ def find_unread_call(renderer: PromptRenderer, tool: str, parse: Callable[[str],
 
 
 def write_call(renderer: PromptRenderer, tool: str) -> str | None:
-    """Write a model's turn that calls a tool, without the end of the turn.
+    """Write a turn that calls a tool, without the turn's end.
 
     None: the chat template writes no calls, or renders the prompt before them otherwise.
     """

@@ -1,4 +1,4 @@
-"""Tools that the model calls until it answers: calculator, document search, Python."""
+"""Tools that the model calls turn by turn: calculator, search, Python."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _count_bits(value: Fraction) -> int:
 
 
 def read_parser_names() -> frozenset[str]:
-    """Read the names of vLLM's tool parsers from its source; empty if it is not found."""
+    """Read the names of vLLM's tool parsers from its source."""
     # Importing vLLM would take seconds.
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
@@ -194,8 +194,6 @@ class ToolEnvironment(Environment):
         return problems
 
     def _require_readable_calls(self, renderer: PromptRenderer) -> None:
-        """Raise RunError if the parser does not read calls of the chat template."""
-
         def parse(response: str) -> list[str]:
             return [call.function.name for call in self._parse_calls(response)]
 
@@ -210,7 +208,7 @@ class ToolEnvironment(Environment):
         return ToolState()
 
     def step(self, state: ToolState, response: str) -> Turn:
-        """Execute the tool calls of a turn and return their results; a turn without a call is the last one."""
+        """Execute a turn's tool calls; a turn without any is the last."""
         calls = self._parse_calls(response)
         first, state = state.calls, replace(state, last=response, calls=state.calls + len(calls))
         if not calls or state.calls > self.max_calls:
@@ -236,7 +234,7 @@ class ToolEnvironment(Environment):
         return lambda query: "\n\n".join(retriever.search(query, self.found)) or "nothing found"
 
     def _make_message(self, call: Any, number: int, response: str) -> dict[str, Any]:
-        """Execute a call and make the message with its result for the chat template."""
+        """Execute a call and make the message with its result."""
         # The call keeps an id that the model wrote. Ids that the parser draws at random are replaced by the call's
         # number in the rollout, so that a seed gives the same tokens again. Mistral's templates need nine letters and
         # digits.
@@ -245,7 +243,6 @@ class ToolEnvironment(Environment):
         return {"role": "tool", "name": name, "tool_call_id": call_id, "content": content}
 
     def _execute(self, call: Any) -> str:
-        """Execute a call, whose `arguments` are JSON text; returns the text for the model."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there is {', '.join(self._tools)}"
@@ -267,7 +264,7 @@ def _compare_texts(pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def _run_program(sandbox: Sandbox, code: str) -> str:
-    """Run a program; returns its output, followed by the reason if it failed."""
+    """Run a program; returns its output, and the reason if it failed."""
     result = sandbox.run_python(code)
     if result.succeeded:
         return result.stdout

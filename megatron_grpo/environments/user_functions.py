@@ -64,7 +64,7 @@ def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[.
 
 
 def check_parameters(path: str, function: RewardFunction, columns: Collection[str] | None = None) -> None:
-    """Check that a function accepts prompts, completions and columns as keyword arguments.
+    """Check that a function accepts prompts, completions and columns by name.
 
     Args:
         path: the function's import path, for messages.

@@ -1,1 +1,1 @@
-"""Runs programs that a model wrote, without access to the network or to other files and processes."""
+"""Runs programs that a model wrote, isolated from network, files and processes."""

@@ -1,4 +1,4 @@
-"""System calls that Python lacks, and functions that find and signal processes.
+"""System calls that Python lacks, and functions on a program's processes.
 
 Modules that `launcher.py` imports import little themselves, because a new process loads them for every program.
 """
@@ -36,7 +36,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _check(result: int, call: str) -> None:
-    """Raise OSError if a call of the C library failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -55,7 +54,7 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0, opt
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and all below it read-only, without set-user-id files and devices."""
+    """Make a mount and all below it read-only, without set-user-id files."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     arguments = (_AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)))
     result = _LIBC.syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), -1, target.encode(), *arguments)
@@ -63,13 +62,12 @@ def make_read_only(target: str) -> None:
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
-    """Make a mount the root; the previous root moves to old_root, below it (pivot_root(2))."""
+    """Make a mount the root, and move the previous root (pivot_root(2))."""
     number = _SYS_PIVOT_ROOT[os.uname().machine]
     _check(_LIBC.syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
 
 
 def unmount(target: str) -> None:
-    """Detach a mount and all mounts below it."""
     _check(_LIBC.umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
 
 
@@ -95,7 +93,7 @@ def set_dumpable(dumpable: bool) -> None:
 
 
 def gain_no_rights() -> None:
-    """Prevent programs that are executed later from gaining rights, as by set-user-id files."""
+    """Prevent executed programs from gaining rights, as by set-user-id files."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -114,7 +112,7 @@ def is_memory_shared(pid: int, other_pid: int) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Give up all rights of root, also those that an executed program would get back."""
+    """Give up all rights of root, also those that execution would restore."""
     # These rights would also lift the kernel's bounds on sockets in messages and on pipes.
     for number in range(64 if os.geteuid() == 0 else 0):
         if _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) == 1:
@@ -198,7 +196,6 @@ _UNCOUNTED = (
 
 
 def has_filter() -> bool:
-    """True if libseccomp is installed."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -236,7 +233,7 @@ def filter_system_calls(*, counted: bool) -> None:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """List the descendants of a process, nearest first, with zombies until they are reaped."""
+    """List the descendants of a process, nearest first, with zombies."""
     pids: list[int] = []
     generation = _list_children(pid)
     while generation:
@@ -263,7 +260,7 @@ def kill(pids: Iterable[int], number: int) -> None:
 
 
 def read(path: str) -> bytes:
-    """Read a file of /proc; empty if its process has ended or may not be inspected."""
+    """Read a file of /proc; empty if its process cannot be inspected."""
     try:
         with open(path, "rb") as file:
             return file.read()

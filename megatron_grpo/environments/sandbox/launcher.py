@@ -1,4 +1,4 @@
-"""The process that starts one program in the sandbox and waits for its end.
+"""Starts one program in the sandbox and waits for its end.
 
 It runs in bare Python, drops its rights, and kills all processes of the program before it ends.
 """
@@ -31,7 +31,7 @@ NOT_FOUND = 127  # exit code of a program that cannot be run, as in a shell
 
 
 def main(spec_fd: int, status_fd: int, partner_fd: int = -1) -> None:
-    """Run the program that a file descriptor describes, and write its status to another.
+    """Run the program that a file descriptor describes, and report its status.
 
     A second program, which `partner_fd` describes, runs in another sandbox, with a pipe in each direction to the first,
     and ends with it. Its description is read only in its own process. Both are then functions of this package, whose
@@ -78,7 +78,7 @@ def _read_spec(fd: int) -> dict[str, Any]:
 
 
 def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = False) -> None:
-    """Run a program and write its status; of a partner only a refusal."""
+    """Run a program and write its status, or a partner's refusal."""
     # Without a memory cgroup the first program's process watches the memory of both programs.
     needs_watch = not (is_partner or _is_counted(spec))
     watch = MemoryWatch(spec["memory_bytes"], spec["processes"]) if needs_watch else None
@@ -93,7 +93,7 @@ def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = Fal
 
 
 def _run_limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
-    """Run the program as a child of this process, which adopts its orphans."""
+    """Run the program as a child, and adopt its orphans."""
     kernel.adopt_orphans()
     os.chdir(spec["folder"])
     child = os.fork()
@@ -108,7 +108,6 @@ def _run_limited(spec: dict[str, Any], watch: MemoryWatch | None) -> int:
 
 
 def _end_descendants() -> None:
-    """Kill all descendants and wait until they are gone."""
     while living := kernel.list_descendants(os.getpid()):
         kernel.kill(living, signal.SIGKILL)
         try:
@@ -119,7 +118,7 @@ def _end_descendants() -> None:
 
 
 def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
-    """Run the program in new namespaces, all of whose processes end with process 1."""
+    """Run the program in new namespaces, which end with their process 1."""
     mapped = _unshare()
     child = os.fork()
     if child == 0:
@@ -133,7 +132,7 @@ def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) 
 
 
 def _unshare() -> bool:
-    """Enter new namespaces; True if with a user namespace, which all users but root need."""
+    """Enter new namespaces; True if with a user namespace."""
     try:
         kernel.unshare(kernel.NAMESPACES)
     except PermissionError:
@@ -145,13 +144,12 @@ def _unshare() -> bool:
 
 
 def _map_user(inside: int, user: int, group: int) -> None:
-    """Map this process's user and group to the id `inside` in its new user namespace."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
         write(f"/proc/self/{name}", text)
 
 
 def _run_first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
-    """Run process 1 of the namespaces: make the file system, start the program, wait."""
+    """Run process 1: make the file system, start the program, wait."""
     kernel.die_with_parent(signal.SIGKILL)
     _join_cgroup(spec)
     kernel.unshare(kernel.CLONE_NEWNS)  # here, because the launcher reads the machine's own /proc
@@ -198,7 +196,7 @@ def _execute(spec: dict[str, Any]) -> NoReturn:
 
 
 def _is_counted(spec: dict[str, Any]) -> bool:
-    """True if the program has a memory cgroup, in which the kernel counts memory of every kind."""
+    """True if the program has a memory cgroup, which counts all memory."""
     return spec["join_fd"] is not None
 
 
@@ -240,7 +238,7 @@ def _kill_on_request(child: int) -> None:
 
 
 def _wait(child: int, watch: MemoryWatch | None = None) -> int:
-    """Reap children and watch their memory until `child` ends; returns its exit code."""
+    """Reap children until `child` ends; returns its exit code."""
     if watch is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:

@@ -15,7 +15,7 @@ _EMPTY_S = 10.0  # in which all killed processes of a cgroup end
 
 
 class MemoryCgroup:
-    """Memory cgroup of one program, whose processes the kernel kills above the limit."""
+    """Memory cgroup of a program; the kernel kills processes above the limit."""
 
     def __init__(self, parent: Path, limit: int) -> None:
         """
@@ -44,7 +44,7 @@ class MemoryCgroup:
     """File descriptor; a process that writes 0 to it joins the cgroup."""
 
     def exceeded(self) -> bool:
-        """True if the kernel has killed a process of the cgroup for its memory."""
+        """True if the kernel has killed a process of the cgroup."""
         lines = self._events.read_text().splitlines()
         return any(line.startswith("oom_kill ") and line != "oom_kill 0" for line in lines)
 
@@ -70,7 +70,7 @@ class MemoryCgroup:
 
 
 def find_cgroup_parent() -> Path | None:
-    """Find the cgroup below which this process may make memory cgroups; None: nowhere.
+    """Find a cgroup below which this process may make others, or None.
 
     Removes empty cgroups that killed processes left behind there.
     """
@@ -88,7 +88,7 @@ def find_cgroup_parent() -> Path | None:
 
 
 def _list_candidates() -> Iterator[Path]:
-    """Yield the folders of this process's memory cgroup and, in version 2, of its parent."""
+    """Yield this process's memory cgroup and, in version 2, its parent."""
     # A cgroup of version 2 that holds processes gives no memory controller to cgroups below it, but its parent does.
     cgroups: dict[str, str] = {}  # by controller, "" in version 2
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -25,7 +25,7 @@ _BUFFER_BYTES = {"socket:": 2 * int(read("/proc/sys/net/core/wmem_default") or 2
 
 
 class MemoryWatch:
-    """Kills the descendants of this process when their memory together exceeds a limit."""
+    """Kills the descendants of this process when their memory exceeds a limit."""
 
     # No limit of the kernel bounds the memory of several processes together, so it has to be read, and memory that a
     # program takes between two readings is noticed late. The next reading is therefore due before the processors can
@@ -53,7 +53,7 @@ class MemoryWatch:
         """True once the descendants were killed for their memory."""
 
     def step(self) -> None:
-        """Read the memory if it is due, then wait until it is due again or for SIGCHLD.
+        """Read the memory if due, then wait until it is due again.
 
         The caller has blocked SIGCHLD.
         """
@@ -72,7 +72,7 @@ class MemoryWatch:
         self._due = start + max((self._limit + EXCESS_BYTES // 2 - memory) / self._bytes_per_s, _MIN_PAUSE_S)
 
     def _estimate(self, pids: list[int]) -> int:
-        """Estimate the bytes of processes from above, quickly.
+        """Estimate the bytes of processes quickly, never too low.
 
         The bound is the smaller of the resident sizes and the last exact size with a page for each fault since then.
         """
@@ -86,7 +86,7 @@ class MemoryWatch:
         return total + min(resident, exact_and_faults)
 
     def _stop_and_measure(self) -> int:
-        """Stop all processes; returns their exact bytes, or sys.maxsize if they do not stop in time."""
+        """Stop all processes; returns their exact bytes, or sys.maxsize."""
         # A reading counts if nothing ran or ended meanwhile: a page of a process that ends can count for it and again
         # for the processes that shared it. Two readings above the limit count anyway, because a process that still
         # fills memory within a system call stops only at the end of that call.
@@ -117,7 +117,7 @@ class MemoryWatch:
 
 
 def _read_stat(pid: int) -> tuple[tuple[int, bytes], bytes, int]:
-    """Read a process's pid and start time, its state and its page faults.
+    """Read a process's pid and start time, state and page faults.
 
     State T: stopped, Z: ended; in others it runs or waits.
     """
@@ -126,7 +126,7 @@ def _read_stat(pid: int) -> tuple[tuple[int, bytes], bytes, int]:
 
 
 def _read_sizes(pid: int) -> tuple[int, int]:
-    """Read the bytes of a process's resident pages, and of its page tables and threads."""
+    """Read the bytes of pages, and of page tables and threads."""
     numbers = dict.fromkeys((b"VmRSS", b"VmPTE", b"Threads"), 0)
     for line in read(f"/proc/{pid}/status").splitlines():
         name, _, value = line.partition(b":")
@@ -136,7 +136,7 @@ def _read_sizes(pid: int) -> tuple[int, int]:
 
 
 def _count_buffer_bytes(pids: list[int]) -> int:
-    """Count the bytes that all open sockets and pipes can hold, shared ones once."""
+    """Count the bytes that all open sockets and pipes can hold."""
     links: set[str] = set()
     for pid in pids:
         folder = f"/proc/{pid}/fd"
@@ -153,7 +153,7 @@ def _count_buffer_bytes(pids: list[int]) -> int:
 
 
 def _read_proportional_size(pid: int) -> int:
-    """Read the bytes of a process's pages, shared pages divided among their processes."""
+    """Read the bytes of pages, with shared pages divided."""
     for line in read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Proxies of objects in another process: their use becomes requests over two pipes.
+"""Proxies of another process's objects: their use becomes requests over pipes.
 
 Both processes of a Python test have one `Peer`. While a process waits for the reply to a request, it answers requests
 of the other process, so that functions can be passed in both directions. `Peer` trusts the other process; its subclass
@@ -33,11 +33,11 @@ FORWARDED = OPERATORS | COMPARISONS | NUMBERS | {f"__{name}__" for name in _CONT
 
 
 class Stopped(BaseException):
-    """Ends a test whose other process is gone, sends nonsense, or cannot be trusted."""
+    """Ends a test that cannot go on or cannot be trusted."""
 
 
 class ProxyClass(type):
-    """Metaclass of proxies; a class with a `_link_` stands for a class of the other process."""
+    """Metaclass of proxies; with a `_link_`, stands for the other process's class."""
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, link: tuple[Peer, int] | None = None
@@ -128,10 +128,9 @@ _METHODS = {name: _make_method(name) for name in FORWARDED}
 
 
 class Peer(Codec):
-    """One end of the connection between the two processes of a Python test."""
+    """One end of the connection between the two processes."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        """`reading`, `writing`: file descriptors of the pipes from and to the other process."""
         self._reading, self._writing = reading, writing
         self._exports: list[Any] = []  # objects that the other process has proxies of
         self._export_numbers: dict[int, int] = {}  # by id of the object
@@ -195,7 +194,7 @@ class Peer(Codec):
     # Requests
 
     def request(self, action: str, target: Any, name: str, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Make the other process act on an object; returns the result, or raises its exception.
+        """Make the other process act on an object; returns the result.
 
         Args:
             action: "call", "get", "set", "del" (attributes), "special" (method of the type), "resume" (a generator),
@@ -226,7 +225,6 @@ class Peer(Codec):
         return value
 
     def call_special(self, target: Any, name: str, *args: Any) -> Any:
-        """Call a special method of the object behind a proxy."""
         return self.request("special", target, name, args)
 
     def serve(self, message: Any) -> None:
@@ -278,7 +276,7 @@ class Peer(Codec):
     # Objects
 
     def encode_other(self, value: Any, memo: Memo) -> Any:
-        """Convert a proxy, or an object of this process, to JSON with a number."""
+        """Convert a proxy, or an object of this process, to a number."""
         if isinstance(value, ProxyClass):
             return ["their class", value._link_[1]]
         if isinstance(value, Proxy | Fault):
@@ -300,7 +298,6 @@ class Peer(Codec):
         return ["object", self._encode_class(type(value)), number]
 
     def _encode_argument(self, value: Any) -> Any:
-        """Convert an argument of an exception, or its text if it is not plain."""
         try:
             return Codec().encode(value, Memo())
         except (TypeError, RecursionError):
@@ -329,7 +326,7 @@ class Peer(Codec):
         return [number, kind.__name__, encoded_bases, methods]
 
     def decode_other(self, tag: str, encoded: list[Any], memo: Memo) -> Any:
-        """Make a proxy of an object, or return the object behind a proxy of the other process."""
+        """Make a proxy, or return the object behind the other process's proxy."""
         if tag == "theirs":
             return self._exports[encoded[1]]
         if tag == "their class":
@@ -367,7 +364,6 @@ class Peer(Codec):
         return exception
 
     def _decode_class(self, encoded: Any) -> Any:
-        """Return the class that stands for a class of the other process."""
         if isinstance(encoded, str):
             module, _, name = encoded.partition(":")
             return find_standard_exception(module, name) or Exception
@@ -387,7 +383,7 @@ class Peer(Codec):
 
 
 def _list_positional(function: FunctionType) -> list[str] | None:
-    """List a function's parameters; None: one is not positional or has a default."""
+    """List parameters; None: one is not positional or has a default."""
     code = function.__code__
     is_simple = not (code.co_flags & 0x0C or code.co_kwonlyargcount or function.__defaults__)
     return list(code.co_varnames[: code.co_argcount]) if is_simple else None

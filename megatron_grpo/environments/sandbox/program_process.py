@@ -1,4 +1,4 @@
-"""The process of a program: runs it once; a fork for each test answers the test's calls.
+"""Process of a program: runs it once; forks answer the tests' calls.
 
 The model's program runs inside this process and may change anything in it. The process has neither tests nor expected
 values, and the process of the tests decodes its messages as plain values.
@@ -99,7 +99,6 @@ class Program(Peer):
                 self._serve_in_fork()
 
     def _encode_values(self, names: list[str]) -> dict[str, Any]:
-        """Convert the values of the names that the program defines."""
         values = {}
         for name in names:
             if name in self._names:
@@ -134,7 +133,7 @@ class Program(Peer):
         return super().perform(action, target, name, args, kwargs)
 
     def collect_extras(self) -> Any:
-        """Collect printed text, changed plain variables, and new inspections of the process."""
+        """Collect printed text, changed plain variables, and inspections."""
         changed = {}
         for name, last_text in self._last_texts.items():
             if _is_watchable(self._names.get(name)):
@@ -148,7 +147,7 @@ class Program(Peer):
         return [output, changed, sorted(new)] if output or changed or new else None
 
     def make_function(self, proxy: Any, name: str, parameters: Any) -> Any:
-        """Make a Python function, so that the program can inspect its name and parameters."""
+        """Make a Python function with the name and parameters of the test's."""
         if parameters is None:
 
             def stub(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +170,7 @@ def _is_watchable(value: Any) -> bool:
 
 
 def serve(spec: dict[str, Any]) -> NoReturn:
-    """Run the program of a description: `source`, and `channel`, the file descriptors of pipes."""
+    """Run the program of a description: `source`, and `channel`, two pipes."""
     reading, writing = spec["channel"]
     detach({reading, writing})
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment] # as site defines them
@@ -180,7 +179,7 @@ def serve(spec: dict[str, Any]) -> NoReturn:
 
 
 def detach(open_fds: set[int]) -> None:
-    """Detach this process from its launcher: streams, file descriptors, import path.
+    """Detach this process from its launcher: streams, files, import path.
 
     The standard streams become /dev/null, and all other file descriptors but `open_fds` are closed. Modules can be
     imported from the standard library and the interpreter's site-packages.

@@ -1,4 +1,4 @@
-"""Makes the file system of a program: the system's folders, read-only, and one folder for it.
+"""Makes a program's file system: the system, read-only, and one folder.
 
 Bubblewrap cannot limit the number of files, and neither bubblewrap nor nsjail can run a program of root as another user
 in another user namespace if the interpreter is in root's home, where uv and pyenv put it.
@@ -32,7 +32,7 @@ _MAX_FILES = 10_000  # in the program's folder
 
 
 def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_zero: bool) -> None:
-    """Make the program's file system the root of this process, and enter the folder.
+    """Make the program's file system this process's root; enter the folder.
 
     This process must be in a new mount namespace.
 
@@ -73,7 +73,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, *, with_ze
 
 
 def _list_paths(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """List the existing paths that the program sees, and symbolic links with their targets."""
+    """List the existing paths that the program sees, and links."""
     mounts: list[str] = []
     links = dict(LINKS)
     for path in (*SYSTEM, *SYSTEM_FILES, *readable):
@@ -90,7 +90,7 @@ def _list_paths(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _mount_read_only(path: str) -> None:
-    """Mount a file or folder of the old root at the same path, read-only."""
+    """Mount a path of the old root at the same path, read-only."""
     source = f"/old{path}"
     if not os.path.lexists(source):  # below a link to an absolute path, which does not resolve here
         return
@@ -112,7 +112,6 @@ def _make_proc() -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a text to a file, and make its folder if it is missing."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Runs programs in the sandbox, and kills all their processes at the end or at a limit."""
+"""Runs programs in the sandbox, within limits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SandboxUnavailableError(RunError):
 
 
 class Sandbox:
-    """Runs programs at one level of isolation. Several threads may run programs at once."""
+    """Runs programs at one level of isolation; safe for several threads."""
 
     def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
         """
@@ -106,7 +106,7 @@ class Sandbox:
             return self._run([self._describe(folder, argv=list(argv), files=remaining_files)], stdin)
 
     def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> ProgramResult:
-        """Run Python tests against a program, in two sandboxes; the program never has the tests.
+        """Run Python tests and a program, in two sandboxes.
 
         Args:
             program: source of the program.
@@ -124,7 +124,7 @@ class Sandbox:
 
     @contextmanager
     def _make_folder(self, files: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-        """Make a program's folder; yields it, and the files to write inside the sandbox."""
+        """Make a program's folder; yields it, and files to write inside."""
         if self.level != "limits":
             yield FOLDER, dict(files)
             return
@@ -136,7 +136,7 @@ class Sandbox:
             yield folder, {}
 
     def _describe(self, folder: str, **contents: Any) -> dict[str, Any]:
-        """Describe a process for the launcher: its limits, and the program or role."""
+        """Describe a process for the launcher."""
         config = self._config
         return {
             "level": self.level,
@@ -155,7 +155,7 @@ class Sandbox:
         }
 
     def _run(self, specs: Sequence[dict[str, Any]], stdin: str) -> ProgramResult:
-        """Run the process of the first description, with a second as its partner."""
+        """Run a process, with a second one as its partner."""
         start = time.monotonic()
         with self._make_cgroup() as cgroup:
             join_fd = None if cgroup is None else cgroup.join_fd
@@ -182,7 +182,7 @@ class Sandbox:
 
     @contextmanager
     def _make_cgroup(self) -> Iterator[MemoryCgroup | None]:
-        """Make a memory cgroup for one program; yields None where that is not possible."""
+        """Make a memory cgroup for one program; yields None without a parent."""
         if self._cgroup_parent is None:
             yield None
             return
@@ -219,7 +219,7 @@ class _ProgramWatch:
         self._status = bytearray()
 
     def wait(self, status: Any) -> ProgramResult:
-        """Wait for the end of the program, and kill it if it exceeds a limit.
+        """Wait for the program's end, and kill it at a limit.
 
         `status` is the launcher's status pipe.
         """
@@ -256,7 +256,6 @@ class _ProgramWatch:
         return "memory" if self._cgroup is not None and self._cgroup.exceeded() else None
 
     def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
-        """Read available output, and drop everything beyond the limit."""
         room = self._config.output_kb * _KIB + 1
         for key, _ in selector.select(timeout_s):
             data = os.read(key.fd, 65536)
@@ -283,7 +282,7 @@ class _ProgramWatch:
 
 
 def _seal(data: bytes) -> int:
-    """Write data to an immutable file in memory; returns its file descriptor, at the beginning."""
+    """Write data to an immutable file in memory; returns its descriptor."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -293,7 +292,7 @@ def _seal(data: bytes) -> int:
 
 
 def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
-    """Open a sandbox at the strongest level at which a trial program runs.
+    """Open a sandbox at the strongest level that works here.
 
     Args:
         config: limits, and the weakest level that is accepted.
@@ -328,7 +327,7 @@ def _choose_advice(required: Level, reason: str) -> str:
 
 
 def _find_problem(sandbox: Sandbox) -> str | None:
-    """Say why a trial program does not run in the sandbox; None: it runs."""
+    """Say why a trial program does not run; None: it runs."""
     if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
         return "the kernel does not list the children of processes, so their memory cannot be watched"
     try:

@@ -1,4 +1,4 @@
-"""The process of the tests: runs them against proxies of the program, and trusts no reply.
+"""Process of the tests: runs them against proxies, and trusts no reply.
 
 When a test ends, the process writes a line of JSON to its standard output, a list: number of the test, whether it
 passed, whether it sent the program a request, and the reason why its verdict cannot be trusted (empty if there is none,
@@ -81,7 +81,7 @@ class Tests(Peer):
         raise Stopped(reason)
 
     def begin(self, number: int, values: dict[str, Any]) -> None:
-        """Start a test in a new fork of the program, with initial values of its names."""
+        """Start a test in a new fork of the program."""
         self.age = 0  # proxies of these names are valid in every test
         self.classes, self._class_numbers, self._sent_classes = {}, {}, []
         for name, value in values.items():
@@ -93,7 +93,7 @@ class Tests(Peer):
         self.age = number
 
     def end(self) -> None:
-        """End the program's fork, if it is still there."""
+        """End the program's fork."""
         try:
             self.send(["done", 0, []])
         except Stopped:
@@ -123,7 +123,7 @@ class Tests(Peer):
         return result
 
     def call_special(self, target: Any, name: str, *args: Any) -> Any:
-        """Call a special method, and distrust answers with which the program decides a test."""
+        """Call a special method, and distrust answers that decide a test."""
         # A plain operand may be the expected value, which the program then learns. So only an object that the test made
         # (mark "made") may be combined with one, and no number may come of it: neither directly, nor later from the
         # result (mark "told").
@@ -146,7 +146,7 @@ class Tests(Peer):
         return result
 
     def _is_expected(self, target: Any) -> bool:
-        """True for an instance that the test made, or a class that it names."""
+        """True for an instance made by the test, or a named class."""
         if isinstance(target, ProxyClass):
             return any(target is value for value in self.names.values())
         return isinstance(target, Proxy) and target._mark_ != ""
@@ -157,7 +157,7 @@ class Tests(Peer):
         self.untrusted = self.untrusted or reason
 
     def are_same(self, first: Any, second: Any) -> bool:
-        """Compare the identity of two objects; of two live objects only the program knows it."""
+        """Compare the identity of two objects."""
         if not (isinstance(first, Proxy) and isinstance(second, Proxy)):
             return first is second
         self._distrust("the identity of live objects")
@@ -227,7 +227,7 @@ def _write_line(report: int, line: Any) -> None:
 
 
 def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
-    """Run the tests and report each; without `every`, only to the first that fails."""
+    """Run the tests in order and report each."""
     plan = spec["tests"]
     module = ModuleType("__main__")
     vars(module).update(peer.names)
@@ -255,7 +255,7 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
 
 
 def _run_test(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
-    """Run a test; True if its text, test functions and test classes raise nothing."""
+    """Run a test; True if it raises nothing."""
     try:
         if number == 0 or not plan["shared"]:
             peer.begin(number + 1, values)
@@ -271,7 +271,7 @@ def _run_test(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tes
 
 
 def _call(test: Any) -> None:
-    """Run a test function, a unittest.TestCase, or the test methods of another class."""
+    """Run a test function, a unittest.TestCase, or another class's test methods."""
     if isinstance(test, type):
         unittest = sys.modules.get("unittest")
         if unittest is not None and issubclass(test, unittest.TestCase):
@@ -289,7 +289,6 @@ def _call(test: Any) -> None:
 
 
 def _prepare_unittest(peer: Tests) -> None:
-    """Import unittest and replace its `main` and its comparisons of identity."""
     # `main` does nothing, since the tests run anyway.
     unittest: Any = import_module("unittest")
     unittest.main = lambda *args, **kwargs: None

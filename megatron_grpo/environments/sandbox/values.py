@@ -36,7 +36,7 @@ _TYPES |= {f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counte
 
 
 class Memo:
-    """The containers of one request and its reply, in the order of the message."""
+    """Containers of one request and its reply, numbered in order."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -50,7 +50,6 @@ class Memo:
         return len(self.objects) - 1
 
     def find_number(self, value: Any) -> int | None:
-        """Return the number of a container; None: it has none yet."""
         return self._numbers.get(id(value))
 
     def note_contents(self) -> None:
@@ -58,7 +57,7 @@ class Memo:
         self._before = [_list_contents(value) for value in self.objects]
 
     def list_changed(self) -> list[int]:
-        """List the containers whose objects are not identical to those at `note_contents`."""
+        """List containers whose objects are not those at `note_contents`."""
         pairs = zip(self._before, map(_list_contents, self.objects), strict=False)
         return [
             number
@@ -80,7 +79,7 @@ class Codec:
     """
 
     def encode(self, value: Any, memo: Memo) -> Any:
-        """Convert a value to JSON; `encode_other` converts values that are not plain, or raises."""
+        """Convert a value to JSON; for other values call `encode_other`."""
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
@@ -98,7 +97,7 @@ class Codec:
         return self._encode_rare(value, kind, memo)
 
     def encode_contents(self, value: Any, memo: Memo, number: int) -> list[Any]:
-        """Convert a container with its contents, under its number in the memo."""
+        """Convert a container and its contents."""
         kind = type(value)
         if kind is bytearray:
             return ["bytearray", number, value.decode("latin1")]
@@ -129,7 +128,7 @@ class Codec:
         raise TypeError(f"{type(value).__name__} is not plain")
 
     def decode(self, encoded: Any, memo: Memo) -> Any:
-        """Rebuild the value of parsed JSON; raises any exception if it describes none."""
+        """Rebuild a value; raises any exception if JSON describes none."""
         if not isinstance(encoded, list):
             if isinstance(encoded, dict):
                 raise ValueError("an object of JSON is not a value")
@@ -206,7 +205,6 @@ _named_tuples: dict[tuple[str, tuple[str, ...]], Any] = {}
 
 
 def _make_named_tuple(name: str, fields: tuple[str, ...]) -> Any:
-    """Make the type of a named tuple; equal arguments give the same type."""
     if (name, fields) not in _named_tuples:
         _named_tuples[name, fields] = namedtuple(name, fields)
     return _named_tuples[name, fields]
@@ -219,7 +217,7 @@ def _require_scalars(values: Iterable[Any]) -> list[Any]:
 
 
 def find_standard_exception(module: str, name: str) -> type[BaseException] | None:
-    """Find an exception class of an imported standard module; None: missing or not allowed."""
+    """Find an allowed exception class of an imported standard module, or None."""
     root = module.partition(".")[0]
     # A test runner would take exceptions of test frameworks for its own and skip a test.
     if root not in sys.stdlib_module_names or root in ("unittest", "doctest", "bdb", "test"):
