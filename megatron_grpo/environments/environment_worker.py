@@ -54,7 +54,7 @@ class EnvironmentWorker:
     def _renderer(self) -> PromptRenderer:
         return PromptRenderer(self._settings.load_tokenizer(), self._settings.prompts)
 
-    def ready(self) -> EnvironmentStatus:
+    def start(self) -> EnvironmentStatus:
         """Make the environment; must be called first."""
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
@@ -75,11 +75,11 @@ class EnvironmentWorker:
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> bytes | str:
         """Return the first state of a rollout, pickled, or an error message."""
-        return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
+        return self._catch_errors(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> Turn | str:
         """Answer a response that ends with `last_token`; the observation is tokens."""
-        return self._attempt(partial(self._make_turn, state, response, last_token))
+        return self._catch_errors(partial(self._make_turn, state, response, last_token))
 
     def _make_turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
@@ -96,15 +96,15 @@ class EnvironmentWorker:
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
     ) -> bytes | str:
         """Run the agent; returns the rollout's state, pickled, or an error message."""
-        return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
+        return self._catch_errors(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
         """Score each sample; after an exception, each one by itself."""
         requests = [replace(request, state=request.state and cloudpickle.loads(request.state)) for request in requests]
-        scores = self._attempt(partial(self._score, requests))
+        scores = self._catch_errors(partial(self._score, requests))
         if not isinstance(scores, str):
             return list(scores)
-        attempts = [self._attempt(partial(self._score, [request])) for request in requests]
+        attempts = [self._catch_errors(partial(self._score, [request])) for request in requests]
         return [attempt if isinstance(attempt, str) else attempt[0] for attempt in attempts]
 
     def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
@@ -113,7 +113,7 @@ class EnvironmentWorker:
             raise RunError(f"{len(scores)} scores for {len(requests)} responses")
         return [_convert_score(score) for score in scores]
 
-    def _attempt(self, call: Callable[[], Value]) -> Value | str:
+    def _catch_errors(self, call: Callable[[], Value]) -> Value | str:
         try:
             return call()
         except RunError as error:

@@ -57,7 +57,7 @@ def _are_equal(final: str, answer: str) -> bool:
         return True
     if None not in (expected.unit, actual.unit) and expected.unit != actual.unit:
         return False
-    return any(_have_equal_values(*pair, is_boxed) for pair in _list_readings(expected, actual, is_boxed))
+    return any(_has_equal_value(*pair, is_boxed) for pair in _list_readings(expected, actual, is_boxed))
 
 
 def _list_readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> Iterator[tuple[str, str]]:
@@ -74,7 +74,7 @@ def _list_readings(expected: AnswerText, actual: AnswerText, is_boxed: bool) -> 
         yield expected.text, actual.as_share
 
 
-def _have_equal_values(expected: str, actual: str, is_boxed: bool) -> bool:
+def _has_equal_value(expected: str, actual: str, is_boxed: bool) -> bool:
     # math-verify's parse and verify treat sympy's errors and timeouts as "not equal".
     expected_values, values = _parse(f"{_BOX}{expected}}}"), _parse(f"{_BOX}{actual}}}" if is_boxed else actual)
     return bool(verify(expected_values, values, timeout_seconds=ANSWER_TIMEOUT_S))

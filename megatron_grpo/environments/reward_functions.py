@@ -89,7 +89,7 @@ class RewardCall:
         self._accepted_names = list_accepted_names(function)
         self._required_names = {parameter.name for parameter in list_required(function)} - {*ARGUMENTS}
 
-    def attempt(
+    def call(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
     ) -> CallOutcome | Coroutine[Any, Any, CallOutcome]:
         """Call the function for `count` completions; an async one gives a coroutine.
@@ -112,7 +112,7 @@ class RewardCall:
             async with asyncio.timeout(timeout_s) as limit:
                 rewards = await result
             return self._convert_rewards(rewards, count)
-        except Exception as error:  # noqa: BLE001 - as in `attempt`
+        except Exception as error:  # noqa: BLE001 - as in `call`
             is_late = limit.expired() and not isinstance(error, RewardError)
             return self._make_timeout(timeout_s) if is_late else self._make_failure(error)
 
@@ -215,11 +215,11 @@ class RewardFunctionEnvironment(Environment):
         outcomes: dict[str, CallOutcome] = {}
         coroutines: dict[str, Coroutine[Any, Any, CallOutcome]] = {}
         for name in names:
-            attempt = self._calls[name].attempt(arguments, count, self.timeout_s)
-            if isinstance(attempt, Coroutine):
-                coroutines[name] = attempt
+            outcome = self._calls[name].call(arguments, count, self.timeout_s)
+            if isinstance(outcome, Coroutine):
+                coroutines[name] = outcome
             else:
-                outcomes[name] = attempt
+                outcomes[name] = outcome
         if coroutines:
             if self._loop is None:  # one loop for all calls: a client that a function keeps is bound to it
                 self._loop = asyncio.new_event_loop()

@@ -199,7 +199,7 @@ class EnvironmentClient:
         name = self._handle.name
         try:
             async with asyncio.timeout(STARTUP_S):
-                status: EnvironmentStatus = await actor.ready.remote()
+                status: EnvironmentStatus = await actor.start.remote()
         except TimeoutError:
             text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
             raise SamplingError(text) from None

@@ -69,7 +69,7 @@ def test_every_user_has_processes_of_its_own(workers: int, shares: int, expected
     with handles(EnvironmentConfig(type="addition", num_workers=workers), shares) as shared:
         assert [len(handle.actors) for handle in shared] == expected
         actors = [actor for handle in shared for actor in handle.actors]
-        pids = {status.pid for status in ray.get([actor.ready.remote() for actor in actors])}
+        pids = {status.pid for status in ray.get([actor.start.remote() for actor in actors])}
         assert len(pids) == sum(expected)
 
 
@@ -90,7 +90,7 @@ def test_a_process_can_be_made_in_the_place_of_another() -> None:
     pool = EnvironmentPool("task", EnvironmentConfig(type="addition"), EnvironmentSettings())
     (handle,) = pool.start()
     spare = handle.spawn()
-    ray.get(spare.ready.remote())
+    ray.get(spare.start.remote())
     assert ray.get(spare.run.remote([(EnvironmentWorker.score, (job("025"),))])) == [[EnvironmentReturn(1.0, True)]]
     ray.kill(spare)
     pool.shutdown()

@@ -76,12 +76,12 @@ def die_with_parent(signal: int) -> None:
 
     A change of the user resets the request.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal)
+    _set_process_option(_PR_SET_PDEATHSIG, signal)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of descendants whose parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_dumpable(dumpable: bool) -> None:
@@ -89,17 +89,17 @@ def set_dumpable(dumpable: bool) -> None:
 
     A process must be dumpable to write its own user map.
     """
-    _prctl(_PR_SET_DUMPABLE, int(dumpable))
+    _set_process_option(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def gain_no_rights() -> None:
     """Prevent executed programs from gaining rights, as by set-user-id files."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _set_process_option(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def use_small_pages() -> None:
     """Restrict this process and its descendants to pages of the smallest size."""
-    _prctl(_PR_SET_THP_DISABLE, 1)
+    _set_process_option(_PR_SET_THP_DISABLE, 1)
 
 
 def is_memory_shared(pid: int, other_pid: int) -> bool:
@@ -116,12 +116,12 @@ def drop_capabilities() -> None:
     # These rights would also lift the kernel's bounds on sockets in messages and on pipes.
     for number in range(64 if os.geteuid() == 0 else 0):
         if _LIBC.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number)) == 1:
-            _prctl(_PR_CAPBSET_DROP, number)
+            _set_process_option(_PR_CAPBSET_DROP, number)
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     _check(_LIBC.capset(header, none), "capset")
 
 
-def _prctl(option: int, value: int) -> None:
+def _set_process_option(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
     _check(_LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
 

@@ -88,7 +88,7 @@ def _run_and_report(spec: dict[str, Any], status_fd: int, is_partner: bool = Fal
         os.write(status_fd, f"refused {error}\n".encode())
     else:
         if not is_partner:
-            ending = "memory" if watch is not None and watch.exceeded else "exited"
+            ending = "memory" if watch is not None and watch.has_exceeded_limit else "exited"
             os.write(status_fd, f"{ending} {exit_code}\n".encode())
 
 
@@ -119,7 +119,7 @@ def _end_descendants() -> None:
 
 def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
     """Run the program in new namespaces, which end with their process 1."""
-    mapped = _unshare()
+    mapped = _enter_namespaces()
     child = os.fork()
     if child == 0:
         try:
@@ -131,7 +131,7 @@ def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) 
     return _wait(child, watch)
 
 
-def _unshare() -> bool:
+def _enter_namespaces() -> bool:
     """Enter new namespaces; True if with a user namespace."""
     try:
         kernel.unshare(kernel.NAMESPACES)

@@ -43,7 +43,7 @@ class MemoryCgroup:
     join_fd: int
     """File descriptor; a process that writes 0 to it joins the cgroup."""
 
-    def exceeded(self) -> bool:
+    def has_exceeded_limit(self) -> bool:
         """True if the kernel has killed a process of the cgroup."""
         lines = self._events.read_text().splitlines()
         return any(line.startswith("oom_kill ") and line != "oom_kill 0" for line in lines)

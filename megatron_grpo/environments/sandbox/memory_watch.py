@@ -49,7 +49,7 @@ class MemoryWatch:
         self._exact_bytes = sys.maxsize  # pages in the last exact reading
         # Page faults of each process before the last exact reading; by pid and time of start, because pids are reused.
         self._faults: dict[tuple[int, bytes], int] = {}
-        self.exceeded = False
+        self.has_exceeded_limit = False
         """True once the descendants were killed for their memory."""
 
     def step(self) -> None:
@@ -66,9 +66,9 @@ class MemoryWatch:
         memory = self._estimate(list_descendants(os.getpid()))
         if memory > self._limit:
             memory = self._stop_and_measure()
-            self.exceeded |= memory > self._limit
+            self.has_exceeded_limit |= memory > self._limit
             start = time.monotonic()
-            kill(list_descendants(os.getpid()), signal.SIGKILL if self.exceeded else signal.SIGCONT)
+            kill(list_descendants(os.getpid()), signal.SIGKILL if self.has_exceeded_limit else signal.SIGCONT)
         self._due = start + max((self._limit + EXCESS_BYTES // 2 - memory) / self._bytes_per_s, _MIN_PAUSE_S)
 
     def _estimate(self, pids: list[int]) -> int:

@@ -112,7 +112,7 @@ class Fault(metaclass=ProxyClass):
 
 
 def _make_method(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         peer: Peer = self._link_[0]
         if name == "__call__":
             return peer.request("call", self, "", args, kwargs)
@@ -120,8 +120,8 @@ def _make_method(name: str) -> Callable[..., Any]:
             args = (*args[:2], None)  # a traceback cannot be sent
         return peer.call_special(self, name, *args)
 
-    method.__name__ = name
-    return method
+    call_method.__name__ = name
+    return call_method
 
 
 _METHODS = {name: _make_method(name) for name in FORWARDED}

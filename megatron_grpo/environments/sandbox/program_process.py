@@ -78,7 +78,7 @@ class Program(Peer):
 
     def run(self, source: str) -> None:
         """Run the program, then fork for every test."""
-        sys.addaudithook(self._audit)
+        sys.addaudithook(self._record_audit_event)
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
         sys.argv = ["main.py"]
@@ -150,15 +150,15 @@ class Program(Peer):
         """Make a Python function with the name and parameters of the test's."""
         if parameters is None:
 
-            def stub(*args: Any, **kwargs: Any) -> Any:
+            def call_proxy(*args: Any, **kwargs: Any) -> Any:
                 return proxy(*args, **kwargs)
         else:
             inside = ", ".join(parameters)
-            stub = eval(f"lambda {inside}: _call_({inside})", {"_call_": proxy})
-        stub.__name__ = name
-        return stub
+            call_proxy = eval(f"lambda {inside}: _call_({inside})", {"_call_": proxy})
+        call_proxy.__name__ = name
+        return call_proxy
 
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+    def _record_audit_event(self, event: str, args: tuple[Any, ...]) -> None:
         if event in _INSPECTING:
             self._touched.add(event)
         elif event == "open" and str(args[0]).startswith("/proc"):

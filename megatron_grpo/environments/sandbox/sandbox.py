@@ -159,8 +159,8 @@ class Sandbox:
         start = time.monotonic()
         with self._make_cgroup() as cgroup:
             join_fd = None if cgroup is None else cgroup.join_fd
-            spec_fds = [_seal(marshal.dumps({**spec, "join_fd": join_fd}, _MARSHAL)) for spec in specs]
-            stdin_fd = _seal(stdin.encode(errors="replace"))
+            spec_fds = [_write_sealed(marshal.dumps({**spec, "join_fd": join_fd}, _MARSHAL)) for spec in specs]
+            stdin_fd = _write_sealed(stdin.encode(errors="replace"))
             status_read, status_write = os.pipe()
             descriptors = [spec_fds[0], status_write, *spec_fds[1:]]
             try:
@@ -253,7 +253,7 @@ class _ProgramWatch:
         living = list_descendants(self._launcher.pid)
         if len(living) > self._config.processes + self._helpers + 1:  # one process may be ending
             return "processes"
-        return "memory" if self._cgroup is not None and self._cgroup.exceeded() else None
+        return "memory" if self._cgroup is not None and self._cgroup.has_exceeded_limit() else None
 
     def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
         room = self._config.output_kb * _KIB + 1
@@ -273,7 +273,9 @@ class _ProgramWatch:
             last_line = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
             raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (details, last_line)))}")
         code = int(details) if status else 128 + signal.SIGKILL
-        if exceeded is None and (status == "memory" or (self._cgroup is not None and self._cgroup.exceeded())):
+        if exceeded is None and (
+            status == "memory" or (self._cgroup is not None and self._cgroup.has_exceeded_limit())
+        ):
             exceeded = "memory"  # reported by the launcher, or exceeded since the last check
         ending: Ending = "cpu time" if exceeded is None and code == 128 + signal.SIGXCPU else exceeded or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
@@ -281,7 +283,7 @@ class _ProgramWatch:
         return ProgramResult(ending=ending, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
 
 
-def _seal(data: bytes) -> int:
+def _write_sealed(data: bytes) -> int:
     """Write data to an immutable file in memory; returns its descriptor."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:

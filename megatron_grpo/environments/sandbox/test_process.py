@@ -116,7 +116,7 @@ class Tests(Peer):
             raise Stopped(self.stopped)
         self.requests += 1
         if action == "get" and name in _VERDICTS and not self._is_expected(target):
-            self._distrust(f".{name} of a live object")
+            self._mark_untrusted(f".{name} of a live object")
         result = super().request(action, target, name, args, kwargs)
         if action == "call" and isinstance(target, ProxyClass) and isinstance(result, Proxy):
             object.__setattr__(result, "_mark_", "made")
@@ -130,16 +130,16 @@ class Tests(Peer):
         if isinstance(target, Fault):
             return super().call_special(target, name, *args)
         if name in COMPARISONS:
-            self._distrust(f"{name} of a live object")
+            self._mark_untrusted(f"{name} of a live object")
         marks = {target._mark_, *(argument._mark_ for argument in args if isinstance(argument, Proxy))}
         has_plain_operand = name in OPERATORS and not all(isinstance(argument, Proxy) for argument in args)
         if has_plain_operand and not target._mark_:
-            self._distrust(f"{name} with a plain value of a live object that the test did not make")
+            self._mark_untrusted(f"{name} with a plain value of a live object that the test did not make")
         if name in NUMBERS and "told" in marks:
-            self._distrust(f"{name} of a live object that was combined with a plain value")
+            self._mark_untrusted(f"{name} of a live object that was combined with a plain value")
         result = super().call_special(target, name, *args)
         if has_plain_operand and name != "__contains__" and isinstance(result, int | float | complex):
-            self._distrust(f"{name} of a live object and a plain value, which gives a number")
+            self._mark_untrusted(f"{name} of a live object and a plain value, which gives a number")
         if name in OPERATORS and isinstance(result, Proxy):
             mark = "told" if has_plain_operand or "told" in marks else "made" if marks == {"made"} else ""
             object.__setattr__(result, "_mark_", mark)
@@ -151,7 +151,7 @@ class Tests(Peer):
             return any(target is value for value in self.names.values())
         return isinstance(target, Proxy) and target._mark_ != ""
 
-    def _distrust(self, reason: str) -> None:
+    def _mark_untrusted(self, reason: str) -> None:
         if not self._allow:
             self.stop(reason)
         self.untrusted = self.untrusted or reason
@@ -160,7 +160,7 @@ class Tests(Peer):
         """Compare the identity of two objects."""
         if not (isinstance(first, Proxy) and isinstance(second, Proxy)):
             return first is second
-        self._distrust("the identity of live objects")
+        self._mark_untrusted("the identity of live objects")
         return bool(first._number_ == second._number_)
 
     def encode_other(self, value: Any, memo: Memo) -> Any:

@@ -28,12 +28,12 @@ class FakeProcess:
         self.comes_up = comes_up
         self.calls: list[list[tuple[str, ...]]] = []
         self.pid = id(self)
-        self.ready = SimpleNamespace(remote=self._ready)
+        self.start = SimpleNamespace(remote=self._start)
         self.run = SimpleNamespace(remote=self._run)
 
-    async def _ready(self) -> EnvironmentStatus:
+    async def _start(self) -> EnvironmentStatus:
         if not self.comes_up:
-            raise RayTaskError("ready", "", RunError("reward function f is gone"))
+            raise RayTaskError("start", "", RunError("reward function f is gone"))
         return EnvironmentStatus(node_id="here", pid=self.pid, multi_turn=True, has_agent=False, reads_token_ids=False)
 
     async def _run(self, packed: Any) -> list[Any]:
