@@ -124,7 +124,7 @@ def _search_table(found: Search) -> Iterator[str]:
     yield (
         f"{found.legal} legal layouts: {found.too_large} exceed a GPU with their weights, gradients and optimizer "
         f"state alone (the smallest has {found.least_gib:.1f} GiB of them), {ran} ran dry in {found.searched_s:.0f} s, "
-        f"{found.left} have slower estimates or keep more on a rank than one that does not fit"
+        f"{found.skipped} have slower estimates or keep more on a rank than one that does not fit"
     )
     if ran:
         yield "     step s  tokens/s/GPU  peak GiB  layout"

@@ -68,7 +68,7 @@ class _Trials:
     count: int = 0
     closest: tuple[float, Changes] | None = None
     """Least GiB of the fullest GPU beyond its memory among changes that do not fit, and these."""
-    seen: set[str] = field(default_factory=set)
+    tried_keys: set[str] = field(default_factory=set)
 
     @property
     def is_late(self) -> bool:
@@ -80,23 +80,23 @@ class _Trials:
         pending = []
         for changes in proposals:
             name, config = " ".join(sorted(as_overrides(changes))), apply_changes(self.plan.config, changes)
-            if name in self.seen or self.is_late:
+            if name in self.tried_keys or self.is_late:
                 continue
-            self.seen.add(name)
+            self.tried_keys.add(name)
             if not find_problems(config, self.plan.shape) and not self._is_refused_by_arithmetic(config):
                 pending.append((changes, submit_plan(config, self.plan.shape, self.pool, brief=self._is_brief)))
         for changes, waited in pending:
             try:
-                made = waited.result(self.deadline)
+                trial = waited.result(self.deadline)
             except (LateError, ConfigError):
                 return
             except RunError:  # this layout does not build
                 continue
             self.count += 1
-            over = made.fullest.peak / GIB - made.hardware.memory_gib
-            if made.shortages and (self.closest is None or over < self.closest[0]):
+            over = trial.fullest.peak / GIB - trial.hardware.memory_gib
+            if trial.shortages and (self.closest is None or over < self.closest[0]):
                 self.closest = over, changes
-            yield changes, made
+            yield changes, trial
 
     @property
     def _is_brief(self) -> bool:
@@ -110,40 +110,40 @@ class _Trials:
         lacks_room = has_own_engines(config) and find_room_problems(config, self.plan.shape, self.plan.hardware)
         return (has is not None and needed > has) or bool(lacks_room)
 
-    def confirmed(self, changes: Changes, made: Plan) -> Plan | None:
+    def confirmed(self, changes: Changes, trial: Plan) -> Plan | None:
         """The whole plan of changes whose brief plan fits; None: it does not fit after all, or is not done in time."""
         if self.brief or not self._is_brief:
-            return made
+            return trial
         try:
-            whole = submit_plan(made.config, self.plan.shape, self.pool).result(self.deadline)
+            full_plan = submit_plan(trial.config, self.plan.shape, self.pool).result(self.deadline)
         except (LateError, RunError):
             return None
         self.count += 1
-        return None if whole.shortages else whole
+        return None if full_plan.shortages else full_plan
 
     def best(self, proposals: Iterable[Changes]) -> Advice | None:
         """The advice of the first few proposals among which one fits: of those that fit, the one that frees most."""
         rest = iter(proposals)
         while not self.is_late and (some := list(islice(rest, _TOGETHER))):
             fitting = [
-                (made.fullest.peak, number, changes, made)
-                for number, (changes, made) in enumerate(self.plans(some))
-                if not made.shortages
+                (trial.fullest.peak, number, changes, trial)
+                for number, (changes, trial) in enumerate(self.plans(some))
+                if not trial.shortages
             ]
             if fitting:
-                fitting.sort(key=lambda one: (len(one[2]), one[0], one[1]))
-                for _, _, changes, made in fitting:
-                    whole = self.confirmed(changes, made)
-                    if whole is not None:
-                        return self.advice(changes, whole)
+                fitting.sort(key=lambda row: (len(row[2]), row[0], row[1]))
+                for _, _, changes, trial in fitting:
+                    full_plan = self.confirmed(changes, trial)
+                    if full_plan is not None:
+                        return self.advice(changes, full_plan)
         return None
 
-    def advice(self, changes: Changes, made: Plan) -> Advice:
+    def advice(self, changes: Changes, trial: Plan) -> Advice:
         """The advice to make changes with which the run fits."""
-        overrides, peak = as_overrides(changes), made.fullest.peak / GIB
+        overrides, peak = as_overrides(changes), trial.fullest.peak / GIB
         how = "makes it fit" if len(overrides) == 1 else "together make it fit"
-        text = f"{' '.join(overrides)} {how}: {peak:.1f} of {made.hardware.memory_gib:.1f} GiB"
-        idle = f", {made.idle} of {made.gpus} idle" if made.idle else ""
+        text = f"{' '.join(overrides)} {how}: {peak:.1f} of {trial.hardware.memory_gib:.1f} GiB"
+        idle = f", {trial.idle} of {trial.gpus} idle" if trial.idle else ""
         return Advice(text + idle, tuple(overrides), peak, self.count)
 
 
@@ -153,9 +153,9 @@ def _advise_on(trials: _Trials) -> Advice:
     of_engines = find_engine_changes(plan)
     if of_engines is not None:
         for proposals in _iterate_proposals(plan, of_engines):
-            found = trials.best(proposals)
-            if found is not None:
-                return found
+            advice = trials.best(proposals)
+            if advice is not None:
+                return advice
     return _iterate_elsewhere(trials)
 
 
@@ -165,27 +165,31 @@ def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Cha
         yield [of_engines]
     singles, layouts = list(iterate_single_changes(plan)), _iterate_layouts(plan)
     estimate = _Estimate(plan)
-    one_key = [one for one in (*singles, *layouts) if len(one) == 1]
-    yield [one | of_engines for one in sorted(one_key, key=estimate.gib)]
-    sets = [one | other for one, other in combinations(singles, 2) if not one.keys() & other.keys()]
-    sets += [one | other | more for one, other, more in combinations(singles, 3) if not _overlap(one, other, more)]
+    one_key = [change for change in (*singles, *layouts) if len(change) == 1]
+    yield [change | of_engines for change in sorted(one_key, key=estimate.gib)]
+    sets = [first | second for first, second in combinations(singles, 2) if not first.keys() & second.keys()]
+    sets += [
+        first | second | third
+        for first, second, third in combinations(singles, 3)
+        if not _overlap(first, second, third)
+    ]
     sets += layouts
-    sets += [one | layout for one in singles for layout in layouts if not one.keys() & layout.keys()]
-    sized = sorted({len(one) for one in sets})
+    sets += [change | layout for change in singles for layout in layouts if not change.keys() & layout.keys()]
+    sized = sorted({len(keys) for keys in sets})
     for number in (size for size in sized if size <= _MOST_KEYS):
-        alike = [(estimate.gib(one), place, one) for place, one in enumerate(sets) if len(one) == number]
-        alike = sorted(one for one in alike if one[0] < _MARGIN * plan.hardware.memory_gib)
-        yield [one | of_engines for _, _, one in alike[: 2 * _TOGETHER]]
+        alike = [(estimate.gib(keys), position, keys) for position, keys in enumerate(sets) if len(keys) == number]
+        alike = sorted(row for row in alike if row[0] < _MARGIN * plan.hardware.memory_gib)
+        yield [keys | of_engines for _, _, keys in alike[: 2 * _TOGETHER]]
     everything = merge_changes(plan)
     yield [everything | of_engines]
     yield [
         everything | layout | of_engines
-        for layout in sorted(layouts, key=lambda one: estimate.gib(everything | one))[:_TOGETHER]
+        for layout in sorted(layouts, key=lambda layout_keys: estimate.gib(everything | layout_keys))[:_TOGETHER]
     ]
 
 
 def _overlap(*changes: Changes) -> bool:
-    return sum(map(len, changes)) > len({key for one in changes for key in one})
+    return sum(map(len, changes)) > len({key for change in changes for key in change})
 
 
 def _lacks_more_than_engines(plan: Plan) -> bool:
@@ -196,20 +200,20 @@ def _lacks_more_than_engines(plan: Plan) -> bool:
 
 def _iterate_layouts(plan: Plan) -> list[Changes]:
     """Layouts of the models that do not fit, those with the least estimated memory."""
-    has, found = plan.hardware.memory_gib * GIB, []
+    has, relevant = plan.hardware.memory_gib * GIB, []
     for section, ranks, shape in _iterate_models(plan):
-        if max((one.peak for one in ranks), default=0) > has:
+        if max((rank.peak for rank in ranks), default=0) > has:
             estimate = _Estimate(plan)
             layouts = sorted(iterate_layout_changes(plan, section, shape), key=estimate.gib)
-            found += [one for one in layouts if len(one) == 1] + layouts[:_LAYOUTS]
-    return found
+            relevant += [keys for keys in layouts if len(keys) == 1] + layouts[:_LAYOUTS]
+    return relevant
 
 
 def _iterate_models(plan: Plan) -> Iterator[tuple[str, Sequence[RankMemory], ModelShape]]:
     yield "policy", plan.ranks, plan.shape
     if plan.value_ranks:
-        own = find_value_shape(plan.config) if plan.config.value.model.path is not None else None
-        yield "value", plan.value_ranks, own or plan.shape
+        value_shape = find_value_shape(plan.config) if plan.config.value.model.path is not None else None
+        yield "value", plan.value_ranks, value_shape or plan.shape
 
 
 class _Estimate:
@@ -229,10 +233,10 @@ class _Estimate:
 
     def gib(self, changes: Changes) -> float:
         """GiB after changes."""
-        static, others = self._arithmetic(changes)
+        static, activations = self._arithmetic(changes)
         worst = self.worst
         tensors = worst.static * static / max(self.static, 1.0)
-        rest = (worst.peak - worst.reserve - worst.static) * others / max(self.others, 1.0)
+        rest = (worst.peak - worst.reserve - worst.static) * activations / max(self.others, 1.0)
         return (tensors + rest + worst.reserve) / GIB
 
 
@@ -245,11 +249,11 @@ def _iterate_elsewhere(trials: _Trials) -> Advice:
         return Advice(text, tried=trials.count)
     everything = apply_changes(plan.config, merge_changes(plan))
     for nodes in iterate_node_counts(everything, plan.shape, plan.hardware, trials.deadline):
-        found = trials.best(iterate_run_layouts(plan.config, everything, plan.shape, plan.hardware, nodes))
-        if found is not None and nodes == plan.config.cluster.num_nodes:
-            return found
-        if found is not None:
-            return replace(found, text=f"{_explain_nothing_fits(trials)}; {found.text}")
+        advice = trials.best(iterate_run_layouts(plan.config, everything, plan.shape, plan.hardware, nodes))
+        if advice is not None and nodes == plan.config.cluster.num_nodes:
+            return advice
+        if advice is not None:
+            return replace(advice, text=f"{_explain_nothing_fits(trials)}; {advice.text}")
         if trials.is_late:
             break
     return Advice(_explain_nothing_fits(trials), tried=trials.count)

@@ -113,8 +113,8 @@ def write_profile(file: Path, hardware: Hardware, name: str) -> None:
 
 
 def _sum(times: StepTimes, phases: tuple[str, ...]) -> float:
-    found: Mapping[str, float] = times.phase_s
-    return sum(found.get(name, 0.0) for name in phases)
+    phases_s: Mapping[str, float] = times.phase_s
+    return sum(phases_s.get(name, 0.0) for name in phases)
 
 
 def _time_planned(plan: Callable[[Hardware], StepTimes], phases: tuple[str, ...], hardware: Hardware) -> float:

@@ -30,14 +30,14 @@ Changes = dict[str, Any]
 
 def apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     """A copy of a configuration with other values of some keys."""
-    found = copy.deepcopy(config)
+    copied = copy.deepcopy(config)
     for key, value in changes.items():
         *sections, name = key.split(".")
-        node: Any = found
+        node: Any = copied
         for section in sections:
             node = getattr(node, section)
         setattr(node, name, value)
-    return found
+    return copied
 
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
@@ -73,8 +73,8 @@ def _of_model(config: Config, section: str) -> Iterator[Changes]:
         yield {f"{section}.microbatch_tokens": longest}
     if is_policy:
         if not model.activation_checkpointing:
-            more: Changes = {"policy.recompute_modules": []} if model.recompute_modules else {}
-            yield {"policy.activation_checkpointing": True, **more}
+            reset: Changes = {"policy.recompute_modules": []} if model.recompute_modules else {}
+            yield {"policy.activation_checkpointing": True, **reset}
         if (model.logprob_microbatch_tokens or 0) > longest:
             yield {"policy.logprob_microbatch_tokens": longest}
         if model.logprob_chunk_size is not None:
@@ -92,10 +92,10 @@ def _of_model(config: Config, section: str) -> Iterator[Changes]:
 
 def merge_changes(plan: Plan) -> Changes:
     """Every single change at once."""
-    found: Changes = {}
+    merged: Changes = {}
     for change in iterate_single_changes(plan):
-        found |= {key: value for key, value in change.items() if key not in found}
-    return found
+        merged |= {key: value for key, value in change.items() if key not in merged}
+    return merged
 
 
 def iterate_layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Changes]:
@@ -109,13 +109,19 @@ def iterate_layout_changes(plan: Plan, section: str, shape: ModelShape) -> Itera
     config = plan.config
     model = config.policy if section == "policy" else config.value_model
     assert model is not None
-    own, spare = model.parallel.world_size, 0 if config.generation.is_colocated else count_idle_gpus(config)
+    gpus_of_model, spare = model.parallel.world_size, 0 if config.generation.is_colocated else count_idle_gpus(config)
     # Checked as if it were the policy, without engines and other models, whose keys are checked with the whole.
     alone = replace(config, policy=model)
-    for gpus in dict.fromkeys([own, *(own * more for more in range(2, 9) if own * more <= own + spare), own + spare]):
-        for made in iterate_legal_layouts(alone, shape, gpus, needs_all=False):
-            if made.policy.activation_checkpointing == model.activation_checkpointing:
-                changes = _list_differences(section, model.parallel, made.policy.parallel)
+    for gpus in dict.fromkeys(
+        [
+            gpus_of_model,
+            *(gpus_of_model * factor for factor in range(2, 9) if gpus_of_model * factor <= gpus_of_model + spare),
+            gpus_of_model + spare,
+        ]
+    ):
+        for layout in iterate_legal_layouts(alone, shape, gpus, needs_all=False):
+            if layout.policy.activation_checkpointing == model.activation_checkpointing:
+                changes = _list_differences(section, model.parallel, layout.policy.parallel)
                 if changes:
                     yield changes
 
@@ -135,8 +141,12 @@ def find_engine_changes(plan: Plan) -> Changes | None:
     if plan.engine is None:
         return {}
     parallel = config.generation.parallel
-    own = parallel.ranks_per_engine * parallel.data
-    counts = [own] if config.generation.is_colocated else [own, *range(own + 1, own + count_idle_gpus(config) + 1)]
+    gpus_of_engines = parallel.ranks_per_engine * parallel.data
+    counts = (
+        [gpus_of_engines]
+        if config.generation.is_colocated
+        else [gpus_of_engines, *range(gpus_of_engines + 1, gpus_of_engines + count_idle_gpus(config) + 1)]
+    )
     best: tuple[tuple[int, float], Changes] | None = None
     for gpus in counts:
         for layout in (parallel, *iterate_engine_layouts(config, shape, gpus)):
@@ -146,7 +156,7 @@ def find_engine_changes(plan: Plan) -> Changes | None:
                 order = (len(changes), abs(share - config.generation.engine.gpu_memory_utilization))
                 if best is not None and order >= best[0]:
                     continue
-                problems = [one for one in find_problems(tried, shape) if is_of_engines(one)]
+                problems = [problem for problem in find_problems(tried, shape) if is_of_engines(problem)]
                 if not problems and not find_room_problems(tried, shape, gpu):
                     best = order, changes
     return None if best is None else best[1]
@@ -156,11 +166,11 @@ def _list_memory_shares(plan: Plan) -> list[float]:
     """Values of gpu_memory_utilization to try: that of the run, and the largest that leaves room to the models."""
     share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
     linked = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
-    most = int(100 * (1 - linked / has)) / 100
+    largest = int(100 * (1 - linked / has)) / 100
     if plan.config.generation.is_colocated:
-        most = min(most, int(100 * (1 - plan.beside_engine / has)) / 100)
-        return [most] if most < share else [share, most]
-    return [share, *(more for more in (_USUAL_SHARE, most) if share < more <= most)]
+        largest = min(largest, int(100 * (1 - plan.beside_engine / has)) / 100)
+        return [largest] if largest < share else [share, largest]
+    return [share, *(larger for larger in (_USUAL_SHARE, largest) if share < larger <= largest)]
 
 
 def _list_engine_differences(config: Config, layout: Any, share: float) -> Changes:

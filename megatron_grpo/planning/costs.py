@@ -59,8 +59,8 @@ class PassSeconds:
             context: tokens that a token sees, relative to the dry run's; attention is proportional to it.
         """
         attention = self.kinds["attention"]
-        others = self.compute - attention + self.exposed
-        return max(tokens * (others + attention * context), self.launch)
+        remainder = self.compute - attention + self.exposed
+        return max(tokens * (remainder + attention * context), self.launch)
 
 
 @dataclass(slots=True)
@@ -117,10 +117,10 @@ def time_operator(hardware: Hardware, work: Work) -> float:
 def time_message(hardware: Hardware, work: Work, copies: int = 1) -> float:
     """Seconds of a message; see `time_collective`, and for a send the link between its two ranks."""
     if work.kind == "send":
-        here, there = (rank // hardware.gpus_per_domain for rank in work.ranks)
+        first_domain, second_domain = (rank // hardware.gpus_per_domain for rank in work.ranks)
         reached = hardware.efficiency
         inside, outside = hardware.local_bytes_per_s * reached.nvlink, hardware.network_bytes_per_s * reached.network
-        return work.nbytes / (inside if here == there else outside) + reached.message_s
+        return work.nbytes / (inside if first_domain == second_domain else outside) + reached.message_s
     return time_collective(hardware, work.name, work.nbytes, work.ranks, copies)
 
 
@@ -169,61 +169,61 @@ def sum_phase(
         hardware: the GPUs.
         overlap: messages that something hides.
     """
-    found = PhaseSeconds({}, 0.0)
+    total = PhaseSeconds({}, 0.0)
     number = {chunk: times for (name, chunk), times in passes.items() if name == phase}
     rings: dict[tuple[int, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for one, times in work.items():
-        if one.phase != phase:
+    for piece, times in work.items():
+        if piece.phase != phase:
             continue
-        if one.name in _GRADIENTS:
-            found.gradients += times * time_message(hardware, one)
-        elif one.name == _PARAMETERS:
-            found.parameters += times * time_message(hardware, one)
-        elif one.kind == "send":
-            found.send_s = max(found.send_s, time_message(hardware, one))
-        elif one.chunk is None:
-            messages = one.kind == "collective"
-            found.outside += times * (time_message(hardware, one) if messages else time_operator(hardware, one))
+        if piece.name in _GRADIENTS:
+            total.gradients += times * time_message(hardware, piece)
+        elif piece.name == _PARAMETERS:
+            total.parameters += times * time_message(hardware, piece)
+        elif piece.kind == "send":
+            total.send_s = max(total.send_s, time_message(hardware, piece))
+        elif piece.chunk is None:
+            messages = piece.kind == "collective"
+            total.outside += times * (time_message(hardware, piece) if messages else time_operator(hardware, piece))
         else:
-            key, share = (one.chunk, one.is_backward), times / number[one.chunk]
-            here = found.passes.setdefault(key, PassSeconds())
-            _add_work(here, one, share, hardware, overlap, rings[key])
+            key, share = (piece.chunk, piece.is_backward), times / number[piece.chunk]
+            seconds_of_pass = total.passes.setdefault(key, PassSeconds())
+            _add_work(seconds_of_pass, piece, share, hardware, overlap, rings[key])
     for key, (ring, attention) in rings.items():
-        found.passes[key].exposed += max(0.0, ring - attention)
-    return found
+        total.passes[key].exposed += max(0.0, ring - attention)
+    return total
 
 
 def _add_work(
-    here: PassSeconds, one: Work, share: float, hardware: Hardware, overlap: Overlap, ring: list[float]
+    total: PassSeconds, piece: Work, share: float, hardware: Hardware, overlap: Overlap, ring: list[float]
 ) -> None:
-    here.launch += share * hardware.efficiency.launch_s
-    if one.kind != "collective":
-        seconds = share * time_operator(hardware, one)
-        here.compute += seconds
-        here.kinds[one.kind] += seconds
-        ring[1] += seconds if one.kind == "attention" else 0.0
+    total.launch += share * hardware.efficiency.launch_s
+    if piece.kind != "collective":
+        seconds = share * time_operator(hardware, piece)
+        total.compute += seconds
+        total.kinds[piece.kind] += seconds
+        ring[1] += seconds if piece.kind == "attention" else 0.0
         return
-    seconds = share * time_message(hardware, one, overlap.expert_copies)
-    here.kinds[one.name] += seconds
-    if one.name == "ring":
+    seconds = share * time_message(hardware, piece, overlap.expert_copies)
+    total.kinds[piece.name] += seconds
+    if piece.name == "ring":
         ring[0] += seconds
     else:
-        here.exposed += seconds * (1 - _find_hidden_share(one, overlap, hardware.efficiency))
+        total.exposed += seconds * (1 - _find_hidden_share(piece, overlap, hardware.efficiency))
 
 
-def _find_hidden_share(one: Work, overlap: Overlap, reached: Efficiency) -> float:
+def _find_hidden_share(message: Work, overlap: Overlap, reached: Efficiency) -> float:
     """Share of a message of a pass that nothing waits for.
 
     In a backward pass a column-parallel layer gathers its input while it computes the gradient of that input, and
     scatters this gradient while it computes the weight's; the row-parallel layer's gathering is not hidden. So all that
     is scattered or reduced is hidden, and half of what is gathered.
     """
-    if "alltoall" in one.name:
+    if "alltoall" in message.name:
         return reached.hidden if overlap.experts else 0.0
-    if one.name not in _OF_TENSOR:
+    if message.name not in _OF_TENSOR:
         return 0.0
     if overlap.tensor:
         return reached.hidden_tensor
-    if not one.is_backward:
+    if not message.is_backward:
         return 0.0
-    return reached.hidden_tensor / 2 if one.name == "allgather" else reached.hidden_tensor
+    return reached.hidden_tensor / 2 if message.name == "allgather" else reached.hidden_tensor

@@ -35,8 +35,8 @@ class Holder:
 
     def as_dict(self) -> dict[str, Any]:
         """The holder for JSON."""
-        each = self.bytes_per_layer
-        split = {} if each is None else {"layers": self.layers, "gib_per_layer": round(each / GIB, 4)}
+        layer_bytes = self.bytes_per_layer
+        split = {} if layer_bytes is None else {"layers": self.layers, "gib_per_layer": round(layer_bytes / GIB, 4)}
         return {"kind": self.kind, "gib": round(self.bytes / GIB, 3), **split}
 
 
@@ -74,7 +74,7 @@ class RankMemory:
     @property
     def static(self) -> int:
         """Bytes of weights, gradients and the optimizer's state at the peak."""
-        return sum(one.bytes for one in self.holders if one.kind in STATIC)
+        return sum(holder.bytes for holder in self.holders if holder.kind in STATIC)
 
     def as_dict(self) -> dict[str, Any]:
         """The rank for JSON; sizes in GiB."""
@@ -87,7 +87,7 @@ class RankMemory:
             "peak_gib": round(self.peak / GIB, 3),
             "reserve_gib": round(self.reserve / GIB, 3),
             "phases": {name: round(size / GIB, 3) for name, size in self.phases.items()},
-            "holders": [one.as_dict() for one in self.holders],
+            "holders": [holder.as_dict() for holder in self.holders],
         }
 
 
@@ -116,7 +116,7 @@ def build_rank_memory(
         phases = {"train": phases["train"]}
     elif config.generation.is_colocated and "refit" in phases:
         # Gradients and optimizer are off the GPU by then; the dry run sends the weights with everything in place.
-        before = report.held[name_phase_before_refit(report)]
+        before = report.end_bytes[name_phase_before_refit(report)]
         weights = _list_parts(report, "onload", before).get("weights", 0)
         phases = {**phases, "refit": phases["refit"] - before + weights + engine_weights}
     peak = max(phases.values())
@@ -126,7 +126,7 @@ def build_rank_memory(
     )
     holders = [
         Holder(_name(kind), size, trace.layers, trace.per_layer.get(kind, 0) if trace.per_layer else None)
-        for kind, size in sorted(moment.items(), key=lambda one: -one[1])
+        for kind, size in sorted(moment.items(), key=lambda item: -item[1])
         if size >= 2**20
     ]
     parts = list_reserve_parts(config, peak, hardware, model=model)
@@ -139,17 +139,17 @@ def build_rank_memory(
         by_phase,
         sum(parts.values()) + beside,
         holders,
-        report.held.get("offload", 0),
+        report.end_bytes.get("offload", 0),
         model,
     )
 
 
 def _list_parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
     """The bytes of a phase by kind. Of a refit, for which a deep rank has no moment of its own, those before it."""
-    moments = [one for sort, one in report.moments.items() if sort[0] in (phase, name_phase_before_refit(report))]
-    fullest = min(moments, key=lambda one: abs(sum(one.values()) - size), default={})
-    found = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
-    return {**found, "other tensors": size - sum(found.values())}
+    moments = [moment for sort, moment in report.moments.items() if sort[0] in (phase, name_phase_before_refit(report))]
+    fullest = min(moments, key=lambda moment: abs(sum(moment.values()) - size), default={})
+    sizes = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
+    return {**sizes, "other tensors": size - sum(sizes.values())}
 
 
 def _name(kind: str) -> str:

@@ -52,7 +52,7 @@ class DryReport:
     """Most bytes of tensors at once; CUDA's context, NCCL's buffers and fragmentation come on top."""
     phases: dict[str, int]
     """Most bytes at once in each phase, in their order."""
-    held: dict[str, int]
+    end_bytes: dict[str, int]
     """Bytes that were left at the end of each phase."""
     holders: dict[str, int]
     """Bytes at the peak, by kind of tensor."""
@@ -152,13 +152,13 @@ def run_tracked(
             mode.name_kind(iter_gradients(policy), "gradients")
             mode.name_kind(iter_optimizer_state(policy), "optimizer")
             mode.name_kind(iter_weights(policy), "weights")
-            wanted = _ALL_PHASES if phases is None else phases
-            _compute(policy, config, mode, wanted)
+            chosen_phases = _ALL_PHASES if phases is None else phases
+            _compute(policy, config, mode, chosen_phases)
             if fake is not None and moves:
-                _move(policy, config, mode, wanted)
+                _move(policy, config, mode, chosen_phases)
     finally:
         destroy_parallel()
-    return DryReport(mode.peak, mode.peaks, mode.held, mode.holders, mode.moments, mode.log.found, mode.log.passes)
+    return DryReport(mode.peak, mode.peaks, mode.end_bytes, mode.holders, mode.moments, mode.log.found, mode.log.passes)
 
 
 def _without_engine(config: Config) -> PolicyConfig:
@@ -238,8 +238,8 @@ class DryLinks:
 
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         """Pack the messages one after the other."""
-        most = aligned(max(self.sizes, default=0))
-        buffers = torch.empty(BUFFERS, most, dtype=torch.uint8)
+        largest = aligned(max(self.sizes, default=0))
+        buffers = torch.empty(BUFFERS, largest, dtype=torch.uint8)
         for number, size in enumerate(self.sizes):
             fill(number, buffers[number % BUFFERS, :size])
 

@@ -79,9 +79,11 @@ def iterate_run_layouts(
     before: Config, config: Config, shape: ModelShape, gpu: Hardware, nodes: int
 ) -> Iterator[Changes]:
     """Changes of `before` into layouts on this many nodes whose estimated memory fits, with keys that save memory."""
-    for made in _iterate_fitting(_place_on_nodes(config, nodes), shape, gpu):
+    for layout in _iterate_fitting(_place_on_nodes(config, nodes), shape, gpu):
         changes = {
-            key: _read_key(made, key) for key in _list_keys(made) if _read_key(made, key) != _read_key(before, key)
+            key: _read_key(layout, key)
+            for key in _list_keys(layout)
+            if _read_key(layout, key) != _read_key(before, key)
         }
         if not find_problems(apply_changes(before, changes), shape):
             yield changes
@@ -116,8 +118,8 @@ def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterat
         if engines is None:
             continue
         used.add(policy_gpus)
-        whole = (replace(engines, policy=layout.policy) for layout in sized[policy_gpus])
-        yield from islice((made for made in whole if not find_problems(made, shape)), _LAYOUTS)
+        run_layouts = (replace(engines, policy=layout.policy) for layout in sized[policy_gpus])
+        yield from islice((run_layout for run_layout in run_layouts if not find_problems(run_layout, shape)), _LAYOUTS)
 
 
 def _with_room(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> list[Config]:
@@ -131,7 +133,7 @@ def _with_room(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> l
         estimated = static + estimate_activation_bytes(layout, shape) / GIB if static < usable else static
         if estimated < usable:
             sized.append((estimated, len(sized), layout))
-    return [layout for _, _, layout in sorted(sized, key=lambda one: one[:2])]
+    return [layout for _, _, layout in sorted(sized, key=lambda row: row[:2])]
 
 
 def find_least_gib(plan: Plan) -> float:

@@ -48,7 +48,9 @@ def find_best_engines(
     for parallel in iterate_engine_layouts(config, shape, gpus):
         tried = replace(config, generation=replace(config.generation, parallel=parallel))
         # The search looks for the policy's layout afterwards; here only its GPUs count.
-        problems = [one for one in find_problems(replace(tried, policy=policy), shape) if is_of_engines(one)]
+        problems = [
+            problem for problem in find_problems(replace(tried, policy=policy), shape) if is_of_engines(problem)
+        ]
         if refusals.refuse(problems):
             continue
         lacking = find_room_problems(tried, shape, hardware)
@@ -73,9 +75,9 @@ def find_room_problems(config: Config, shape: ModelShape, hardware: Hardware) ->
     if size.most_sequences(longest) >= 1:
         return []
     stages = f" x pipeline={parallel.pipeline}" if parallel.pipeline > 1 else ""
-    weights, others = size.weight_bytes / 2**30, size.activation_bytes / 2**30
+    weights, activations = size.weight_bytes / 2**30, size.activation_bytes / 2**30
     text = (
-        f"has {weights:.1f} GiB of weights and {others:.1f} GiB of activations on a GPU, of which "
+        f"has {weights:.1f} GiB of weights and {activations:.1f} GiB of activations on a GPU, of which "
         f"generation.engine.gpu_memory_utilization={share:g} gives it {share * hardware.memory_gib:.1f} GiB; "
         f"that leaves a cache of {size.cache_tokens} tokens, and policy.max_total_sequence_length={longest}"
     )
@@ -92,7 +94,9 @@ def _compute_lacking_gib(config: Config, shape: ModelShape, hardware: Hardware) 
 def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     """Seconds of an engine for its share of a step's prompts."""
     lengths, size = find_lengths(config), size_engine(config, shape, hardware)
-    most = max(1, min(config.generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean()))))
+    most_sequences = max(
+        1, min(config.generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
+    )
     share = lengths.responses[:: config.generation.parallel.data]
     copies = config.training_loop.num_generations_per_prompt
-    return generate(build_decoder(config, shape, hardware), lengths.prompt, share, most, copies).seconds
+    return generate(build_decoder(config, shape, hardware), lengths.prompt, share, most_sequences, copies).seconds

@@ -21,17 +21,17 @@ def count_static_bytes(config: Config, shape: ModelShape) -> int:
     moments, which a distributed optimizer splits over replicas. In float32 the weight is the main weight.
     """
     policy, parallel = config.policy, config.policy.parallel
-    each, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
+    ranks_per_stage, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
     weight, gradient, state = count_number_bytes(policy)
     copies = 2 if config.uses_reference and not config.reference.offload and not policy.lora.rank else 1
     worst = 0.0
-    for shard in shard_policy(parallel, shape)[::each]:
+    for shard in shard_policy(parallel, shape)[::ranks_per_stage]:
         dense, routed = count_layer_numbers(shape, shard.layers)
         dense += _count_vocabulary_matrices(shard.embedding, shard.end, shape) * shape.vocab * shape.hidden
         total = 0.0
         for numbers, replicas in (
             (dense / parallel.tensor, parallel.data * parallel.context),
-            (routed / parts, each // parts),
+            (routed / parts, ranks_per_stage // parts),
         ):
             split = replicas if policy.optimizer.distributed else 1
             trained = 0.0 if policy.lora.rank else gradient + state * (1 - policy.optimizer.cpu_offload) / split
@@ -71,17 +71,17 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
     weight, _, state = count_number_bytes(policy)
     copies = parallel.data * parallel.context  # of dense matrices; experts have as many or fewer
     dense = numbers - count_layer_numbers(shape, range(shape.layers))[1]
-    held = dense * copies + (numbers - dense) * max(
+    copied_numbers = dense * copies + (numbers - dense) * max(
         1, copies * parallel.tensor // (parallel.expert * parallel.expert_tensor)
     )
     trained = 0.0 if policy.lora.rank else 1.0
-    split = 1.0 if policy.optimizer.distributed else held / numbers
+    split = 1.0 if policy.optimizer.distributed else copied_numbers / numbers
     offload = policy.optimizer.cpu_offload
     total = trained * numbers * split * 16 * offload
     if config.uses_reference and config.reference.offload and not policy.lora.rank:
-        total += held * weight
+        total += copied_numbers * weight
     if config.generation.is_colocated and config.needs_generation:
-        total += held * weight + trained * numbers * split * state * (1 - offload)
+        total += copied_numbers * weight + trained * numbers * split * state * (1 - offload)
         total += numbers * _WIDTH[config.engine_dtype] * engines.data
     if config.has_checkpoints and config.checkpointing.async_save:
         total += numbers * (weight + trained * state)
@@ -115,15 +115,17 @@ def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
     )
     width, heads = _WIDTH[policy.precision], shape.attention_heads * shape.head_dim
     keys = 2 * shape.key_value_heads * shape.head_dim
-    whole = 5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + 4 * shape.ffn_hidden / parallel.tensor
+    layer_numbers = (
+        5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + 4 * shape.ffn_hidden / parallel.tensor
+    )
     if shape.experts is not None:
         experts = shape.experts
         wide = experts.top_k * (3 * shape.hidden + 4 * experts.ffn_hidden) / parallel.tensor
         wide += 4 * experts.shared_ffn_hidden / parallel.tensor
-        whole = 5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + wide
-    kept = shape.hidden / rows if policy.activation_checkpointing else whole
+        layer_numbers = 5 * shape.hidden / rows + (2 * heads + keys) / parallel.tensor + wide
+    saved_numbers = shape.hidden / rows if policy.activation_checkpointing else layer_numbers
     logits = 2 * 4 * 256 * 2**20 / 4
-    return float(width * tokens * (layers * in_flight * kept + whole) + logits)
+    return float(width * tokens * (layers * in_flight * saved_numbers + layer_numbers) + logits)
 
 
 def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, tokens: float | None = None) -> float:
@@ -146,19 +148,19 @@ def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, token
     active = shape.vocab * shape.hidden + dense
     active += routed * experts.top_k / experts.count if experts is not None else 0.0
     compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])
-    own = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
+    stage_tokens = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
 
     def speed(ranks: int) -> float:
         within = ranks <= hardware.gpus_per_domain
         return hardware.local_bytes_per_s if within else hardware.network_bytes_per_s
 
     row = 2.0 * shape.hidden
-    split = 4 * own * row * (parallel.tensor - 1) / parallel.tensor / hardware.local_bytes_per_s
+    split = 4 * stage_tokens * row * (parallel.tensor - 1) / parallel.tensor / hardware.local_bytes_per_s
     ring = parallel.context - 1
     keys = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
-    split += ring * own * keys / speed(parallel.tensor * parallel.context)
+    split += ring * stage_tokens * keys / speed(parallel.tensor * parallel.context)
     if experts is not None and parallel.expert > 1:
-        copies = own / parallel.tensor * experts.top_k * row
+        copies = stage_tokens / parallel.tensor * experts.top_k * row
         split += 2 * copies * (parallel.expert - 1) / parallel.expert / speed(parallel.expert)
     microbatches = max(1, math.ceil(tokens / parallel.data / policy.microbatch_tokens))
     bubble = (parallel.pipeline - 1) / parallel.virtual_pipeline / microbatches

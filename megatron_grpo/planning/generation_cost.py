@@ -54,8 +54,8 @@ def draw_log_normal_lengths(mean: float, sigma: float, samples: int, longest: in
         longest: most tokens of a response.
         prompt: mean tokens of a prompt.
     """
-    places = (np.arange(samples) + 0.5) / samples
-    normal = np.array([NormalDist().inv_cdf(place) for place in places])
+    quantiles = (np.arange(samples) + 0.5) / samples
+    normal = np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles])
     lengths: NDArray[np.float64] = np.exp(math.log(mean) - sigma**2 / 2 + sigma * normal)
     source = f"responses of {mean:g} tokens on average, log-normal with sigma {sigma:g}, at most {longest}"
     return Lengths(prompt, np.asarray(np.clip(np.rint(lengths), 1, longest), dtype=np.float64), source)
@@ -73,8 +73,8 @@ def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
     rows = list(read_rollouts(run_dir, last))
     sampled = np.array([sum(end - begin for begin, end, _ in row["spans"]) for row in rows], dtype=np.float64)
     totals = np.array([len(row["token_ids"]) for row in rows], dtype=np.float64)
-    places = (np.arange(samples) + 0.5) / samples
-    chosen = np.asarray(np.quantile(sampled, places, method="inverted_cdf"), dtype=np.float64)
+    quantiles = (np.arange(samples) + 0.5) / samples
+    chosen = np.asarray(np.quantile(sampled, quantiles, method="inverted_cdf"), dtype=np.float64)
     return Lengths(float((totals - sampled).mean()), chosen, f"responses of {run_dir}, step {last}")
 
 
@@ -129,7 +129,7 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
     """
     generation, engine, parallel = config.generation, config.generation.engine, config.generation.parallel
     width, matrix_width = _find_widths(config)
-    weights = max(_count_weight_bytes(shape, one, width, matrix_width) for one in shard_engine(parallel, shape))
+    weights = max(_count_weight_bytes(shape, shard, width, matrix_width) for shard in shard_engine(parallel, shape))
     kv_width = 1 if str(generation.engine_args.get("kv_cache_dtype", "auto")).startswith("fp8") else width
     layers = math.ceil(shape.layers / parallel.pipeline)
     kv = count_kv_bytes_per_token(shape, layers, parallel.tensor, kv_width)
@@ -139,8 +139,8 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
         wide = max(wide, 3 * shape.hidden + shape.experts.top_k * (2 * shape.experts.ffn_hidden + shape.hidden))
     logits = 4 * 2 * engine.max_num_seqs * shape.vocab
     activations = int(width * tokens * wide + logits + _GRAPHS_BYTES)
-    left = hardware.memory_gib * 2**30 * engine.gpu_memory_utilization - weights - activations
-    return EngineSize(weights, kv, activations, max(0, int(left // (BLOCK_TOKENS * kv))))
+    cache_bytes = hardware.memory_gib * 2**30 * engine.gpu_memory_utilization - weights - activations
+    return EngineSize(weights, kv, activations, max(0, int(cache_bytes // (BLOCK_TOKENS * kv))))
 
 
 def _find_widths(config: Config) -> tuple[int, int]:
@@ -161,8 +161,8 @@ def count_attention_numbers(shape: ModelShape, tensor: int) -> float:
     """Numbers in a layer's attention matrices on a rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.attention_heads
     if latent is None:
-        own = max(1, shape.key_value_heads / tensor)
-        return hidden * shape.head_dim * (2 * heads / tensor + 2 * own)
+        key_value_heads = max(1, shape.key_value_heads / tensor)
+        return hidden * shape.head_dim * (2 * heads / tensor + 2 * key_value_heads)
     query = latent.plain_dim + latent.rope_dim
     down = hidden * (latent.rank + latent.rope_dim) + (hidden * latent.query_rank if latent.query_rank else 0)
     up = (latent.query_rank or hidden) * heads * query + latent.rank * heads * (latent.plain_dim + latent.value_dim)
@@ -276,7 +276,9 @@ class Generated:
     """Mean number of sequences that decode, over `seconds`."""
 
 
-def generate(decoder: Decoder, prompt: float, responses: NDArray[np.float64], most: int, copies: int) -> Generated:
+def generate(
+    decoder: Decoder, prompt: float, responses: NDArray[np.float64], most_at_once: int, copies: int
+) -> Generated:
     """Decode responses, of which at most `most` run at once; the others begin when one is complete.
 
     Between two completions the batch does not change, and a step takes as long as in their middle.
@@ -288,13 +290,13 @@ def generate(decoder: Decoder, prompt: float, responses: NDArray[np.float64], mo
         most: sequences that run at once.
         copies: responses to the same prompt, which share its prefill (the prefix cache).
     """
-    assert most > 0, "the engine holds no sequence"
-    waiting = [float(one) for one in responses][::-1]
+    assert most_at_once > 0, "the engine holds no sequence"
+    waiting = [float(length) for length in responses][::-1]
     clock, decoded, area = 0.0, 0.0, 0.0
     running: list[tuple[float, float]] = []  # (decoded tokens of the engine at the end, at the beginning)
     began = 0.0
     while running or waiting:
-        while waiting and len(running) < most:
+        while waiting and len(running) < most_at_once:
             length = waiting.pop()
             heapq.heappush(running, (decoded + length, decoded))
             began += decoded

@@ -93,9 +93,9 @@ class Hardware:
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as an entry of a YAML file, without its name."""
-        found = asdict(self) | {"flops": dict(self.flops)}
-        del found["name"]
-        return found
+        entries = asdict(self) | {"flops": dict(self.flops)}
+        del entries["name"]
+        return entries
 
 
 def list_profiles() -> list[str]:
@@ -105,8 +105,8 @@ def list_profiles() -> list[str]:
 
 def _read_profiles() -> dict[str, dict[str, Any]]:
     text = files("megatron_grpo.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return found
+    profiles: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return profiles
 
 
 def load_hardware(name: str) -> Hardware:
@@ -122,8 +122,8 @@ def load_hardware(name: str) -> Hardware:
             raise ValueError(f"the hardware profile {name} cannot be read: {error}") from None
         if not isinstance(raw, dict) or len(raw) != 1 or not isinstance(next(iter(raw.values())), dict):
             raise ValueError(f"{name} holds no hardware profile: it needs one entry, NAME: {{flops: …}}")
-        (found,) = raw.items()
-        return _build_hardware(*found)
+        (entry,) = raw.items()
+        return _build_hardware(*entry)
     profiles = _read_profiles()
     if name not in profiles:
         raise ValueError(f"cluster.gpu={name} is unknown; there are {', '.join(profiles)}, or a file NAME.yaml")
@@ -131,19 +131,19 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _build_hardware(name: str, raw: dict[str, Any]) -> Hardware:
-    known, measured = {one.name for one in fields(Hardware)}, {one.name for one in fields(Efficiency)}
+    entries, measured = {entry.name for entry in fields(Hardware)}, {entry.name for entry in fields(Efficiency)}
     raw = dict(raw)
     efficiency = raw.pop("efficiency", {})
-    for key in (*(raw.keys() - known), *(efficiency.keys() - measured)):
+    for key in (*(raw.keys() - entries), *(efficiency.keys() - measured)):
         raise ValueError(f"the hardware profile {name} has no entry {key}")
     for key, value in [*raw.items(), *efficiency.items(), *dict(raw.get("flops", {})).items()]:
         if key != "flops" and (isinstance(value, bool) or not isinstance(value, int | float)):
             text = "; YAML takes 1e12 for text, write 1.0e+12" if isinstance(value, str) else ""
             raise ValueError(f"the hardware profile {name} has {key}={value!r}, which is not a number{text}")
     try:
-        made = Hardware(name=name, **raw, efficiency=replace(Efficiency(), **efficiency))
+        hardware = Hardware(name=name, **raw, efficiency=replace(Efficiency(), **efficiency))
     except TypeError as error:
         raise ValueError(f"the hardware profile {name} is not complete: {error}") from None
-    if not made.local_bytes_per_s:
+    if not hardware.local_bytes_per_s:
         raise ValueError(f"the hardware profile {name} has neither nvlink_bytes_per_s nor pcie_bytes_per_s above 0")
-    return made
+    return hardware

@@ -35,7 +35,7 @@ def write_page(file: Path, plan: Plan) -> None:
 def _render_body(plan: Plan) -> Iterator[str]:
     outcome = "failed" if plan.problems else "completed"
     yield f'<h1>{escape(plan.config.name)} <span class="outcome {outcome}">{escape(plan.verdict)}</span></h1>'
-    yield from (f'<p class="reason">{escape(one)}</p>' for one in plan.problems)
+    yield from (f'<p class="reason">{escape(problem)}</p>' for problem in plan.problems)
     yield '<dl class="tiles">'
     yield from (f'<div class="tile"><dt>{name}</dt><dd>{value}</dd></div>' for name, value in _render_figures(plan))
     yield "</dl>"
@@ -53,7 +53,7 @@ def _render_body(plan: Plan) -> Iterator[str]:
         yield "<h2>An optimizer step, by pipeline stage</h2>"
         yield draw_stage_bars(plan.times)
     yield "<h2>Assumptions</h2><ul>"
-    yield from (f"<li>{escape(one)}</li>" for one in plan.assumptions)
+    yield from (f"<li>{escape(assumption)}</li>" for assumption in plan.assumptions)
     yield "</ul>"
 
 
@@ -79,8 +79,8 @@ def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
     rows = []
     for name, parts in rank.parts.items():
         sizes = {**parts, "reserve": rank.reserve}
-        held = [(kind, sizes[kind]) for kind in KINDS if kind in sizes]
-        cells = [(size * scale, _COLOURS[kind], f"{kind}: {size / GIB:.2f} GiB") for kind, size in held]
+        present = [(kind, sizes[kind]) for kind in KINDS if kind in sizes]
+        cells = [(size * scale, _COLOURS[kind], f"{kind}: {size / GIB:.2f} GiB") for kind, size in present]
         rows.append((name, cells, f"{(rank.phases[name] + rank.reserve) / GIB:.1f} GiB"))
     at = _LEFT + memory_gib * GIB * scale
     line = f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{len(rows) * _ROW}"/>'
@@ -111,20 +111,20 @@ def draw_stage_bars(times: StepTimes) -> str:
     return _wrap_drawing(rows)
 
 
-def _wrap_drawing(rows: Sequence[tuple[str, list[tuple[float, int, str]], str]], more: str = "") -> str:
+def _wrap_drawing(rows: Sequence[tuple[str, list[tuple[float, int, str]], str]], extra: str = "") -> str:
     """Rows of bars: (label, [(width, colour; 0: a gap, tooltip)], figure)."""
-    found = []
+    elements = []
     for number, (label, cells, figure) in enumerate(rows):
-        top, left = number * _ROW, float(_LEFT)
-        found.append(f'<text x="0" y="{top + 15}">{escape(label)}</text>')
+        top, x = number * _ROW, float(_LEFT)
+        elements.append(f'<text x="0" y="{top + 15}">{escape(label)}</text>')
         for width, colour, tip in cells:
             if colour and width > 0:
-                found.append(
-                    f'<rect class="p{colour}" x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{_ROW - 5}">'
+                elements.append(
+                    f'<rect class="p{colour}" x="{x:.1f}" y="{top + 2}" width="{width:.1f}" height="{_ROW - 5}">'
                     f"<title>{escape(tip)}</title></rect>"
                 )
-            left += width
-        found.append(f'<text x="{left + 6:.1f}" y="{top + 15}">{escape(figure)}</text>')
+            x += width
+        elements.append(f'<text x="{x + 6:.1f}" y="{top + 15}">{escape(figure)}</text>')
     width, height = _LEFT + _WIDTH + _RIGHT, len(rows) * _ROW
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'<svg {size} role="img">{"".join(found)}{more}</svg>'
+    return f'<svg {size} role="img">{"".join(elements)}{extra}</svg>'

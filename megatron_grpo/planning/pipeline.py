@@ -78,43 +78,43 @@ def run_schedule(
     stages, chunks = len(forward), len(forward[0])
     if chunks > 1 and microbatches % stages:
         raise ValueError(f"an interleaved pipeline of {stages} stages takes no {microbatches} microbatches")
-    orders = [order_passes(stages, one, chunks, microbatches, forward_only=forward_only) for one in range(stages)]
-    done: dict[tuple[int, Slot], float] = {}
-    free, busy, places = [0.0] * stages, [0.0] * stages, [0] * stages
+    orders = [order_passes(stages, stage, chunks, microbatches, forward_only=forward_only) for stage in range(stages)]
+    ends: dict[tuple[int, Slot], float] = {}
+    free, busy, positions = [0.0] * stages, [0.0] * stages, [0] * stages
     waiting = list(range(stages))
     while waiting:
         progressed = False
         for stage in list(waiting):
             order = orders[stage]
-            while places[stage] < len(order):
-                slot = order[places[stage]]
-                ready = _find_input_time(done, stage, slot, stages, chunks, send_s)
+            while positions[stage] < len(order):
+                slot = order[positions[stage]]
+                ready = _find_input_time(ends, stage, slot, stages, chunks, send_s)
                 if ready is None:
                     break
                 seconds = (backward if slot.is_backward else forward)[stage][slot.chunk]
                 seconds += send_s if blocking and stages > 1 else 0.0
                 free[stage] = max(free[stage], ready) + seconds
                 busy[stage] += seconds
-                done[stage, slot] = free[stage]
-                places[stage] += 1
+                ends[stage, slot] = free[stage]
+                positions[stage] += 1
                 progressed = True
-            if places[stage] == len(order):
+            if positions[stage] == len(order):
                 waiting.remove(stage)
         assert progressed, "a stage waits for a pass that never comes"
     return Timeline(max(free), tuple(busy))
 
 
 def _find_input_time(
-    done: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
+    ends: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
 ) -> float | None:
     """When the input of a pass is there; None: the pass that makes it has not run."""
     step = -1 if not slot.is_backward else 1
-    there, chunk = stage + step, slot.chunk
-    if there in (-1, stages):  # the neighbouring chunk is on the other end of the pipeline
-        there, chunk = there % stages, chunk + step
+    neighbour, chunk = stage + step, slot.chunk
+    if neighbour in (-1, stages):  # the neighbouring chunk is on the other end of the pipeline
+        neighbour, chunk = neighbour % stages, chunk + step
     if chunk in (-1, chunks):
         if not slot.is_backward:
             return 0.0
-        return done.get((stage, Slot(False, slot.chunk, slot.microbatch)))  # the loss follows the last forward pass
-    found = done.get((there, Slot(slot.is_backward, chunk, slot.microbatch)))
-    return None if found is None else found + (send_s if there != stage else 0.0)
+        return ends.get((stage, Slot(False, slot.chunk, slot.microbatch)))  # the loss follows the last forward pass
+    end = ends.get((neighbour, Slot(slot.is_backward, chunk, slot.microbatch)))
+    return None if end is None else end + (send_s if neighbour != stage else 0.0)

@@ -45,13 +45,13 @@ class Candidate:
 def list_overrides(config: Config) -> list[str]:
     """The overrides with which a recipe gets the layouts that a search found."""
     policy, engines = config.policy, config.generation.parallel
-    found = [f"policy.parallel.{name}={write_value(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
-    found.append(f"policy.activation_checkpointing={write_value(policy.activation_checkpointing)}")
+    overrides = [f"policy.parallel.{name}={write_value(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
+    overrides.append(f"policy.activation_checkpointing={write_value(policy.activation_checkpointing)}")
     if policy.activation_checkpointing:
-        found.append(f"policy.recompute_modules={write_value(policy.recompute_modules)}")
+        overrides.append(f"policy.recompute_modules={write_value(policy.recompute_modules)}")
     if not config.needs_generation or config.generation.server.urls:
-        return found
-    return found + [f"generation.parallel.{name}={getattr(engines, name)}" for name in ENGINE_SIZES]
+        return overrides
+    return overrides + [f"generation.parallel.{name}={getattr(engines, name)}" for name in ENGINE_SIZES]
 
 
 def write_value(value: Any) -> str:
@@ -97,7 +97,11 @@ def split_gpus(config: Config) -> list[tuple[int, int]]:
     total -= _count_value_gpus(config)
     policy, engines = config.policy.parallel.world_size, config.generation.parallel
     share = total * policy / (policy + engines.ranks_per_engine * engines.data)
-    splits = [(one, other) for one in range(1, total) for other in range(1, total - one + 1)]
+    splits = [
+        (policy_size, engine_size)
+        for policy_size in range(1, total)
+        for engine_size in range(1, total - policy_size + 1)
+    ]
     return sorted(splits, key=lambda split: (-min(split[0] / share, split[1] / (total - share), 1), -sum(split)))
 
 
@@ -127,9 +131,9 @@ def iterate_legal_layouts(
     """
     check = find_problems if needs_all else _find_size_problems
     refusals = Refusals() if refusals is None else refusals
-    for made in iterate_possible_layouts(config, shape, gpus, refusals):
-        if not refusals.refuse(check(made, shape)):
-            yield made
+    for layout in iterate_possible_layouts(config, shape, gpus, refusals):
+        if not refusals.refuse(check(layout, shape)):
+            yield layout
 
 
 def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Refusals) -> Iterator[Config]:
@@ -137,19 +141,30 @@ def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refus
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
 
     def usable(layouts: Iterable[ParallelConfig]) -> list[ParallelConfig]:
-        return [one for one in layouts if not refusals.refuse(_find_size_problems(_with_layout(config, one), shape))]
+        return [
+            layout
+            for layout in layouts
+            if not refusals.refuse(_find_size_problems(_with_layout(config, layout), shape))
+        ]
 
     tensors = usable(ParallelConfig(tensor=size, sequence=size > 1) for size in sizes)
-    stages = usable(one for size in sizes if size <= shape.layers for one in _iterate_pipelines(config, shape, size))
-    replicas = {one.data for one in usable(ParallelConfig(data=size) for size in sizes)}
+    stages = usable(
+        layout for size in sizes if size <= shape.layers for layout in _iterate_pipelines(config, shape, size)
+    )
+    replicas = {layout.data for layout in usable(ParallelConfig(data=size) for size in sizes)}
     experts = [1] if shape.experts is None else [size for size in range(1, gpus + 1) if shape.experts.count % size == 0]
     for tensor, stage, expert in product(tensors, stages, experts):
-        left, rest = divmod(gpus, tensor.tensor * stage.pipeline)
-        if rest or left * tensor.tensor % expert:
+        remaining, rest = divmod(gpus, tensor.tensor * stage.pipeline)
+        if rest or remaining * tensor.tensor % expert:
             continue
-        for data in (size for size in replicas if left % size == 0):
+        for data in (size for size in replicas if remaining % size == 0):
             parallel = replace(
-                stage, tensor=tensor.tensor, sequence=tensor.sequence, context=left // data, expert=expert, data=data
+                stage,
+                tensor=tensor.tensor,
+                sequence=tensor.sequence,
+                context=remaining // data,
+                expert=expert,
+                data=data,
             )
             yield from _with_recomputation(config, parallel)
 
@@ -173,11 +188,13 @@ def _iterate_pipelines(config: Config, shape: ModelShape, size: int) -> Iterator
     else:
         # The ends hold the embedding and the head, so they get fewer layers than the stages between them.
         middle = -(-shape.layers // size)
-        left = shape.layers - (size - 2) * middle
-        if left < 2:
+        layers_at_ends = shape.layers - (size - 2) * middle
+        if layers_at_ends < 2:
             middle -= 1
-            left = shape.layers - (size - 2) * middle
-        yield ParallelConfig(pipeline=size, first_stage_layers=-(-left // 2), last_stage_layers=left // 2)
+            layers_at_ends = shape.layers - (size - 2) * middle
+        yield ParallelConfig(
+            pipeline=size, first_stage_layers=-(-layers_at_ends // 2), last_stage_layers=layers_at_ends // 2
+        )
 
 
 def _with_recomputation(config: Config, parallel: ParallelConfig) -> Iterator[Config]:
@@ -193,4 +210,4 @@ def _with_layout(config: Config, parallel: ParallelConfig) -> Config:
 
 def _find_size_problems(config: Config, shape: ModelShape) -> list[Problem]:
     """Problems of the run's checks for one size of a layout, the other sizes being 1."""
-    return [one for one in find_problems(config, shape) if not one.key.startswith(_OTHER_SECTIONS)]
+    return [problem for problem in find_problems(config, shape) if not problem.key.startswith(_OTHER_SECTIONS)]

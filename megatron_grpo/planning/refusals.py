@@ -25,11 +25,11 @@ class Refusals:
         if self.roomiest is None or gib < self.roomiest[0]:
             self.roomiest = gib, problem
 
-    def add(self, other: Refusals) -> None:
+    def add(self, refusals: Refusals) -> None:
         """Count the problems of another search for layouts too, each once."""
-        self.counts.update(other.counts.keys())
-        if other.roomiest is not None:
-            self.lack_room(*other.roomiest)
+        self.counts.update(refusals.counts.keys())
+        if refusals.roomiest is not None:
+            self.lack_room(*refusals.roomiest)
 
     def refuse(self, problems: Iterable[Problem]) -> bool:
         """Count the problems of a layout; returns whether it has any."""
@@ -39,10 +39,10 @@ class Refusals:
 
     def lines(self) -> Iterator[str]:
         """A line for each problem, those of most layouts first."""
-        shown = self.problems()[:_SHOWN]
-        width = max((len(problem.subject) for problem in shown), default=0)
-        yield from (f"  {problem.subject:<{width}}  {problem.text}" for problem in shown)
-        rest = len(self.problems()) - len(shown)
+        listed = self.problems()[:_SHOWN]
+        width = max((len(problem.subject) for problem in listed), default=0)
+        yield from (f"  {problem.subject:<{width}}  {problem.text}" for problem in listed)
+        rest = len(self.problems()) - len(listed)
         if rest:
             yield f"  and {rest} more such reasons"
 

@@ -61,7 +61,7 @@ class Search:
     """Legal layouts."""
     too_large: int
     """Legal layouts whose weights, gradients and optimizer state alone exceed a GPU."""
-    left: int
+    skipped: int
     """Layouts that did not run dry: their estimates are slower, or one that takes less memory does not fit."""
     gpus: tuple[int, int]
     """GPUs of the policy and of the engines."""
@@ -77,15 +77,15 @@ class Search:
         """The result for JSON."""
         rows = [
             {
-                "overrides": list_overrides(one.candidate.config),
+                "overrides": list_overrides(layout.candidate.config),
                 "fits": fits,
-                "reason": one.reason,
-                **({} if one.plan is None else one.plan.as_dict()),
+                "reason": layout.reason,
+                **({} if layout.plan is None else layout.plan.as_dict()),
             }
-            for fits, found in ((True, self.best), (False, self.failed))
-            for one in found
+            for fits, layouts in ((True, self.best), (False, self.failed))
+            for layout in layouts
         ]
-        counts = {"legal": self.legal, "too_large": self.too_large, "left": self.left}
+        counts = {"legal": self.legal, "too_large": self.too_large, "left": self.skipped}
         policy, engines = self.gpus
         shared = {
             "least_gib": round(self.least_gib, 1),
@@ -93,8 +93,8 @@ class Search:
             "engine_gpus": engines,
             "idle_gpus": self.idle,
         }
-        told = {"why_not_all_gpus": self.why_not_all} if self.why_not_all else {}
-        return {"layouts": rows, **counts, **shared, **told, "searched_s": round(self.searched_s, 1)}
+        explanation = {"why_not_all_gpus": self.why_not_all} if self.why_not_all else {}
+        return {"layouts": rows, **counts, **shared, **explanation, "searched_s": round(self.searched_s, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _find_least_gib(config: Config, shape: ModelShape) -> float:
 
 
 def search_layouts(
-    config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, wanted: int = 8
+    config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, enough: int = 8
 ) -> Search:
     """Rank layouts by the seconds of a step; those with the best estimates run dry until the budget is used up.
 
@@ -136,30 +136,30 @@ def search_layouts(
     began = time.monotonic()
     gpu, config = find_profile(config), as_planned(config)
     shares = _iterate_shares(config, shape, gpu)
-    found: tuple[Share, list[PlannedLayout]] | None = None
+    chosen: tuple[Share, list[PlannedLayout]] | None = None
     reason, unfit = "", ""
     for share, why in shares:
-        layouts = list(_run_candidates(share.candidates, shape, pool, began + _RANKING * budget_s, wanted))
-        if found is None or _select_fitting(layouts):
-            found, reason = (share, layouts), "; ".join(filter(None, (unfit, why)))
+        layouts = list(_run_candidates(share.candidates, shape, pool, began + _RANKING * budget_s, enough))
+        if chosen is None or _select_fitting(layouts):
+            chosen, reason = (share, layouts), "; ".join(filter(None, (unfit, why)))
         if _select_fitting(layouts) or time.monotonic() > began + _RANKING * budget_s:
             break
         if not share.candidates and _find_least_gib(config, shape) >= gpu.memory_gib - gpu.reserve_gib:
             break  # the policy is too large for all GPUs together, so for any share of them
         unfit = unfit or "no layout {} fits".format("of policy and engines on {} + {} GPUs".format(*share.gpus))
-    assert found is not None, "without a share there is an error"
-    share, layouts = found
+    assert chosen is not None, "without a share there is an error"
+    share, layouts = chosen
     if not layouts and share.candidates:
         raise RunError(f"no dry run was done within plan.search_s={budget_s:g}; give more")
     layouts = list(_confirm_fastest(layouts, shape, pool, began + budget_s))
     fitting = _select_fitting(layouts)
-    others = [one for one in layouts if one.plan is None or one.plan.problems]
+    unfit_layouts = [layout for layout in layouts if layout.plan is None or layout.plan.problems]
     return Search(
-        best=[replace(one, reason=explain_slower(one.plan, fitting[0].plan)) for one in fitting],
-        failed=others,
+        best=[replace(layout, reason=explain_slower(layout.plan, fitting[0].plan)) for layout in fitting],
+        failed=unfit_layouts,
         legal=len(share.candidates) + share.too_large,
         too_large=share.too_large,
-        left=len(share.candidates) - len(layouts),
+        skipped=len(share.candidates) - len(layouts),
         gpus=share.gpus,
         idle=count_idle_gpus(share.candidates[0].config if share.candidates else share.config),
         least_gib=share.least_gib,
@@ -182,21 +182,21 @@ def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterato
             continue
         refusals, engines = Refusals(), config
         if engine_gpus:
-            made = find_best_engines(config, shape, gpu, policy_gpus, engine_gpus, refusals)
-            if made is None:
+            with_engines = find_best_engines(config, shape, gpu, policy_gpus, engine_gpus, refusals)
+            if with_engines is None:
                 refused.add(refusals)
                 reasons.append(f"no engines on {engine_gpus} GPUs")
                 continue
-            engines = made
+            engines = with_engines
         share = _build_share(engines, shape, gpu, (policy_gpus, engine_gpus), refusals)
         policies[policy_gpus] = bool(share.candidates or share.too_large)
         if not policies[policy_gpus]:
             refused.add(refusals)
             reasons.append(f"no layout of the policy on {policy_gpus} GPUs")
             continue
-        told = list(dict.fromkeys(reasons))
-        because = f": {next(refused.lines()).strip()}" if told and refused.problems() else ""
-        yield share, "; ".join(told[:3]) + because
+        distinct_reasons = list(dict.fromkeys(reasons))
+        because = f": {next(refused.lines()).strip()}" if distinct_reasons and refused.problems() else ""
+        yield share, "; ".join(distinct_reasons[:3]) + because
         tried += 1
     if not tried:
         raise ValueError("\n".join([_explain_refusals(config, splits), *refused.lines()]))
@@ -217,23 +217,27 @@ def _explain_refusals(config: Config, splits: Sequence[tuple[int, int]]) -> str:
 def _build_share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, int], refusals: Refusals) -> Share:
     """The layouts of the policy on its GPUs, in the order in which they run dry."""
     tokens, usable = float(find_lengths(config).totals.sum()), gpu.memory_gib - gpu.reserve_gib
-    found = []
+    candidates = []
     for layout in iterate_legal_layouts(config, shape, gpus[0], refusals):
         static = count_static_bytes(layout, shape) / GIB
         estimated = static + estimate_activation_bytes(layout, shape) / GIB
-        found.append(Candidate(layout, static, estimate_step_s(layout, shape, gpu, tokens), estimated))
+        candidates.append(Candidate(layout, static, estimate_step_s(layout, shape, gpu, tokens), estimated))
     order = sorted(
-        (one for one in found if one.static_gib < usable),
-        key=lambda one: (one.estimated_gib > usable, one.estimated_s),
+        (candidate for candidate in candidates if candidate.static_gib < usable),
+        key=lambda candidate: (candidate.estimated_gib > usable, candidate.estimated_s),
     )
-    least = min((one.static_gib for one in found), default=float("inf"))
-    return Share(gpus, config, order, len(found) - len(order), least)
+    least = min((candidate.static_gib for candidate in candidates), default=float("inf"))
+    return Share(gpus, config, order, len(candidates) - len(order), least)
 
 
 def _select_fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
     """Layouts that fit, the fastest first."""
-    found = [(one.plan.times.step_s, one) for one in layouts if one.plan and not one.plan.problems and one.plan.times]
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+    timed = [
+        (layout.plan.times.step_s, layout)
+        for layout in layouts
+        if layout.plan and not layout.plan.problems and layout.plan.times
+    ]
+    return [layout for _, layout in sorted(timed, key=lambda pair: pair[0])]
 
 
 def _confirm_fastest(
@@ -241,30 +245,30 @@ def _confirm_fastest(
 ) -> Iterator[PlannedLayout]:
     """The layouts, of which the fastest gets a whole plan in place of its brief one; if it does not fit, the next."""
     fitting = _select_fitting(layouts)
-    yield from (one for one in layouts if one not in fitting)
+    yield from (layout for layout in layouts if layout not in fitting)
     while fitting:
-        one = fitting.pop(0)
+        layout = fitting.pop(0)
         try:
-            plan = submit_plan(one.candidate.config, shape, pool).result(deadline)
+            plan = submit_plan(layout.candidate.config, shape, pool).result(deadline)
         except LateError:
-            yield one
+            yield layout
             break
-        yield PlannedLayout(plan, one.candidate, "; ".join(plan.problems))
+        yield PlannedLayout(plan, layout.candidate, "; ".join(plan.problems))
         if not plan.problems:
             break
     yield from fitting
 
 
 def _run_candidates(
-    order: Sequence[Candidate], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float, wanted: int
+    order: Sequence[Candidate], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float, enough: int
 ) -> Iterator[PlannedLayout]:
     """Dry runs in this order, until `wanted` of them fit or the deadline (of time.monotonic) is over."""
     rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
     too_full: list[Candidate] = []
-    while fitting < wanted and time.monotonic() < deadline:
-        left = (one for one in rest if not any(_takes_more(one, other) for other in too_full))
-        while len(pending) < _AHEAD and (one := next(left, None)) is not None:
-            pending.append((one, submit_plan(one.config, shape, pool, brief=True)))
+    while fitting < enough and time.monotonic() < deadline:
+        remaining = (candidate for candidate in rest if not any(_takes_more(candidate, full) for full in too_full))
+        while len(pending) < _AHEAD and (candidate := next(remaining, None)) is not None:
+            pending.append((candidate, submit_plan(candidate.config, shape, pool, brief=True)))
         if not pending:
             return
         candidate, waited = pending.popleft()
@@ -281,16 +285,16 @@ def _run_candidates(
         yield PlannedLayout(plan, candidate, "; ".join(plan.problems))
 
 
-def _takes_more(one: Candidate, other: Candidate) -> bool:
+def _takes_more(candidate: Candidate, full: Candidate) -> bool:
     """Whether a layout takes as much memory as another, or more: it has the same pipeline and tensor-parallel ranks,
     which keep as many tokens and as much state, or more."""
-    ours, theirs = one.config.policy, other.config.policy
+    ours, theirs = candidate.config.policy, full.config.policy
     alike = ("tensor", "sequence", "pipeline", "virtual_pipeline")
     return (
         all(getattr(ours.parallel, name) == getattr(theirs.parallel, name) for name in alike)
         and ours.activation_checkpointing == theirs.activation_checkpointing
         and ours.parallel.context <= theirs.parallel.context
-        and one.static_gib >= other.static_gib
+        and candidate.static_gib >= full.static_gib
     )
 
 
@@ -298,7 +302,7 @@ def explain_slower(plan: Plan | None, best: Plan | None) -> str:
     """The phase in which a layout loses most against the best one; empty for the best itself."""
     if plan is None or best is None or plan is best or plan.times is None or best.times is None:
         return ""
-    slower = {name: one - best.times.phase_s.get(name, 0.0) for name, one in plan.times.phase_s.items()}
+    slower = {name: seconds - best.times.phase_s.get(name, 0.0) for name, seconds in plan.times.phase_s.items()}
     name = max(slower, key=slower.__getitem__)
     share = plan.times.step_s / best.times.step_s - 1
     return f"{share:.0%} slower: {name} takes {slower[name]:.1f} s more"

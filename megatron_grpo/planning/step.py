@@ -80,11 +80,13 @@ class _Model:
     def phases(self, name: str) -> list[PhaseSeconds]:
         """The seconds of every pipeline stage in a phase; stages that were not traced are like the last one before."""
         traced = {
-            one.stage: sum_phase(one.report.work, one.report.passes, name, self.hardware, self.overlap)
-            for one in self.ranks
+            traced_rank.stage: sum_phase(
+                traced_rank.report.work, traced_rank.report.passes, name, self.hardware, self.overlap
+            )
+            for traced_rank in self.ranks
         }
         stages = range(self.config.policy.parallel.pipeline)
-        return [traced[max(other for other in traced if other <= stage)] for stage in stages]
+        return [traced[max(traced_stage for traced_stage in traced if traced_stage <= stage)] for stage in stages]
 
     def batch(self, totals: NDArray[np.float64], most_tokens: int) -> _Batch:
         """The samples of an optimizer step, with their lengths, as microbatches of at most `most_tokens` tokens."""
@@ -110,17 +112,17 @@ class _Model:
         def seconds(is_backward: bool) -> list[list[float]]:
             return [
                 [
-                    one.passes.get((chunk, is_backward), PassSeconds()).seconds(batch.tokens, batch.context)
+                    phase.passes.get((chunk, is_backward), PassSeconds()).seconds(batch.tokens, batch.context)
                     for chunk in chunks
                 ]
-                for one in phases
+                for phase in phases
             ]
 
         return run_schedule(
             seconds(False),
             [] if forward_only else seconds(True),
             batch.microbatches,
-            send_s=max(one.send_s for one in phases) * batch.tokens,
+            send_s=max(phase.send_s for phase in phases) * batch.tokens,
             blocking=parallel.virtual_pipeline == 1,
             forward_only=forward_only,
         )
@@ -215,7 +217,7 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
     phases = model.phases("train")
     batch = model.batch(totals, model.config.policy.microbatch_tokens)
     schedule = model.run(phases, batch, forward_only=False)
-    update = max(one.outside for one in phases)
+    update = max(phase.outside for phase in phases)
     return schedule, {
         "train": steps * (schedule.seconds + _time_exposed(model, phases, batch)),
         "optimizer": steps * update,
@@ -228,7 +230,9 @@ def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, floa
     batch = model.batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
     needed = {"logprobs": config.needs_prev_logprobs, "reference": config.uses_reference}
     return {
-        name: model.run(model.phases(name), batch, forward_only=True).seconds for name, one in needed.items() if one
+        name: model.run(model.phases(name), batch, forward_only=True).seconds
+        for name, is_needed in needed.items()
+        if is_needed
     }
 
 
@@ -254,17 +258,17 @@ def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> f
     forward; the time beyond these passes is exposed, and at least the share 1 - `Efficiency.hidden` of a message.
     """
     exposed, overlap, hidden = 0.0, model.overlap, model.hardware.efficiency.hidden
-    for one in phases:
+    for phase in phases:
         passes = {False: 0.0, True: 0.0}
-        for (_, is_backward), seconds in one.passes.items():
+        for (_, is_backward), seconds in phase.passes.items():
             passes[is_backward] += seconds.seconds(batch.tokens, batch.context)
-        here = 0.0
+        exposed_of_rank = 0.0
         for message, overlaps, behind in (
-            (one.gradients, overlap.gradients, passes[True]),
-            (one.parameters, overlap.parameters, passes[False]),
+            (phase.gradients, overlap.gradients, passes[True]),
+            (phase.parameters, overlap.parameters, passes[False]),
         ):
-            here += max(message - behind, message * (1 - hidden)) if overlaps else message
-        exposed = max(exposed, here)
+            exposed_of_rank += max(message - behind, message * (1 - hidden)) if overlaps else message
+        exposed = max(exposed, exposed_of_rank)
     return exposed
 
 
@@ -287,21 +291,23 @@ def _time_generation(
     """Seconds until the samples of a step are complete, and seconds for each batch while others follow it."""
     generation, responses = config.generation, lengths.responses
     size = size_engine(config, shape, hardware)
-    most = min(generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
-    if most < 1:
+    most_sequences = min(generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
+    if most_sequences < 1:
         raise ValueError(
             f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
             f"{size.weight_bytes / 2**30:.1f} GiB on each GPU of {hardware.memory_gib:g} GiB; use more ranks"
         )
     decoder, copies = build_decoder(config, shape, hardware), config.training_loop.num_generations_per_prompt
     engines = generation.parallel.data
-    own = np.sort(responses)[::-1][::engines][::-1]  # the fullest engine, where they do not share out evenly
+    responses_of_engine = np.sort(responses)[::-1][::engines][
+        ::-1
+    ]  # the fullest engine, where they do not share out evenly
     # Responses start in random order, because their lengths are not known.
-    own = np.random.default_rng(0).permutation(own)
-    alone = generate(decoder, lengths.prompt, own, most, copies)
-    assumptions.append(f"engines hold up to {most} sequences, and {alone.busy:.0f} decode on average")
+    responses_of_engine = np.random.default_rng(0).permutation(responses_of_engine)
+    alone = generate(decoder, lengths.prompt, responses_of_engine, most_sequences, copies)
+    assumptions.append(f"engines hold up to {most_sequences} sequences, and {alone.busy:.0f} decode on average")
     ahead = config.training_loop.async_grpo.max_trajectory_age_steps + 1
-    stream = generate(decoder, lengths.prompt, np.tile(own, ahead), most, copies)
+    stream = generate(decoder, lengths.prompt, np.tile(responses_of_engine, ahead), most_sequences, copies)
     return alone.seconds, stream.seconds / ahead
 
 
@@ -309,5 +315,7 @@ def _time_moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) 
     """Seconds in which the policy moves to host memory and back, where engines use its GPUs in turn."""
     if not config.generation.is_colocated:
         return {}
-    moved = max(one.report.held["train"] - one.report.held.get("offload", 0) for one in ranks)
+    moved = max(
+        traced_rank.report.end_bytes["train"] - traced_rank.report.end_bytes.get("offload", 0) for traced_rank in ranks
+    )
     return {"offload": moved / hardware.host_bytes_per_s, "onload": moved / hardware.host_bytes_per_s}

@@ -69,12 +69,12 @@ def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False
     layers of the first one are left out too, which takes more memory: it has the embedding and one more microbatch.
     """
     parallel = config.policy.parallel
-    each = parallel.world_size // parallel.pipeline
-    found: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
-    for stage, shard in enumerate(shard_policy(parallel, shape)[::each]):
-        sorts = tuple((shape.has_experts(one), one in _find_bf16_layers(config, shape)) for one in shard.layers)
-        found.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
-    return dict(found.values())
+    ranks_per_stage = parallel.world_size // parallel.pipeline
+    stages: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
+    for stage, shard in enumerate(shard_policy(parallel, shape)[::ranks_per_stage]):
+        sorts = tuple((shape.has_experts(layer), layer in _find_bf16_layers(config, shape)) for layer in shard.layers)
+        stages.setdefault((shard.embedding and not few, shard.end, sorts), (stage, shard.layers))
+    return dict(stages.values())
 
 
 def _find_bf16_layers(config: Config, shape: ModelShape) -> frozenset[int]:
@@ -93,7 +93,7 @@ def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> li
     stage of the rank, which sees no other stage's layers.
     """
     parallel, chunks, full = config.policy.parallel, config.policy.parallel.virtual_pipeline, len(layers)
-    sorts = [shape.has_experts(one) for one in layers]
+    sorts = [shape.has_experts(layer) for layer in layers]
     dense = sorts.index(True) if True in sorts else 0
     alike = all(sorts[dense:]) or not any(sorts)
     share = config.policy.optimizer.cpu_offload
@@ -102,15 +102,15 @@ def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> li
     if irregular or full - dense <= (_SHALLOW + 2) * chunks:
         return [_Depth(full, config, shape)]
     even = replace(parallel, first_stage_layers=None, last_stage_layers=None, count_embedding=False, count_loss=False)
-    found = []
+    depths = []
     for depth in (_SHALLOW, _SHALLOW + 1):
-        kept = sorts[: dense + depth * chunks]
+        sorts_of_depth = sorts[: dense + depth * chunks]
         experts = shape.experts
         if experts is not None:
-            experts = replace(experts, layers=tuple(kept) * parallel.pipeline)
-        small = replace(shape, layers=len(kept) * parallel.pipeline, experts=experts)
-        found.append(_Depth(len(kept), replace(config, policy=replace(config.policy, parallel=even)), small))
-    return found
+            experts = replace(experts, layers=tuple(sorts_of_depth) * parallel.pipeline)
+        small = replace(shape, layers=len(sorts_of_depth) * parallel.pipeline, experts=experts)
+        depths.append(_Depth(len(sorts_of_depth), replace(config, policy=replace(config.policy, parallel=even)), small))
+    return depths
 
 
 def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, dict[str, int]]:
@@ -134,17 +134,19 @@ def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[Dr
     for sort, moment in moments.items():
         phases[sort[0]] = max(phases.get(sort[0], 0), sum(moment.values()))
         fullest = sort if sum(moment.values()) > sum(moments[fullest].values()) else fullest
-    fewer, more = low.moments[fullest], high.moments[fullest]
-    slope = {kind: more.get(kind, 0) - fewer.get(kind, 0) for kind in more}
-    held = {name: low.held[name] + (high.held[name] - low.held[name]) * factor for name in low.held}
+    fewer, deeper = low.moments[fullest], high.moments[fullest]
+    slope = {kind: deeper.get(kind, 0) - fewer.get(kind, 0) for kind in deeper}
+    held_bytes = {
+        name: low.end_bytes[name] + (high.end_bytes[name] - low.end_bytes[name]) * factor for name in low.end_bytes
+    }
     if _REFIT in high.phases:
         before = name_phase_before_refit(high)
-        phases[_REFIT] = held[before] + high.phases[_REFIT] - high.held[before]
+        phases[_REFIT] = held_bytes[before] + high.phases[_REFIT] - high.end_bytes[before]
     report = replace(
         low,
         peak_bytes=sum(moments[fullest].values()),
         phases={name: phases[name] for name in low.phases if name in phases},
-        held=held,
+        end_bytes=held_bytes,
         holders=moments[fullest],
         moments=moments,
         work=_extrapolate_work(low.work, high.work, factor),
@@ -154,7 +156,7 @@ def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[Dr
 
 def name_phase_before_refit(report: DryReport) -> str:
     """The phase before a refit: onload where engines share the GPUs, else train."""
-    return "onload" if "onload" in report.held else "train"
+    return "onload" if "onload" in report.end_bytes else "train"
 
 
 def _extrapolate_work(low: Counter[Work], high: Counter[Work], factor: int) -> Counter[Work]:
@@ -163,22 +165,22 @@ def _extrapolate_work(low: Counter[Work], high: Counter[Work], factor: int) -> C
     Operators of a layer occur more often. Sizes of others grow with the number of layers, such as the messages of
     buckets of gradients: their operations and bytes are added up and extrapolated, in as many operators as `high` has.
     """
-    found: Counter[Work] = Counter()
+    total: Counter[Work] = Counter()
     grown: dict[Work, list[float]] = {}
     for work in low.keys() | high.keys():
         before, after = low[work], high[work]
         if after >= before > 0:
-            found[work] = before + (after - before) * factor
+            total[work] = before + (after - before) * factor
         else:
-            total = grown.setdefault(work._replace(flops=0.0, nbytes=0, sizes=(0, 0, 0, 1)), [0.0, 0.0, 0])
+            sums = grown.setdefault(work._replace(flops=0.0, nbytes=0, sizes=(0, 0, 0, 1)), [0.0, 0.0, 0])
             weight = before + (after - before) * factor
-            total[0] += weight * work.flops
-            total[1] += weight * work.nbytes
-            total[2] += after
+            sums[0] += weight * work.flops
+            sums[1] += weight * work.nbytes
+            sums[2] += after
     for work, (flops, nbytes, number) in grown.items():
         number = max(int(number), 1)
-        found[work._replace(flops=max(flops, 0.0) / number, nbytes=max(int(nbytes), 0) // number)] += number
-    return found
+        total[work._replace(flops=max(flops, 0.0) / number, nbytes=max(int(nbytes), 0) // number)] += number
+    return total
 
 
 def _extrapolate_bytes(low: Mapping[str, int], high: Mapping[str, int], factor: int) -> dict[str, int]:
@@ -240,7 +242,7 @@ class PendingTrace:
         """
         where = f"the dry run of rank {self.rank} (pipeline stage {self.stage})"
         try:
-            reports = [one.result(max(0.0, deadline - time.monotonic())) for one in self.futures]
+            reports = [future.result(max(0.0, deadline - time.monotonic())) for future in self.futures]
         except TimeoutError:
             raise LateError(f"{where} is not done in time; plan.timeout_s is its deadline") from None
         except Exception as error:  # whatever the rank's code raises: the layout does not build
@@ -268,11 +270,14 @@ def submit_traces(
 
     `moves` is that of `run_dry`, and `few` that of `find_distinct_stages`.
     """
-    each = config.policy.parallel.world_size // config.policy.parallel.pipeline
+    ranks_per_stage = config.policy.parallel.world_size // config.policy.parallel.pipeline
     pending = []
     for stage, layers in find_distinct_stages(config, shape, few=few).items():
         depths = _list_depths(config, shape, layers)
-        runs = [pool.submit(_run_dry, one.config, one.shape, stage * each, expert_skew, moves) for one in depths]
-        numbers = [one.layers for one in depths]
-        pending.append(PendingTrace(stage, stage * each, len(layers), expert_skew, numbers, runs))
+        runs = [
+            pool.submit(_run_dry, depth.config, depth.shape, stage * ranks_per_stage, expert_skew, moves)
+            for depth in depths
+        ]
+        numbers = [depth.layers for depth in depths]
+        pending.append(PendingTrace(stage, stage * ranks_per_stage, len(layers), expert_skew, numbers, runs))
     return pending

@@ -74,15 +74,15 @@ class Plan:
 
     def timed_on(self, gpu: Hardware) -> StepTimes:
         """Seconds by phase on other hardware; ValueError: an engine has no room for a sequence."""
-        balanced = [one for one in self.traces if one.expert_skew == 1.0]
+        balanced = [trace for trace in self.traces if trace.expert_skew == 1.0]
         lengths, workload = find_lengths(self.config), self.config.plan.workload
-        value = [one for one in self.value_traces if one.expert_skew == 1.0]
+        value = [trace for trace in self.value_traces if trace.expert_skew == 1.0]
         return build_step_times(self.config, self.shape, balanced, gpu, lengths, workload=workload, value_ranks=value)
 
     @property
     def fullest(self) -> RankMemory:
         """The rank with the highest peak."""
-        return max((*self.ranks, *self.value_ranks), key=lambda one: one.peak)
+        return max((*self.ranks, *self.value_ranks), key=lambda rank: rank.peak)
 
     @property
     def gpus(self) -> int:
@@ -103,7 +103,7 @@ class Plan:
     @property
     def shortages(self) -> list[str]:
         """Reasons why the run does not fit: GPUs of the models, engines, hosts; empty: it fits."""
-        worst, has, found = self.fullest, self.hardware.memory_gib, list(self._engine_shortages())
+        worst, has, shortages = self.fullest, self.hardware.memory_gib, list(self._engine_shortages())
         if worst.peak > has * GIB:
             skew = f" with {worst.expert_skew:g} times the mean tokens of an expert" if worst.expert_skew > 1 else ""
             of = "" if worst.model == "policy" else f" of the {worst.model}"
@@ -111,22 +111,25 @@ class Plan:
                 f"rank {worst.rank}{of} (pipeline stage {worst.stage}) takes {worst.peak / GIB:.1f} of {has:.1f} GiB "
                 f"in {worst.phase}{skew}"
             )
-            found.insert(0, text)
-        return [*found, *self._host_shortages()]
+            shortages.insert(0, text)
+        return [*shortages, *self._host_shortages()]
 
     @property
     def problems(self) -> list[str]:
         """Reasons why the run does not fit, the first with what would make it fit; empty: it fits."""
-        first, *others = self.shortages or [""]
+        first, *further = self.shortages or [""]
         if not first:
             return []
-        return [f"{first}; {self.advice.text}" if self.advice is not None else first, *others]
+        return [f"{first}; {self.advice.text}" if self.advice is not None else first, *further]
 
     def _engine_shortages(self) -> Iterator[str]:
         """Engines without room for one sequence, or that leave too little of shared GPUs."""
         if self.engine is None:
             return
-        yield from (f"{one.subject} {one.text}" for one in find_room_problems(self.config, self.shape, self.hardware))
+        yield from (
+            f"{problem.subject} {problem.text}"
+            for problem in find_room_problems(self.config, self.shape, self.hardware)
+        )
         if not self.config.generation.is_colocated:
             return
         share, has = self.config.generation.engine.gpu_memory_utilization, self.hardware.memory_gib
@@ -140,7 +143,7 @@ class Plan:
     def beside_engine(self) -> float:
         """Bytes of a shared GPU that engines cannot have: those of offloaded models, and CUDA's context of each."""
         models = [self.ranks, *([self.value_ranks] if self.value_ranks else [])]
-        return sum(max(one.asleep for one in ranks) + self.hardware.reserve_gib * GIB for ranks in models)
+        return sum(max(rank.asleep for rank in ranks) + self.hardware.reserve_gib * GIB for ranks in models)
 
     @property
     def host(self) -> tuple[float, float | None]:
@@ -165,9 +168,9 @@ class Plan:
             "host_gib": round(needed, 1),
             "host_memory_gib": has,
             "peak_gib": round(self.fullest.peak / GIB, 3),
-            "ranks": [one.as_dict() for one in (*self.ranks, *self.value_ranks)],
+            "ranks": [rank.as_dict() for rank in (*self.ranks, *self.value_ranks)],
             "step_s": None if times is None else round(times.step_s, 3),
-            "phase_s": None if times is None else {name: round(one, 3) for name, one in times.phase_s.items()},
+            "phase_s": None if times is None else {name: round(seconds, 3) for name, seconds in times.phase_s.items()},
             "tokens_per_s_per_gpu": None if times is None else round(times.tokens_per_s_per_gpu, 1),
             "refit_s": None if times is None else round(times.refit_s, 4),
             "refit_bytes": None if times is None else times.refit_bytes,
@@ -179,33 +182,35 @@ class Plan:
         """Assumptions behind the figures, besides the configuration."""
         worst = self.fullest
         parts = list_reserve_parts(self.config, worst.phases[worst.phase], self.hardware, model=worst.model)
-        left = worst.reserve - sum(parts.values())
-        parts |= {"the other model on the GPU": left} if left else {}
+        unexplained = worst.reserve - sum(parts.values())
+        parts |= {"the other model on the GPU": unexplained} if unexplained else {}
         reserve = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
         tokens = self.config.policy.microbatch_tokens
-        found = [
+        assumptions = [
             f"{self.hardware.name}: {self.hardware.memory_gib:g} GiB a GPU",
             f"reserve besides tensors, in GiB: {reserve}",
             f"microbatches are full, {tokens} tokens each, and all tokens are in the loss",
         ]
         if self.shape.experts is not None:
-            found.append(f"experts are balanced, or those of a rank have {self.config.plan.expert_skew:g} x the mean")
+            assumptions.append(
+                f"experts are balanced, or those of a rank have {self.config.plan.expert_skew:g} x the mean"
+            )
         if not self.hardware.nvlink_bytes_per_s:
             speed = self.hardware.local_bytes_per_s / 1e9
-            found.append(
+            assumptions.append(
                 f"{self.hardware.name} has no NVLink: GPUs of a node exchange messages over PCIe, {speed:g} GB/s"
             )
         needed, has = self.host
         if needed >= 1:
             of = "host memory not known, plan.host_memory_gib" if has is None else f"of {has:.0f} GiB"
-            found.append(f"tensors in host memory: {needed:.0f} GiB a node, {of}")
+            assumptions.append(f"tensors in host memory: {needed:.0f} GiB a node, {of}")
         if self.engine is not None:
-            found.append(
+            assumptions.append(
                 f"an engine's GPU has {self.engine.weight_bytes / GIB:.1f} GiB of weights, "
                 f"{self.engine.activation_bytes / GIB:.1f} GiB of activations and graphs, and a cache of "
                 f"{self.engine.cache_tokens} tokens"
             )
-        return found + ([] if self.times is None else self.times.assumptions)
+        return assumptions + ([] if self.times is None else self.times.assumptions)
 
 
 def find_profile(config: Config) -> Hardware:
@@ -217,10 +222,10 @@ def find_profile(config: Config) -> Hardware:
     name = config.plan.hardware or config.cluster.gpu
     if name is None:
         raise ValueError(f"a plan needs the GPU: give cluster.gpu={', '.join(list_profiles())}")
-    found = load_hardware(name)
-    domain = found.gpus_per_domain  # a rack's reaches over nodes, a node's has at most its GPUs
+    gpu = load_hardware(name)
+    domain = gpu.gpus_per_domain  # a rack's reaches over nodes, a node's has at most its GPUs
     per_node = config.cluster.gpus or domain
-    return replace(found, gpus_per_domain=min(domain, per_node)) if domain <= _MOST_OF_NODE else found
+    return replace(gpu, gpus_per_domain=min(domain, per_node)) if domain <= _MOST_OF_NODE else gpu
 
 
 _MOST_OF_NODE = 16
@@ -283,20 +288,20 @@ class PendingPlan:
             ValueError: plan.lengths_from has no rollouts.
         """
         config, shape, gpu = self.config, self.shape, self.hardware
-        traces = [one.result(deadline) for one in self.traces]
-        value_traces = [one.result(deadline) for one in self.value_traces]
+        traces = [pending.result(deadline) for pending in self.traces]
+        value_traces = [pending.result(deadline) for pending in self.value_traces]
         has_engines = has_own_engines(config)
         engine = size_engine(config, shape, gpu) if has_engines else None
         beside = 0 if engine is None else engine.weight_bytes
         # Models that share GPUs with engines share them with each other too, all at once while they learn.
         together = config.generation.is_colocated and has_engines
         of_policy, of_value = (
-            max((one.report.held["train"] for one in found), default=0) if together else 0
-            for found in (traces, value_traces)
+            max((trace.report.end_bytes["train"] for trace in traced_ranks), default=0) if together else 0
+            for traced_ranks in (traces, value_traces)
         )
-        ranks = [build_rank_memory(config, one, gpu, beside, beside=of_value) for one in traces]
+        ranks = [build_rank_memory(config, trace, gpu, beside, beside=of_value) for trace in traces]
         value = config if config.value_model is None else replace(config, policy=config.value_model)
-        values = [build_rank_memory(value, one, gpu, model="value model", beside=of_policy) for one in value_traces]
+        values = [build_rank_memory(value, trace, gpu, model="value model", beside=of_policy) for trace in value_traces]
         plan = Plan(
             config, shape, gpu, ranks, engine, None, traces, time.monotonic() - self.began, values, value_traces
         )
@@ -324,15 +329,15 @@ def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *,
         raise ConfigError(problems)
     models = [(config, shape)]
     if config.value_model is not None and config.plan.workload == "rl":
-        own = find_value_shape(config) if config.value.model.path is not None else shape
-        if own is None:
+        value_shape = find_value_shape(config) if config.value.model.path is not None else shape
+        if value_shape is None:
             text = "is not on this machine; give a folder with its config.json"
             raise ConfigError([Problem(f"value.model.path={config.value.model.path}", text)])
-        models.append((replace(config, policy=config.value_model), as_value_model(own)))
+        models.append((replace(config, policy=config.value_model), as_value_model(value_shape)))
     traces = []
-    for made, size in models:
-        of_model = submit_traces(pool, made, size, moves=not brief and config.plan.workload == "rl", few=brief)
+    for model_config, size in models:
+        of_model = submit_traces(pool, model_config, size, moves=not brief and config.plan.workload == "rl", few=brief)
         if size.experts is not None and config.plan.expert_skew > 1 and not brief:
-            of_model += submit_traces(pool, made, size, expert_skew=config.plan.expert_skew, moves=False)
+            of_model += submit_traces(pool, model_config, size, expert_skew=config.plan.expert_skew, moves=False)
         traces.append(of_model)
     return PendingPlan(config, shape, gpu, traces[0], traces[1] if len(traces) > 1 else [], began)

@@ -85,8 +85,8 @@ class Kernel:
             note("attention", self.kind, flops=self.attention_flops, nbytes=moved)
         else:
             note("elementwise", self.kind, nbytes=moved)
-        for one in self.messages:
-            note_message(one.name, one.nbytes, one.group)
+        for message in self.messages:
+            note_message(message.name, message.nbytes, message.group)
 
     def note_backward(self, moved: int, of_input: bool, of_weights: bool) -> None:
         """Record the work of the backward pass: a product for each gradient; attention's products are five, not two."""
@@ -100,8 +100,8 @@ class Kernel:
             note("attention", self.kind, flops=2.5 * self.attention_flops, nbytes=2 * moved)
         else:
             note("elementwise", self.kind, nbytes=moved)
-        for one in self.messages_back:
-            note_message(one.name, one.nbytes, one.group)
+        for message in self.messages_back:
+            note_message(message.name, message.nbytes, message.group)
 
 
 def run(kernel: Kernel, *inputs: Tensor) -> Any:
@@ -118,12 +118,12 @@ class _Run(torch.autograd.Function):
         like = inputs[0]
         with kind(kernel.kind):
             work, outputs, saved = (
-                [_new(like, one) for one in made] for made in (kernel.forward, kernel.outputs, kernel.saved)
+                [_new(like, tensor) for tensor in tensors] for tensors in (kernel.forward, kernel.outputs, kernel.saved)
             )
         del work
-        kept = [inputs[number] for number in kernel.keeps]
-        ctx.save_for_backward(*kept, *(outputs[:1] if kernel.keeps_output else ()), *saved)
-        ctx.kernel, ctx.inputs = kernel, [(one.shape, one.dtype) for one in inputs]
+        inputs_to_keep = [inputs[number] for number in kernel.keeps]
+        ctx.save_for_backward(*inputs_to_keep, *(outputs[:1] if kernel.keeps_output else ()), *saved)
+        ctx.kernel, ctx.inputs = kernel, [(tensor.shape, tensor.dtype) for tensor in inputs]
         ctx.moved = nbytes_of([*inputs, *outputs])
         kernel.note_forward(ctx.moved)
         return tuple(outputs)
@@ -132,17 +132,17 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, like = ctx.saved_tensors, gradients[0]
         with kind(ctx.kernel.kind):
-            work = [_new(like, one) for one in ctx.kernel.backward]
+            work = [_new(like, tensor) for tensor in ctx.kernel.backward]
             needed = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
-            made = [_new(like, one) if wanted else None for one, wanted in needed]
+            results = [_new(like, tensor) if is_needed else None for tensor, is_needed in needed]
         del work, saved
-        wanted = ctx.needs_input_grad[1:]
-        ctx.kernel.note_backward(ctx.moved, of_input=wanted[0], of_weights=any(wanted[1:]))
-        return None, *made
+        needed_gradients = ctx.needs_input_grad[1:]
+        ctx.kernel.note_backward(ctx.moved, of_input=needed_gradients[0], of_weights=any(needed_gradients[1:]))
+        return None, *results
 
 
-def _new(like: Tensor, made: Made) -> Tensor:
-    return like.new_empty(tuple(made[0]), dtype=made[1])
+def _new(like: Tensor, form: Made) -> Tensor:
+    return like.new_empty(tuple(form[0]), dtype=form[1])
 
 
 def norm(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def norm(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, context: Any = None, seen: int | None = None, **named: Any
+    query: Tensor, key: Tensor, value: Tensor, *, context: Any = None, context_tokens: int | None = None, **named: Any
 ) -> Tensor:
     """Fused attention of [..., heads, tokens or head_dim, ...] in the query's shape, with the value's last dimension.
 
@@ -165,8 +165,10 @@ def attention(
     at most, of which causal attention computes half; None: the tensors are [..., heads, tokens, head_dim].
     """
     parts = 1 if context is None else context.size()
-    ring: list[Made] = [(one.shape, one.dtype) for one in (key, value) for _ in range(2) if parts > 1]
-    keys, share = (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if seen is None else (seen, 0.5)
+    ring: list[Made] = [(tensor.shape, tensor.dtype) for tensor in (key, value) for _ in range(2) if parts > 1]
+    keys, share = (
+        (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if context_tokens is None else (context_tokens, 0.5)
+    )
     pairs = share * query.numel() / query.shape[-1] * keys  # of a query and a key, over all heads
     turns = parts * nbytes_of([key, value])
     kernel = Kernel(
@@ -240,9 +242,9 @@ def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
 
 def _gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
     """The gradients of `_gated` by its inputs: gate and up, and perhaps a weight for each row."""
-    made = tuple(map(torch.empty_like, inputs))
-    note("elementwise", "swiglu", nbytes=nbytes_of([gradient, *inputs, *made]))
-    return made[0] if len(made) == 1 else made
+    results = tuple(map(torch.empty_like, inputs))
+    note("elementwise", "swiglu", nbytes=nbytes_of([gradient, *inputs, *results]))
+    return results[0] if len(results) == 1 else results
 
 
 def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -254,8 +256,8 @@ def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
 def _permute(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
     """Tokens [tokens, hidden] to a copy for each of their experts, with its weight, and the map of rows."""
     rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
-    made = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
-    permuted, weights = run(Kernel("dispatch", made), tokens, probs)  # `_unpermute` keeps the map for both
+    results = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
+    permuted, weights = run(Kernel("dispatch", results), tokens, probs)  # `_unpermute` keeps the map for both
     return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
 
 
@@ -266,11 +268,14 @@ def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_sha
     return result
 
 
-def _sort(tokens: Tensor, *others: Any) -> Any:
+def _sort(tokens: Tensor, *companions: Any) -> Any:
     """Sort rows by expert, or back; with their weights where these come next. The map of rows is saved."""
-    moved = [tokens, *(one for one in others[:1] if isinstance(one, Tensor) and one.is_floating_point())]
-    made = [(one.shape, one.dtype) for one in moved]
-    return run(Kernel("dispatch", made, saved=[((len(tokens),), torch.int32)]), *moved)
+    moved = [
+        tokens,
+        *(tensor for tensor in companions[:1] if isinstance(tensor, Tensor) and tensor.is_floating_point()),
+    ]
+    results = [(tensor.shape, tensor.dtype) for tensor in moved]
+    return run(Kernel("dispatch", results, saved=[((len(tokens),), torch.int32)]), *moved)
 
 
 def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
@@ -280,16 +285,18 @@ def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: floa
     The arguments and attributes are those of Megatron-Core's dispatcher.
     """
     total, count = self.routing_map.shape[0] * self.config.moe_router_topk, self.num_experts
-    here = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+    local_experts = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
     share = np.ones(count)
-    share[here] = skew
-    others = count - self.num_local_experts
-    share[: here.start] = share[here.stop :] = (count - skew * self.num_local_experts) / max(others, 1)
+    share[local_experts] = skew
+    remote_count = count - self.num_local_experts
+    share[: local_experts.start] = share[local_experts.stop :] = (count - skew * self.num_local_experts) / max(
+        remote_count, 1
+    )
     ends = np.rint(np.cumsum(share) / share.sum() * total).astype(np.int64)
-    each = np.diff(ends, prepend=0)
-    local, peers = each[here], self.tp_size * self.ep_size
+    tokens_per_expert = np.diff(ends, prepend=0)
+    local, peers = tokens_per_expert[local_experts], self.tp_size * self.ep_size
     if peers > 1:
-        self.input_splits = each.reshape(self.ep_size, -1).sum(axis=1)
+        self.input_splits = tokens_per_expert.reshape(self.ep_size, -1).sum(axis=1)
         self.output_splits = np.full(self.ep_size, local.sum())
         self.output_splits_tp = np.full(self.tp_size, local.sum() * self.ep_size)
     self.num_global_tokens_per_local_expert = np.tile(local, (peers, 1))
@@ -314,9 +321,9 @@ def _shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_nex
     return list(STAGE_SHAPE), list(STAGE_SHAPE)
 
 
-def _gather_objects(found: list[Any], own: Any, group: Any = None) -> None:
+def _gather_objects(gathered: list[Any], local: Any, group: Any = None) -> None:
     """Stand-in for `all_gather_object`: every rank has the object of this one."""
-    found[:] = [own] * len(found)
+    gathered[:] = [local] * len(gathered)
 
 
 REPLACED: dict[str, Any] = {
@@ -346,8 +353,8 @@ REPLACED: dict[str, Any] = {
 def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
     """Replace the names of `REPLACED`, and the dispatcher's counts, for the body; `log` learns of each pass."""
     with ExitStack() as stack:
-        for place, value in REPLACED.items():
-            module, _, name = place.partition(":")
+        for target, value in REPLACED.items():
+            module, _, name = target.partition(":")
             stack.enter_context(patch.object(importlib.import_module(module), name, value, create=True))
         counts = partialmethod(_counts, skew=expert_skew)
         stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))

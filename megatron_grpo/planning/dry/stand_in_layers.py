@@ -50,8 +50,10 @@ class ShapedAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSeqParams, **__: Any
     ) -> Tensor:
         """[tokens, heads or groups, head_dim] each, to [tokens, heads * value_dim]."""
-        seen = packed_seq_params.max_seqlen_kv
-        return attention(query, key.contiguous(), value.contiguous(), context=self._context, seen=seen).flatten(-2)
+        context_tokens = packed_seq_params.max_seqlen_kv
+        return attention(
+            query, key.contiguous(), value.contiguous(), context=self._context, seen=context_tokens
+        ).flatten(-2)
 
 
 class Quantizable:
@@ -110,7 +112,7 @@ class Quantizable:
         """The product, whose rows are the tokens of the longer of input and output: the gathered one, if one is."""
         rows = max(math.prod(hidden.shape[:-1]), math.prod(output[:-1]))
         dtype = name_of(hidden.dtype) if self.fp8 is None else "fp8"
-        number = sum(one.dim() == 2 for one in weights)
+        number = sum(weight.dim() == 2 for weight in weights)
         return Product(rows, hidden.shape[-1], output[-1], dtype, number)
 
     def _keep_copies(self, weights: Sequence[Tensor]) -> None:
@@ -177,10 +179,10 @@ class ShapedRowLinear(Quantizable, RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[tokens, sequences, columns of this rank] to [tokens of this rank, sequences, rows], and no bias."""
         parts = self.tp_group.size() if self.sequence_parallel else 1
-        whole = (*input_.shape[:-1], self.weight.shape[0])
-        gathered: list[Made] = [(whole, input_.dtype)] if self.sequence_parallel else []
-        output = (whole[0] // parts, *whole[1:])
-        nbytes, group = math.prod(whole) * input_.element_size(), self.tp_group
+        full_shape = (*input_.shape[:-1], self.weight.shape[0])
+        gathered: list[Made] = [(full_shape, input_.dtype)] if self.sequence_parallel else []
+        output = (full_shape[0] // parts, *full_shape[1:])
+        nbytes, group = math.prod(full_shape) * input_.element_size(), self.tp_group
         return self.multiply(
             input_,
             list(self.parameters()),
@@ -227,23 +229,23 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """The checkpoint's entries, named as those of experts with layers of their own."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         parts, first = self._groups.ep.size(), self._groups.ep.rank() * self.num_gemms
         for number, weight in enumerate(self.parameters()):
-            place = (len(sharded_offsets), first + number, parts * self.num_gemms)
-            one = make_sharded_tensors_for_checkpoint(
+            offset = (len(sharded_offsets), first + number, parts * self.num_gemms)
+            sharded = make_sharded_tensors_for_checkpoint(
                 {"weight": weight},
                 "",
                 {"weight": self._axis},
-                (*sharded_offsets, place),
+                (*sharded_offsets, offset),
                 tp_group=self._groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
-            replace_prefix_for_sharding(one, "", prefix)
-            shard = one["weight"]
+            replace_prefix_for_sharding(sharded, "", prefix)
+            shard = sharded["weight"]
             shard.replica_id = (*shard.replica_id[:2], self._groups.expt_dp.rank())
-            found[f"{prefix}weight{number}"] = shard
-        return found
+            tensors[f"{prefix}weight{number}"] = shard
+        return tensors
 
 
 def shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:

@@ -55,7 +55,7 @@ class MemoryTracker(TorchDispatchMode):
         """`live` at the peak."""
         self.peaks: dict[str, int] = {}
         """Most bytes alive at once, by phase."""
-        self.held: dict[str, int] = {}
+        self.end_bytes: dict[str, int] = {}
         """Bytes alive at the end, by phase."""
         self.moments: Moments = {}
         """The fullest moments, from which the peaks of models with other numbers of layers are extrapolated."""
@@ -77,7 +77,7 @@ class MemoryTracker(TorchDispatchMode):
                 yield
         finally:
             self._read_sizes()
-            self.held[name] = self._total
+            self.end_bytes[name] = self._total
             self._phase = before
 
     def name_kind(self, tensors: Iterable[Tensor], name: str) -> None:
@@ -141,10 +141,10 @@ class MemoryTracker(TorchDispatchMode):
         self._total -= size
         self._discounted.discard(key)
 
-    def _note_peak(self, made: str) -> None:
+    def _note_peak(self, kind: str) -> None:
         """Compare the bytes alive with the peaks so far; `made`: kind of the latest tensor."""
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
-        sort = self._phase, made, self._operator
+        sort = self._phase, kind, self._operator
         if self._total > self._fullest.get(sort, -1):
             self._fullest[sort] = self._total
             self.moments[sort] = {kind: size for kind, size in self.live.items() if size}
@@ -199,18 +199,20 @@ class DryMode(MemoryTracker):
             number = args[0]
             return True if number.dtype == torch.bool else 1.0 if number.is_floating_point() else 1
         if name == "aten::masked_select":
-            made = args[0].new_zeros(args[1].shape[-1] * self._top_k)
-            self.follow(made)
-            self.log.note_operator(func, args, made)
-            return made
+            counts = args[0].new_zeros(args[1].shape[-1] * self._top_k)
+            self.follow(counts)
+            self.log.note_operator(func, args, counts)
+            return counts
         if name.startswith("c10d::"):
             self.log.note_message(name, args)
-            done = [_done() if "Work" in str(one.type) else args[0] for one in func._schema.returns]
-            return done[0] if len(done) == 1 else tuple(done)
+            results = [
+                _build_finished_work() if "Work" in str(returned.type) else args[0] for returned in func._schema.returns
+            ]
+            return results[0] if len(results) == 1 else tuple(results)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.log.note_operator(func, args, result)
         return result
 
 
-def _done() -> Any:
+def _build_finished_work() -> Any:
     return torch._C._distributed_c10d.FakeWork().boxed()

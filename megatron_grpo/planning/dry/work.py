@@ -65,12 +65,12 @@ class WorkLog:
             return
         name = func.name()
         if sort == "product":
-            left, right = [one for one in args if isinstance(one, Tensor)][-2:]
-            (*batch, m, k), n = left.shape, right.shape[-1]
+            first, second = [argument for argument in args if isinstance(argument, Tensor)][-2:]
+            (*batch, m, k), n = first.shape, second.shape[-1]
             number = math.prod(batch)
             sizes = (number * m, k, n, number)
-            flops, moved = 2.0 * number * m * k * n, nbytes_of((left, right, result))
-            self.note("matmul", name, flops=flops, nbytes=moved, sizes=sizes, dtype=name_of(left.dtype))
+            flops, moved = 2.0 * number * m * k * n, nbytes_of((first, second, result))
+            self.note("matmul", name, flops=flops, nbytes=moved, sizes=sizes, dtype=name_of(first.dtype))
         elif sort == "gather":
             self.note("elementwise", name, nbytes=2 * nbytes_of(result))
         else:
@@ -83,14 +83,14 @@ class WorkLog:
 
     def note_message(self, name: str, args: tuple[Any, ...]) -> None:
         """Count a message of torch's process groups, `c10d::...`."""
-        group = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
+        group = next((argument for argument in args if isinstance(argument, torch.ScriptObject)), None)
         if group is None:
             return  # a wait, or a query of the group
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
         short, nbytes = name.removeprefix("c10d::").partition(".")[0], max(map(nbytes_of, args))
         if short in ("send", "recv_"):
-            other = next(one for one in args if isinstance(one, int))
-            self.note("send", short, nbytes=nbytes, ranks=(dist.get_rank(), ranks[other]))
+            peer = next(argument for argument in args if isinstance(argument, int))
+            self.note("send", short, nbytes=nbytes, ranks=(dist.get_rank(), ranks[peer]))
         elif len(ranks) > 1:
             self.note("collective", short, nbytes=nbytes, ranks=ranks)
 
@@ -157,7 +157,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def nbytes_of(value: Any) -> int:
     """Bytes of the elements of a tensor, or of all tensors in a nested structure."""
-    return sum(one.nbytes for one in tree_leaves(value) if isinstance(one, Tensor))
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
@@ -177,7 +177,9 @@ _SORTS: dict[Any, str] = {}
 
 def _sort(func: Any) -> str:
     name = func.name()
-    views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+    views = any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
+    )
     if views or name.startswith(_FREE):
         return "free"
     if name in _PRODUCTS:

@@ -122,7 +122,7 @@ def test_fake_tensors_take_as_much_as_real_ones(
     close = partial(pytest.approx, abs=8 * GRANULE)
     assert real.peak_bytes == max(real.phases.values())
     assert {phase: fake.phases[phase] for phase in real.phases} == close(real.phases)
-    assert {phase: fake.held[phase] for phase in real.held} == close(real.held)
+    assert {phase: fake.end_bytes[phase] for phase in real.end_bytes} == close(real.end_bytes)
 
 
 @pytest.mark.parametrize("change", [recompute, recompute_experts])
@@ -130,7 +130,7 @@ def test_a_step_leaves_nothing_of_recomputed_experts(change: Callable[[Config], 
     config = small_run()
     change(config)
     report = run_dry(config, EXPERTS, 0)
-    assert report.held["train"] <= report.held["logprobs"] + 8 * GRANULE
+    assert report.end_bytes["train"] <= report.end_bytes["logprobs"] + 8 * GRANULE
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True, "data": 2}], ids=["one rank", "tensor"])
@@ -147,7 +147,7 @@ def test_a_reference_on_the_host_takes_no_memory_between_its_turns() -> None:
     reference(config)
     config.reference.offload = True
     report = run_dry(config, DENSE, 0)
-    assert report.held["build"] == pytest.approx(alone.held["build"], abs=8 * GRANULE)
+    assert report.end_bytes["build"] == pytest.approx(alone.end_bytes["build"], abs=8 * GRANULE)
     assert report.phases["reference"] >= alone.phases["logprobs"] + sum(weight_bytes(DENSE))
 
 
@@ -185,4 +185,4 @@ def test_a_value_model_runs_dry_without_a_reference() -> None:
     found = run_dry(config, as_value_model(DENSE), 0, moves=False)
     assert found.phases.keys() - {"build", "first step"} == {"values", "train"}
     policy = run_dry(config, DENSE, 0, moves=False)
-    assert found.held["train"] < policy.held["train"]
+    assert found.end_bytes["train"] < policy.end_bytes["train"]

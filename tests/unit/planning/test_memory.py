@@ -24,7 +24,7 @@ def traced(moments: dict[str, dict[str, int]], stage: int = 0, per_layer: dict[s
     report = DryReport(
         peak_bytes=phases[worst],
         phases=phases,
-        held={"offload": GIB},
+        end_bytes={"offload": GIB},
         holders=sizes[worst],
         moments={(phase, "linear", "aten::empty"): one for phase, one in sizes.items()},
         work=Counter(),
@@ -82,7 +82,7 @@ def test_a_refit_to_engines_on_the_same_gpu_has_both_weights_and_nothing_of_the_
     config.generation.placement = "colocated"
     everything = {"weights": 10, "gradients": 5, "optimizer": 20}
     trace = traced({**STEP, "onload": everything, "refit": {**everything, "other": 1}})
-    trace.report.held["onload"] = 35 * GIB
+    trace.report.end_bytes["onload"] = 35 * GIB
     found = build_rank_memory(config, trace, H100, engine_weights=15 * GIB)
     assert found.phases["refit"] == (10 + 1 + 15) * GIB
 

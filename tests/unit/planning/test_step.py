@@ -33,7 +33,7 @@ def rank(stage: int, forward: float, backward: float, *, update: float = 0.0, gr
     ring = {"kind": "collective", "name": "reduce_scatter_tensor_coalesced_", "ranks": (0, 1)}
     found[work(chunk=None, nbytes=gradients, **ring)] += 1
     passes = Counter({(phase, 0): 2 for phase in ("train", "logprobs", "reference")})
-    report: Any = SimpleNamespace(work=found, passes=passes, held={"train": 300 * 10**9, "offload": 50 * 10**9})
+    report: Any = SimpleNamespace(work=found, passes=passes, end_bytes={"train": 300 * 10**9, "offload": 50 * 10**9})
     return RankTrace(stage, stage, 1, 1.0, report, {})
 
 

@@ -80,7 +80,7 @@ def test_two_depths_give_a_third_exactly(
     close = 64 * GRANULE
     assert found.peak_bytes == pytest.approx(whole.peak_bytes, abs=close)
     assert found.phases == pytest.approx(whole.phases, abs=close)
-    assert found.held == pytest.approx(whole.held, abs=close)
+    assert found.end_bytes == pytest.approx(whole.end_bytes, abs=close)
     assert sum(found.holders.values()) == found.peak_bytes
     assert per_layer["weights"] > 0
     assert flops_by_kind(found) == pytest.approx(flops_by_kind(whole), rel=1e-9)
