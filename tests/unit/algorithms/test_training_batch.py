@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ def laid_out(trajectories: list[Trajectory], *, samples: int = 2, replicas: int 
 def test_the_batch_of_a_step(replicas: int) -> None:
     drawn = [[-0.5, -1.0, -1.5], [-0.25], [-2.0, -1.0], [-0.125, -0.75]]
     trajectories = [make_trajectory(len(row), prompt_tokens=2, logprobs=row) for row in drawn]
-    trajectories[3].stop_reason, trajectories[3].correct = "length", True
+    trajectories[3] = replace(trajectories[3], stop_reason="length", correct=True)
     batch = laid_out(trajectories, replicas=replicas, overlong_filtering=True, positive=0.1)
     assert batch.lengths.tolist() == [5, 3, 4, 4]
     assert batch.response_tokens.tolist() == [3, 1, 2, 2]
