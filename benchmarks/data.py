@@ -166,9 +166,9 @@ def visits(rows: int) -> dict[str, Any]:
 
 def _loader(rows: int, per_batch: int) -> Any:
     """The loader of a run, shuffled."""
-    from megatron_grpo.data.loader import PromptLoader, Visits
+    from megatron_grpo.data.loader import PromptLoader, PromptSampler
 
-    order = Visits([rows], [1.0], shuffle=True, seed=42)
+    order = PromptSampler([rows], [1.0], shuffle=True, seed=42)
     return PromptLoader(Numbers(rows), prompts_per_batch=per_batch, order=order)
 
 

@@ -26,7 +26,7 @@ from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
+from megatron_grpo.data.loader import PromptLoader, Prompts, PromptSampler
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import build_environments
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
@@ -188,7 +188,7 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         loader=PromptLoader(
             cast(Prompts, MadeUpPrompts(sizes)),
             prompts_per_batch=sizes.prompts,
-            order=Visits([len(MadeUpPrompts(sizes))], [1.0], shuffle=True, seed=0),
+            order=PromptSampler([len(MadeUpPrompts(sizes))], [1.0], shuffle=True, seed=0),
         ),
         val_prompts=[],
         loss_fn=ClippedPGLossFn(config.loss_fn),

@@ -23,7 +23,7 @@ from header import header
 from small_model import WORDS, make_model
 from torch.distributed import HashStore
 
-from megatron_grpo.batch.replay_files import StepFigures, sum_states, watched_tokens, write_figures
+from megatron_grpo.batch.replay_files import StepFigures, choose_watched_tokens, sum_states, write_figures
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig
 from megatron_grpo.models.families import read_model_shape
@@ -43,7 +43,7 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
     batch = TokenBatch(lengths, TokenFields(token_ids=torch.randint(2, WORDS, (sum(lengths),)).int()))
     each = 4096 // LENGTH
     microbatches = [list(range(begin, min(begin + each, len(lengths)))) for begin in range(0, len(lengths), each)]
-    watched = watched_tokens(sum(lengths))
+    watched = choose_watched_tokens(sum(lengths))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * ROUNDS + 2):
         is_watched = turn % 2 == 1

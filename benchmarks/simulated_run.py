@@ -43,7 +43,7 @@ from megatron_grpo.algorithms.step_report import StepReport
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
+from megatron_grpo.data.loader import PromptLoader, Prompts, PromptSampler
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments import environment_processes as environment_pool
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
@@ -296,7 +296,7 @@ def _loader(case: Case) -> PromptLoader:
             steps=case.steps + 3,  # those that are sampled ahead
         )
     )
-    order = Visits([len(made_up)], [1.0], shuffle=True, seed=0)
+    order = PromptSampler([len(made_up)], [1.0], shuffle=True, seed=0)
     return PromptLoader(cast(Prompts, made_up), prompts_per_batch=prompts, order=order)
 
 

@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
-from megatron_grpo.batch.rollout_files import read_recorded, rollouts_file  # noqa: E402
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, read_recorded_rollouts  # noqa: E402
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field  # noqa: E402
 from megatron_grpo.batch.trajectory import Trajectory  # noqa: E402
 from megatron_grpo.models.source import fetch_model_folder  # noqa: E402
@@ -78,7 +78,7 @@ def as_one_batch(trajectories: list[Trajectory]) -> TokenBatch:
 
 def written_trajectories(run_dir: Path, step: int) -> list[Trajectory]:
     """The rollouts of a step, as the run wrote them down."""
-    _, groups = read_recorded(rollouts_file(run_dir, step))
+    _, groups = read_recorded_rollouts(locate_rollouts_file(run_dir, step))
     return [one for group in groups for one in group]
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from megatron_grpo.batch.replay_files import library_versions
+from megatron_grpo.batch.replay_files import find_library_versions
 from megatron_grpo.config.command_line import FAILED, parse_arguments, run_command, silence_packages
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import PolicyConfig
@@ -160,7 +160,7 @@ def _as_json(record: RecordedStep, comparisons: Sequence[Comparison]) -> dict[st
         "step": record.step,
         "checkpoint": None if record.checkpoint is None else str(record.checkpoint),
         "agrees": all(one.agrees for one in comparisons),
-        "versions": {"recorded": _recorded_versions(record), "here": library_versions()},
+        "versions": {"recorded": _recorded_versions(record), "here": find_library_versions()},
         "comparisons": [
             {
                 "first": one.first,
@@ -185,7 +185,7 @@ def _print(record: RecordedStep, comparisons: Sequence[Comparison]) -> None:
     state = record.checkpoint or record.model
     print(f"step {record.step} of {record.run_dir}: {len(record.trajectories)} sequences, from {state}")
     print(f"layout {_layout(record.config.policy)}")
-    here = library_versions()
+    here = find_library_versions()
     for name, version in _recorded_versions(record).items():
         if here.get(name) != version:
             print(f"{name} was {version} when the step was recorded, and is {here.get(name, 'not installed')} here")

@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.saves import (
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, log_step
 from megatron_grpo.algorithms.validation import find_stop_reason, update_early_stop, validate
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.data.loader import iterate_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timing import StepTimer
@@ -47,7 +47,7 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     _share_progress(run)
     run.callbacks.notify("on_start", state["total_steps"], run.run_dir)
     _catch_up_on_validation(run)
-    batches = prompt_batches(run.loader, limits.max_num_epochs)
+    batches = iterate_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _should_stop_early(run):
         _share_progress(run)

@@ -15,9 +15,9 @@ from megatron_grpo.batch.rollout_files import (
     RunFacts,
     StepFacts,
     StepRecord,
-    recorded_steps,
-    rollouts_file,
-    rows_of_file,
+    find_recorded_steps,
+    locate_rollouts_file,
+    read_rows,
 )
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
@@ -44,7 +44,7 @@ class RecordedSteps(Batches):
 
     def __init__(self, path: str, prompts_per_batch: int) -> None:
         self.path, self.prompts_per_batch = path, prompts_per_batch
-        self.files: Mapping[int, Path] = recorded_steps(path)
+        self.files: Mapping[int, Path] = find_recorded_steps(path)
         """The file of each step."""
         self._position: dict[str, Any] = {"epoch": 0}
 
@@ -128,7 +128,7 @@ class RolloutDumps:
 
     def read_rows(self, step: int) -> list[dict[str, Any]]:
         """Read logger.num_completions_to_print rows from the file of a step's rollouts."""
-        rows = rows_of_file(step, rollouts_file(self._run_dir, step))
+        rows = read_rows(step, locate_rollouts_file(self._run_dir, step))
         return select_first_of_groups(rows, self._config.num_completions_to_print)
 
 

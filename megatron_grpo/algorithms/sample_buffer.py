@@ -13,7 +13,7 @@ from typing import Any
 from megatron_grpo.batch.generation_requests import SamplingSettings
 from megatron_grpo.batch.trajectory import SampledGroup, renumber_groups
 from megatron_grpo.config.loop_schema import LoopConfig
-from megatron_grpo.data.loader import Batches, with_waiting
+from megatron_grpo.data.loader import Batches, add_waiting
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.rollouts.pool import CompletePrompt, PendingBatch, RolloutPool
@@ -247,7 +247,7 @@ class Oversampling(SampleBuffer):
                 self._record_arrivals()
             groups = self._rollouts.take(complete)
         waiting = [*self._buffer.rows, *(prompt["idx"] for prompt in self._next_prompts)]
-        self.loader_state = with_waiting(self._loader.state_dict(), waiting)
+        self.loader_state = add_waiting(self._loader.state_dict(), waiting)
         return renumber_groups(groups)
 
     def count_prompts(self) -> dict[str, float]:

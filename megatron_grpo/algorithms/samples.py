@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_grpo.algorithms.context import SamplingRun
 from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.algorithms.step_advantages import Scores, score
-from megatron_grpo.batch.generation_requests import engine_figures
+from megatron_grpo.batch.generation_requests import compute_engine_metrics
 from megatron_grpo.batch.rollout_files import StepFacts
 from megatron_grpo.batch.trajectory import Outcome, SampledGroup, renumber_groups
 from megatron_grpo.config.errors import SamplingError
@@ -83,7 +83,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
             samples.sampled = samples.outcomes
             samples.metrics = _compute_async_metrics(run, samples.outcomes, timer)
     if samples is not None:
-        samples.engines = engine_figures(run.rollouts.take_engine_counts())
+        samples.engines = compute_engine_metrics(run.rollouts.take_engine_counts())
     return samples
 
 

@@ -22,7 +22,7 @@ from megatron_grpo.algorithms.context import (
 from megatron_grpo.algorithms.placement import Placement, publish
 from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, describe_run
 from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
-from megatron_grpo.batch.generation_requests import sampling_settings
+from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.batch.special_tokens import StopConditions
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
@@ -234,7 +234,7 @@ def _make_sampling_run(
     stack: ExitStack,
 ) -> SamplingRun:
     """Make the parts that all runs have of the started processes."""
-    state, settings = progress.state, sampling_settings(config.generation, data.stops)
+    state, settings = progress.state, make_sampling_settings(config.generation, data.stops)
     logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.is_resumed else None)
     stack.push(logger.__exit__)
     for note in data.notes:

@@ -14,7 +14,7 @@ from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.step_report import StepReport, UnpublishedStepError, make_report
 from megatron_grpo.algorithms.token_functions import flag_inconsistent_sequences
 from megatron_grpo.batch.packing import OF_TOKENS, Cost
-from megatron_grpo.batch.replay_files import StepFigures, figures_file, write_figures
+from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, write_figures
 from megatron_grpo.batch.step_batch import StepBatch, partition_sequences
 from megatron_grpo.batch.trajectory import SampledGroup
 from megatron_grpo.config.schema import Config
@@ -134,7 +134,7 @@ def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult |
             config=asdict(config),
             device=policy.device_name,
         )
-        write_figures(figures_file(check.run_dir, check.step), figures)
+        write_figures(locate_figures_file(check.run_dir, check.step), figures)
 
 
 def learn_values(

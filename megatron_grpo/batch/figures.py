@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.batch.trajectory import REWARD_REMOVED, SUSPECT_PREFIX
 from megatron_grpo.config.data_schema import ENVIRONMENT_FIGURE, UNUSUALLY_SHORT
 
-MOST_FIGURES = 200
+MAX_METRICS = 200
 """Most names of figures that one response, one step or one run may have; others are left out, with a message."""
 
 _MOST_CHARACTERS = 120
@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 logger = logging.getLogger(__name__)
 
 
-def reported_figures(figures: Mapping[str, Any]) -> dict[str, float]:
+def name_reported_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
     """Figures of one response under the names that the run gives them, as Python floats.
 
     Args:
@@ -32,17 +32,17 @@ def reported_figures(figures: Mapping[str, Any]) -> dict[str, float]:
     """
     renamed: dict[str, float] = {}
     for name, value in figures.items():
-        if len(renamed) == MOST_FIGURES:
-            _warn_once(f"more than {MOST_FIGURES} figures of one response: figure {name!r} and others are left out")
+        if len(renamed) == MAX_METRICS:
+            _warn_once(f"more than {MAX_METRICS} figures of one response: figure {name!r} and others are left out")
             break
         try:
-            renamed[figure_name(str(name))] = float(value)
+            renamed[make_metric_name(str(name))] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(f"figure {name!r} is {type(value).__name__}, and not a number") from None
     return renamed
 
 
-def figure_name(name: str) -> str:
+def make_metric_name(name: str) -> str:
     """env/NAME, or suspect/NAME for a sign of an undeserved reward, for a figure that an environment calls `name`.
 
     The parts of a name between slashes are neither empty nor "." or "..", because trackers store names as paths.
@@ -50,16 +50,16 @@ def figure_name(name: str) -> str:
     parts = _UNPRINTABLE.sub("_", name)[:_MOST_CHARACTERS].split("/")
     clean = "/".join("_" if part.strip() in ("", ".", "..") else part for part in parts)
     # suspect/unusually_short is the run's own, in every environment.
-    return clean if clean.startswith(SUSPECT_PREFIX) and is_of_environment(clean) else ENVIRONMENT_FIGURE + clean
+    return clean if clean.startswith(SUSPECT_PREFIX) and is_environment_metric(clean) else ENVIRONMENT_FIGURE + clean
 
 
-def step_figure_name(name: str) -> str:
+def make_step_metric_name(name: str) -> str:
     """Name of a figure of a response among the metrics of a step; recordings of earlier versions have bare names."""
     is_named = name == REWARD_REMOVED or name.startswith((SUSPECT_PREFIX, ENVIRONMENT_FIGURE))
-    return name if is_named else figure_name(name)
+    return name if is_named else make_metric_name(name)
 
 
-def is_of_environment(name: str) -> bool:
+def is_environment_metric(name: str) -> bool:
     """True for names of a step's metrics that come from environments or reward functions."""
     return name.startswith((ENVIRONMENT_FIGURE, SUSPECT_PREFIX)) and name != SUSPECT_PREFIX + UNUSUALLY_SHORT
 

@@ -34,7 +34,7 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
 
 
-def sampling_settings(generation: GenerationConfig, stops: StopConditions) -> SamplingSettings:
+def make_sampling_settings(generation: GenerationConfig, stops: StopConditions) -> SamplingSettings:
     """The sampling settings of a configuration; `stops`: what ends a response, from `stop_conditions`."""
     settings = {one.name: getattr(generation, one.name) for one in fields(SamplingSettings)}
     ends = {"stop_token_ids": stops.token_ids, "stop_strings": stops.strings}
@@ -95,7 +95,7 @@ class EngineCounts:
     """Seconds in which some request was in flight."""
 
 
-def engine_figures(counts: Sequence[EngineCounts]) -> dict[str, float]:
+def compute_engine_metrics(counts: Sequence[EngineCounts]) -> dict[str, float]:
     """Metrics of the engines over a step.
 
     Args:

@@ -48,7 +48,7 @@ WATCHED_TOKENS = 32
 _STATE = "hidden state"
 
 
-def watched_tokens(tokens: int) -> NDArray[np.int64]:
+def choose_watched_tokens(tokens: int) -> NDArray[np.int64]:
     """Numbers of the tokens of a step whose hidden states are recorded, drawn at random: [watched], int64, ascending.
 
     Drawn by the number of tokens alone, so that every layout records the same ones.
@@ -90,12 +90,12 @@ class StepFigures:
     """The configuration of the run when it made the step."""
     device: str
     """Name that the vendor gives the device of a rank; "cpu" without a GPU."""
-    versions: dict[str, str] = field(default_factory=lambda: library_versions())
+    versions: dict[str, str] = field(default_factory=lambda: find_library_versions())
     states: list[StateFigure] = field(default_factory=list)
     """Hidden states of the watched tokens; empty: an earlier version recorded none."""
 
 
-def library_versions() -> dict[str, str]:
+def find_library_versions() -> dict[str, str]:
     """Versions of the installed libraries that a step computes with, by distribution."""
     found = {}
     for name in _LIBRARIES:
@@ -106,7 +106,7 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def figures_file(run_dir: Path, step: int) -> Path:
+def locate_figures_file(run_dir: Path, step: int) -> Path:
     """The file of a step's figures."""
     return run_dir / REPLAY_FOLDER / f"step_{step}.parquet"
 

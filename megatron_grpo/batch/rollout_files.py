@@ -38,7 +38,7 @@ class TrainedValues:
     computes it; None: the step did not need them, or failed before."""
 
 
-def rollouts_file(run_dir: Path, step: int) -> Path:
+def locate_rollouts_file(run_dir: Path, step: int) -> Path:
     """The file of a step's rollouts."""
     return run_dir / ROLLOUTS_FOLDER / f"step_{step}.parquet"
 
@@ -46,7 +46,7 @@ def rollouts_file(run_dir: Path, step: int) -> Path:
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
     """Remove the files of later steps, and unfinished ones."""
     folder = run_dir / ROLLOUTS_FOLDER
-    for step, file in recorded_steps(folder).items():
+    for step, file in find_recorded_steps(folder).items():
         if step > last_step:
             file.unlink()
     for file in folder.glob(".step_*"):
@@ -66,10 +66,10 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
         FileNotFoundError: there is no such run, or no file of this step.
     """
     folder = Path(run_dir) / ROLLOUTS_FOLDER
-    files = {number: file for number, file in recorded_steps(folder).items() if step is None or number == step}
+    files = {number: file for number, file in find_recorded_steps(folder).items() if step is None or number == step}
     if not files:
         raise FileNotFoundError(f"{folder} has no rollouts{'' if step is None else f' of step {step}'}")
-    return chain.from_iterable(rows_of_file(number, file) for number, file in files.items())
+    return chain.from_iterable(read_rows(number, file) for number, file in files.items())
 
 
 Written = tuple[Trajectory, TrainedValues | None]
@@ -171,7 +171,7 @@ DAMAGE_ADVICE = "copy it again from where the run wrote it, or move it out of th
 """End of a message about a damaged file."""
 
 
-def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
+def read_rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     """The rollouts of one file as `read_rollouts` returns them, read lazily.
 
     Raises:
@@ -208,7 +208,7 @@ def _rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def count_rollouts(file: Path) -> int:
-    """Number of rollouts in a file, read from its metadata; errors are those of `rows_of_file`."""
+    """Number of rollouts in a file, read from its metadata; errors are those of `read_rows`."""
     import pyarrow.parquet as pq
 
     with _translate_damage(f"{file} ", f"; {DAMAGE_ADVICE}"):
@@ -289,17 +289,17 @@ class RecordedFile:
     """Largest token id of any rollout; None: the file has no statistics."""
 
 
-def recorded_steps(path: str | Path) -> dict[int, Path]:
+def find_recorded_steps(path: str | Path) -> dict[int, Path]:
     """The files of a run's rollouts by step, in the order of the steps.
 
     Args:
         path: folder of a run, or its folder of rollouts.
     """
-    files = recorded_folder(path).glob("step_*.parquet")
+    files = find_recorded_folder(path).glob("step_*.parquet")
     return dict(sorted((int(file.stem.removeprefix("step_")), file) for file in files))
 
 
-def recorded_folder(path: str | Path) -> Path:
+def find_recorded_folder(path: str | Path) -> Path:
     """The folder of rollouts of a recording, given this folder or the run's."""
     inside = Path(path) / ROLLOUTS_FOLDER
     return inside if inside.is_dir() else Path(path)
@@ -324,7 +324,7 @@ def examine_file(file: Path) -> RecordedFile:
     return RecordedFile(record, metadata.num_rows, max(one.max for one in largest) if known else None)
 
 
-def read_recorded(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
+def read_recorded_rollouts(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
     """Read a step's file: facts about its sampling, and its rollouts, a list for each prompt.
 
     Raises:

@@ -13,7 +13,7 @@ from megatron_grpo.models.tokenizer_files import declared_end_tokens
 if TYPE_CHECKING:
     from megatron_grpo.batch.trajectory import StopReason  # with NumPy, which the check of a configuration does without
 
-CONTENT = "\u2402\u2403content\u2403\u2402"
+PROBE_CONTENT = "\u2402\u2403content\u2403\u2402"
 """Content of the model's message when a chat template is rendered to see what ends the message."""
 
 
@@ -26,7 +26,7 @@ class StopConditions:
     """Texts, looked for in the response with its special tokens."""
 
 
-def stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Path) -> StopConditions:
+def find_stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Path) -> StopConditions:
     """Tokens and texts that end the responses of a run, the same for every engine and server.
 
     A stop string that is one added token of the tokenizer ends responses as a token. If the token is special, the
@@ -40,7 +40,7 @@ def stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Path) -
     ids, strings = {*generation.stop_token_ids, *declared_end_tokens(model)}, []
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    added = added_tokens(tokenizer)
+    added = list_added_tokens(tokenizer)
     for text in generation.stop_strings:
         number = added.get(text)
         if number is not None:
@@ -50,7 +50,7 @@ def stop_conditions(generation: GenerationConfig, tokenizer: Any, model: Path) -
     return StopConditions(tuple(sorted(ids)), tuple(strings))
 
 
-def added_tokens(tokenizer: Any) -> Mapping[str, int]:
+def list_added_tokens(tokenizer: Any) -> Mapping[str, int]:
     """Tokens that a tokenizer knows as a whole, special ones among them, with their numbers."""
     tokens: Mapping[str, int] = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
     return tokens
@@ -61,7 +61,7 @@ def is_special(tokenizer: Any, token_id: int) -> bool:
     return bool(tokenizer.decode([token_id])) and not tokenizer.decode([token_id], skip_special_tokens=True)
 
 
-def response_text(tokenizer: Any, token_ids: Sequence[int], stop_reason: StopReason) -> str:
+def decode_response(tokenizer: Any, token_ids: Sequence[int], stop_reason: StopReason) -> str:
     """Text of a response for rewards, environments, tool parsers, agents and logs.
 
     A special token at which the response stopped (the end of the text, of the turn, of the call) is left out. All other
@@ -80,7 +80,7 @@ def response_text(tokenizer: Any, token_ids: Sequence[int], stop_reason: StopRea
     return text
 
 
-def unstopped_turn(
+def find_unstopped_turn_end(
     tokenizer: Any, stops: StopConditions, render: Callable[[list[dict[str, str]]], str]
 ) -> tuple[str, int] | None:
     """The added token with which a chat template ends the model's message, if it ends no response; None: it does.
@@ -93,7 +93,7 @@ def unstopped_turn(
         stops: tokens and texts that end a response.
         render: renders a conversation by the chat template, without a prompt for the next message.
     """
-    numbers = {number: token for token, number in added_tokens(tokenizer).items()}
+    numbers = {number: token for token, number in list_added_tokens(tokenizer).items()}
     uncovered: list[tuple[str, int]] = []
     for rest in _ends_of_turn(render):
         first = tokenizer(rest, add_special_tokens=False)["input_ids"][:1]
@@ -105,10 +105,10 @@ def unstopped_turn(
 
 def _ends_of_turn(render: Callable[[list[dict[str, str]]], str]) -> Iterator[str]:
     """Texts that follow the model's message: at the end of a conversation, and before the next message."""
-    question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": CONTENT}
+    question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": PROBE_CONTENT}
     for messages in ([question, answer], [question, answer, question]):
         try:
-            _, mark, rest = render(messages).rpartition(CONTENT)
+            _, mark, rest = render(messages).rpartition(PROBE_CONTENT)
         except Exception:  # noqa: BLE001 - a template may raise anything, and the prompts of the rows tell its errors
             continue
         if mark and rest.strip():

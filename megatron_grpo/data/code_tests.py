@@ -16,7 +16,7 @@ Test = str | tuple[str, str]
 """Python statements, or the input and the output of a program."""
 
 
-def code_tests(answer: Any) -> list[Test]:
+def parse_code_tests(answer: Any) -> list[Test]:
     """The tests that a reference answer of the code environment holds: Python statements, or (input, output).
 
     Args:
@@ -92,7 +92,7 @@ _COMPARED = ("assertEqual", "assertNotEqual", "assertEquals", "assertLess", "ass
 
 
 @lru_cache(maxsize=512)
-def prepare(texts: tuple[str, ...]) -> PreparedTests:
+def prepare_tests(texts: tuple[str, ...]) -> PreparedTests:
     """Analyse Python tests: their imports, the names that they take from the program, and doubts about their verdicts.
 
     Raises:

@@ -8,16 +8,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, task_of
+from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, find_task
 from megatron_grpo.data.rows import is_conversation
 from megatron_grpo.data.sources import Source
-from megatron_grpo.data.specs import rendering_of
+from megatron_grpo.data.specs import find_rendering
 
 _REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")
 """Keys of a DatumSpec that a processor must return."""
 
 
-def in_our_form(
+def convert_datum(
     given: Any, row: dict[str, Any], spec: TaskDataSpec, *, task: str, tasks: Container[str], idx: int
 ) -> DatumSpec:
     """The prompt that a processor returned: this project's DatumSpec, or NeMo RL's, which has no `prompt`.
@@ -219,14 +219,14 @@ class AllTaskProcessedDataset:
         Raises:
             ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
         """
-        task = task_of(row, self.default_task_data_spec.task_name)
+        task = find_task(row, self.default_task_data_spec.task_name)
         try:
             spec, process = self.task_data_processors[task]
         except (KeyError, TypeError):
             known = ", ".join(sorted(self.task_data_processors)) or "none"
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {known}') from None
         name = f"row {idx}: its processor {_name_of(process)}"
-        ours = rendering_of(process) is not None
+        ours = find_rendering(process) is not None
         try:
             given = process(row, spec, self.tokenizer, self.max_seq_length, idx)
         except Exception as error:  # a user's own processor may raise anything
@@ -236,7 +236,7 @@ class AllTaskProcessedDataset:
             raise ValueError(f"{name} raised {reason}") from error
         if not ours:
             try:
-                given = in_our_form(given, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
+                given = convert_datum(given, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
         for message in given["message_log"]:

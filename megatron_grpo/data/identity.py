@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import format_count
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rows import SetReport, examined
+from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.models.source import is_made_before_run
 
@@ -56,7 +56,7 @@ class DataIdentity:
         return asdict(self)
 
 
-def identity_of_json(values: Mapping[str, Any]) -> DataIdentity:
+def parse_identity(values: Mapping[str, Any]) -> DataIdentity:
     """The identity that `as_json` wrote.
 
     Raises:
@@ -91,14 +91,14 @@ def _identity(config: Config, key: str) -> SetIdentity:
     # The rows that prepare.name makes follow from it, and may be made only after this check.
     is_made = is_made_before_run(config, one.path)
     if config.needs_generation and not is_streamed and not is_made and (named or os.path.isfile(one.path)):
-        report = examined(one, config.data, {name: env.type for name, env in config.env.items()})
+        report = examine_set(one, config.data, {name: env.type for name, env in config.env.items()})
     if report.source is None:
         return SetIdentity(path, weight=one.weight)
     usable = xxh3_128(report.usable.tobytes()).hexdigest()
     return SetIdentity(path, report.digest, len(report.source), usable, one.weight)
 
 
-def training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
+def find_training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
     """The reason why training data differs from that of an earlier start; None: its rows and their order are the same.
 
     Two sets without digests are compared by their paths.
@@ -126,7 +126,7 @@ def training_difference(before: DataIdentity, now: DataIdentity) -> str | None:
     return None
 
 
-def validation_differences(before: DataIdentity, now: DataIdentity) -> list[str]:
+def find_validation_differences(before: DataIdentity, now: DataIdentity) -> list[str]:
     """Remarks on validation sets whose rows changed since an earlier start."""
     text = "; figures of validation before and after, and the ranking of checkpoints by them, cannot be compared"
     return [
@@ -149,7 +149,7 @@ def read_identity(file: Path) -> DataIdentity | None:
         ValueError: the file cannot be read; the text names it.
     """
     try:
-        return identity_of_json(json.loads(file.read_bytes()))
+        return parse_identity(json.loads(file.read_bytes()))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -12,22 +12,33 @@ from typing import Any, cast
 
 from torch.utils.data import ConcatDataset
 
-from megatron_grpo.batch.special_tokens import StopConditions, added_tokens, stop_conditions, unstopped_turn
+from megatron_grpo.batch.special_tokens import (
+    StopConditions,
+    find_stop_conditions,
+    find_unstopped_turn_end,
+    list_added_tokens,
+)
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, format_count
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
-from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
-from megatron_grpo.data.processors import DatumSpec, task_of
+from megatron_grpo.data.loader import Batches, PromptLoader, PromptSampler, StreamLoader, open_stream
+from megatron_grpo.data.processors import DatumSpec, find_task
 from megatron_grpo.data.prompt_renderer import PromptRenderer
-from megatron_grpo.data.rows import examined
-from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
+from megatron_grpo.data.rows import examine_set
+from megatron_grpo.data.specs import (
+    find_processor,
+    find_processor_name,
+    find_processor_problems,
+    find_rendering,
+    make_task_spec,
+)
 from megatron_grpo.data.tokenizer import (
     LoadedTokenizer,
-    first_difference,
+    find_difference,
     load_tokenizer,
+    make_sample_texts,
     read_tokenizer,
-    sample_texts,
 )
 from megatron_grpo.models.tokenizer_files import TOKENIZER_FILE, declared_vocabulary
 
@@ -60,10 +71,10 @@ def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
     by_task: dict[str, list[str]] = defaultdict(list)
     for idx in part:
         row = dataset.dataset[idx]
-        task = task_of(row, dataset.default_task_data_spec.task_name)
+        task = find_task(row, dataset.default_task_data_spec.task_name)
         try:
             spec, process = dataset.task_data_processors[task]
-            render = rendering_of(process)
+            render = find_rendering(process)
             if render is None:
                 return None
             by_task[task].append(render(row, spec, dataset.tokenizer, idx))
@@ -107,7 +118,7 @@ class HeldOutPrompts:
     """Remarks about the set for the user."""
 
 
-def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
+def load_held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
     """Read, render and tokenize all rows of one set, as for validation.
 
     Args:
@@ -148,7 +159,7 @@ def _script_tokenizer(tokenizer: Any, model: Path) -> LoadedTokenizer:
     """
     if (model / TOKENIZER_FILE).is_file():
         own = load_tokenizer(model)
-        difference = first_difference(tokenizer, own, sample_texts(added_tokens(own)))
+        difference = find_difference(tokenizer, own, make_sample_texts(list_added_tokens(own)))
         if difference is not None:
             text = f"is another tokenizer than that of {model}: {difference}; leave it out to take the model's"
             raise ConfigError([Problem("tokenizer", text)])
@@ -162,7 +173,7 @@ class _Reader:
         loaded = read_tokenizer(model) if tokenizer is None else _script_tokenizer(tokenizer, model)
         self.config, self.tokenizer = config, loaded.tokenizer
         self._vocab = declared_vocabulary(model)
-        self.stops = stop_conditions(config.generation, self.tokenizer, model)
+        self.stops = find_stop_conditions(config.generation, self.tokenizer, model)
         self.notes: list[str] = [*loaded.remarks, *self._unstopped_turns()]
         self._environments = {name: env.type for name, env in config.env.items()}
 
@@ -170,11 +181,11 @@ class _Reader:
         """Remarks on chat templates that end the model's message by a token that ends no response."""
         data, ends = self.config.data, set()
         for task in dict.fromkeys([data.task_name, *self.config.env]):
-            spec = task_spec(data, task)
+            spec = make_task_spec(data, task)
             renderer = PromptRenderer(self.tokenizer, spec)
             if spec.apply_chat_template and renderer.has_template:
                 render = partial(renderer.render, add_generation_prompt=False)
-                ends.add(unstopped_turn(self.tokenizer, self.stops, render))
+                ends.add(find_unstopped_turn_end(self.tokenizer, self.stops, render))
         for token, number in sorted(filter(None, ends)):
             yield (
                 f"the chat template ends the model's messages with {token}, which ends no response of this run: they "
@@ -197,7 +208,7 @@ class _Reader:
             (first, *others) = [f"{key}={one.path}" for key, one in config.data.training_sets.items()]
             raise ConfigError([Problem(first if not others else subjects, text)])
         weights = [one.weight for one in config.data.training_sets.values()]
-        visits = Visits(
+        visits = PromptSampler(
             [len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.training_loop.seed
         )
         whole = parts[0] if len(parts) == 1 else JoinedPrompts(cast(Any, parts))
@@ -247,7 +258,7 @@ class _Reader:
     def _read(self, key: str, one: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
         """The prompts of a set, and the number of them that are not known to be left out; adds notes on the others."""
         data, subject = self.config.data, f"{key}={one.path}"
-        looked = examined(one, data, self._environments)
+        looked = examine_set(one, data, self._environments)
         if looked.problems:
             raise ConfigError(looked.problems)
         self.notes += [f"{remark.subject} {remark.text}" for remark in looked.remarks]
@@ -280,13 +291,14 @@ class _Reader:
         Raises:
             ConfigError: a processor cannot be imported.
         """
-        data, problems = self.config.data, list(processor_problems(self.config.data))
+        data, problems = self.config.data, list(find_processor_problems(self.config.data))
         if problems:
             raise ConfigError(problems)
         processors = {
-            task: (task_spec(data, task), processor_of(processor_name(data, task))) for task in self.config.env
+            task: (make_task_spec(data, task), find_processor(find_processor_name(data, task)))
+            for task in self.config.env
         }
-        default = task_spec(data, one.task_name or data.task_name)
+        default = make_task_spec(data, one.task_name or data.task_name)
         return AllTaskProcessedDataset(
             rows,
             self.tokenizer,

@@ -16,11 +16,11 @@ from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.rows import RowCheck, rows_digest
+from megatron_grpo.data.rows import RowCheck, digest_rows
 from megatron_grpo.data.table_values import StreamedRows
 
 
-class Visits(Sampler[int]):
+class PromptSampler(Sampler[int]):
     """Row numbers of one epoch: in the order of the file, or in an order drawn from (seed, epoch) alone.
 
     The rows of several sets are numbered consecutively, and each is visited `weight` times an epoch. The fraction of a
@@ -119,7 +119,7 @@ class PromptLoader(Batches):
     as `waiting` and come first (`waiting_batches`; a remainder that fills no batch comes with the next `iter()`).
     """
 
-    def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: Visits) -> None:
+    def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: PromptSampler) -> None:
         """
         Args:
             dataset: the prompts.
@@ -213,7 +213,7 @@ class PromptLoader(Batches):
         self._loader.load_state_dict(state["loader"])
 
 
-def with_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+def add_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """The position of a loader that loads these rows again before it goes on."""
     return {**copy.deepcopy(state), "waiting": [*rows, *state["waiting"]]}
 
@@ -318,7 +318,7 @@ class StreamLoader(Batches):
     def _identity(self) -> dict[str, Any]:
         """Subset, split and a digest of the first rows, by which another stream, or one that changed, is told."""
         if self._beginning is None:
-            self._beginning = rows_digest(islice(self._rows, COMPARED_ROWS))
+            self._beginning = digest_rows(islice(self._rows, COMPARED_ROWS))
         return {"subset": self._config.subset, "split": self._config.split, "beginning": self._beginning}
 
     def _order(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -357,7 +357,7 @@ class StreamLoader(Batches):
         return prompt
 
 
-def prompt_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
+def iterate_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
     """Batches of prompts from the loader's position to the end of the last epoch."""
     yield from loader.waiting_batches()
     while loader.epoch < max_num_epochs:

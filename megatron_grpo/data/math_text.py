@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 
-from megatron_grpo.data.units import canonical_unit, split_unit
+from megatron_grpo.data.units import find_canonical_unit, split_unit
 
 LONGEST = 2000
 """Most characters of an answer that are rewritten; longer ones are compared as they are."""
@@ -108,7 +108,7 @@ def rewrite_answer(text: str) -> AnswerText:
     plain = _CURRENCY.sub("", plain)
     value, unit = split_unit(plain)
     value = rewrite_numbers(_DEGREES.sub("", value)).strip()
-    return AnswerText(_without_percent(value, 1), _without_percent(value, 100), canonical_unit(unit))
+    return AnswerText(_without_percent(value, 1), _without_percent(value, 100), find_canonical_unit(unit))
 
 
 def rewrite_tail(text: str) -> AnswerText:
@@ -117,13 +117,13 @@ def rewrite_tail(text: str) -> AnswerText:
     return AnswerText(_without_percent(plain, 1), _without_percent(plain, 100))
 
 
-def same_words(left: str, right: str) -> bool:
+def have_same_words(left: str, right: str) -> bool:
     """Whether two answers are the same words, without regard to case and LaTeX's text commands."""
     first, second = (" ".join(_TEXT.sub(r"\1", text).strip(" .$").split()).casefold() for text in (left, right))
     return first == second and len(first) > 1 and first.replace(" ", "").isalpha()
 
 
-def unreadable(text: str) -> bool:
+def is_unreadable(text: str) -> bool:
     """Whether math-verify surely cannot read a reference, so that only the same text equals it."""
     plain = rewrite_answer(text).text
     depth = 0

@@ -8,7 +8,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer, content_text
+from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer, join_content
 
 REFERENCE = "<reference>"
 """Key of the reference answer, as text, in extra_env_info; no column of a file has this name."""
@@ -59,7 +59,7 @@ DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpe
 """A function (row, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec."""
 
 
-def task_of(row: Mapping[str, Any], default: str) -> Any:
+def find_task(row: Mapping[str, Any], default: str) -> Any:
     """The row's task_name; the default if the column is missing, or null as Parquet writes missing values."""
     task = row.get("task_name")
     return default if task is None else task
@@ -91,7 +91,7 @@ def math_data_processor(
         ValueError: the prompt has no tokens or too many, the text of data.prompt_file does not fit it, or the tokenizer
             has no chat template, or one that refuses the prompt.
     """
-    text = rendered(datum_dict, task_data_spec, tokenizer, idx)
+    text = render_prompt(datum_dict, task_data_spec, tokenizer, idx)
     token_ids = PromptRenderer(tokenizer, task_data_spec).encode_prompt(text)
     if not token_ids:
         raise ValueError(f"row {idx}: the prompt {text!r} has no tokens")
@@ -111,12 +111,12 @@ def math_data_processor(
         extra_env_info=extra,
         loss_multiplier=1.0 if len(token_ids) <= max_seq_length else 0.0,
         idx=idx,
-        task_name=task_of(datum_dict, task_data_spec.task_name),
+        task_name=find_task(datum_dict, task_data_spec.task_name),
         prompt=datum_dict[task_data_spec.prompt_key],
     )
 
 
-def rendered(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
+def render_prompt(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
     """The text of a row's prompt before it is tokenized.
 
     Args:
@@ -142,7 +142,7 @@ def _worded(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> A
         last = next((place for place in reversed(range(len(prompt))) if prompt[place]["role"] == "user"), None)
         if last is None:
             raise ValueError(f"row {idx}: the words of data.prompt_file have no place: no message is the user's")
-    said = prompt if last is None else content_text(prompt[last].get("content"))
+    said = prompt if last is None else join_content(prompt[last].get("content"))
     try:
         words = spec.prompt.format(said, **{name: value for name, value in row.items() if name.isidentifier()})
     except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:

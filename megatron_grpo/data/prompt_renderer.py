@@ -312,7 +312,7 @@ class PromptRenderer:
         return "first part" in shown and "second part" in shown and "'type'" not in shown and '"type"' not in shown
 
 
-def content_text(content: Any) -> str:
+def join_content(content: Any) -> str:
     """Text of a message's content, which may be text parts, or null beside tool calls."""
     return "" if content is None else join_text_parts(content, 1) if isinstance(content, list) else str(content)
 

@@ -17,12 +17,12 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem, to_text
-from megatron_grpo.data.code_tests import code_tests, prepare
-from megatron_grpo.data.math_text import rewrite_numbers, unreadable
-from megatron_grpo.data.processors import TaskDataSpec, task_of
+from megatron_grpo.data.code_tests import parse_code_tests, prepare_tests
+from megatron_grpo.data.math_text import is_unreadable, rewrite_numbers
+from megatron_grpo.data.processors import TaskDataSpec, find_task
 from megatron_grpo.data.prompt_renderer import are_text_parts
 from megatron_grpo.data.sources import Row, Source, SourceError, open_source
-from megatron_grpo.data.specs import ROW_FORMS, countdown_game, processor_name, task_spec
+from megatron_grpo.data.specs import ROW_FORMS, find_processor_name, make_task_spec, parse_countdown_game
 
 _WRITTEN_MESSAGES = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")
 """Beginning of a list of messages as JSON and Python write it."""
@@ -68,7 +68,7 @@ class SetReport:
     """Remarks for the user, which list the bad rows that are skipped."""
 
 
-def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
+def examine_set(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     """A set of rows and its summary; read once in a process for as long as the file does not change.
 
     Every row is checked before training, although training may need few of them: a bad row that is found only when it
@@ -120,7 +120,7 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
         return report
     _look(source, check, report, data)
     if os.path.isfile(config.path):
-        report.digest = file_digest(config.path)
+        report.digest = digest_file(config.path)
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     if report.bad > _SHOWN:
         bad.append(Problem(config.path, f"{report.bad - _SHOWN} more bad lines of {len(source)}"))
@@ -186,7 +186,7 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
     report.digest = "" if content is None else content.hexdigest()
 
 
-def file_digest(path: str) -> str:
+def digest_file(path: str) -> str:
     """Digest of the bytes of a file (XXH3, 128 bits), which takes a second for a few gigabytes."""
     digest, buffer = xxh3_128(), memoryview(bytearray(2**23))
     with open(path, "rb", buffering=0) as file:
@@ -195,7 +195,7 @@ def file_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def rows_digest(rows: Iterable[Row]) -> str:
+def digest_rows(rows: Iterable[Row]) -> str:
     """Digest of the content of rows (XXH3, 128 bits)."""
     digest = xxh3_128()
     for row in rows:
@@ -225,7 +225,7 @@ class RowCheck:
         self.default_task = config.task_name or data.task_name
         """Task of rows without a task_name column."""
         self._data, self._environments = data, environments
-        names = {task: processor_name(data, task) for task in {*environments, self.default_task}}
+        names = {task: find_processor_name(data, task) for task in {*environments, self.default_task}}
         self._forms = {task: ROW_FORMS[name] for task, name in names.items() if name in ROW_FORMS}
         self._own = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
         """Tasks whose rows only a user's own processor understands."""
@@ -233,7 +233,7 @@ class RowCheck:
 
     def task(self, row: Row) -> Any:
         """Task name of a row, unchecked: it need not be a text."""
-        return task_of(row, self.default_task)
+        return find_task(row, self.default_task)
 
     def media_problems(self, media: Mapping[str, str]) -> Iterator[str]:
         """Problems of a set whose prompts or answers are audio, images or video.
@@ -277,20 +277,20 @@ class RowCheck:
         if self._environments[task] != "code" or task in self._own:
             return ()
         answer = self._spec(task).answer_key
-        tests = [] if answer is None else code_tests(row[answer])
-        return prepare(tuple(one for one in tests if isinstance(one, str))).doubts if tests else ()
+        tests = [] if answer is None else parse_code_tests(row[answer])
+        return prepare_tests(tuple(one for one in tests if isinstance(one, str))).doubts if tests else ()
 
     def unread_answer(self, row: Row) -> str | None:
         """The answer of a row that `in_form` returned, if it is compared as mathematics and cannot be read as such."""
         task = self.task(row)
         answer = None if task in self._own else self._spec(task).answer_key
-        if answer is None or self._environments[task] != "math" or not unreadable(str(row[answer])):
+        if answer is None or self._environments[task] != "math" or not is_unreadable(str(row[answer])):
             return None
         return str(row[answer])
 
     def _spec(self, task: str) -> TaskDataSpec:
         if task not in self._specs:
-            self._specs[task] = task_spec(self._data, task)
+            self._specs[task] = make_task_spec(self._data, task)
         return self._specs[task]
 
 
@@ -314,12 +314,12 @@ def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
         return f"column {spec.prompt_key!r} {text} (JSONL or Parquet; a table of text cannot hold it)"
     if kind == "countdown":
         try:
-            countdown_game(row)
+            parse_countdown_game(row)
         except ValueError as error:
             return str(error)
     if spec.answer_key is None:
         return None
-    unusable = unusable_answer(kind, row[spec.answer_key])
+    unusable = find_answer_problem(kind, row[spec.answer_key])
     given = to_text(json.dumps(row[spec.answer_key], default=str))
     return f"column {spec.answer_key!r} (data.answer_key) {unusable}: {given}" if unusable else None
 
@@ -357,7 +357,7 @@ def _has_text(turn: Mapping[str, Any]) -> bool:
     return isinstance(content, str) or are_text_parts(content) or (content is None and bool(turn.get("tool_calls")))
 
 
-def unusable_answer(kind: str, answer: Any) -> str | None:
+def find_answer_problem(kind: str, answer: Any) -> str | None:
     """The reason why no response can equal an answer; None: one can.
 
     Args:
@@ -388,8 +388,8 @@ def _addition(answer: Any) -> str | None:
 
 def _code(answer: Any) -> str | None:
     try:
-        tests = code_tests(answer)
-        python = prepare(tuple(one for one in tests if isinstance(one, str)))
+        tests = parse_code_tests(answer)
+        python = prepare_tests(tuple(one for one in tests if isinstance(one, str)))
     except ValueError as error:
         return str(error)
     if not tests:

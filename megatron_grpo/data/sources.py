@@ -15,7 +15,13 @@ from typing import Any
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import LFS_POINTER, is_hub_name, is_lfs_pointer
-from megatron_grpo.data.table_values import media_columns, nested_columns, strip_messages, strip_nulls, without_decoding
+from megatron_grpo.data.table_values import (
+    find_media_columns,
+    find_nested_columns,
+    strip_messages,
+    strip_nulls,
+    view_undecoded,
+)
 
 HEAD_BYTES = 2**16
 _MAGIC = {
@@ -30,15 +36,15 @@ _MAGIC = {
 }
 
 
-def binary_kind(head: bytes) -> str | None:
+def detect_binary_format(head: bytes) -> str | None:
     """Name of the binary format of a file with this beginning, and advice about it; None: the file may be text."""
     return next((text for magic, text in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def wrong_kind(head: bytes) -> str | None:
+def detect_wrong_format(head: bytes) -> str | None:
     """Name of a format that is not JSONL, and advice about it, from the first HEAD_BYTES bytes of a file; None: the
     first line is an object, or a broken one."""
-    binary = binary_kind(head)
+    binary = detect_binary_format(head)
     if binary is not None:
         return binary
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -133,7 +139,7 @@ class JsonLines:
         self._begins, self._numbers = array("q"), array("q")
         try:
             with path.open("rb") as file:
-                kind = wrong_kind(file.read(HEAD_BYTES))
+                kind = detect_wrong_format(file.read(HEAD_BYTES))
                 if kind is not None:
                     raise SourceError(kind)
                 file.seek(0)
@@ -186,9 +192,9 @@ class Table:
             lines: line of each row in a text file; empty: the set is not a text file.
             bad: numbers of lines that are not rows, with the reasons; they count as rows after all others.
         """
-        self._dataset, self.name, self._lines, self._bad = without_decoding(dataset), name, lines, bad
-        self._nested = nested_columns(dataset.features)
-        self.media = media_columns(dataset.features)
+        self._dataset, self.name, self._lines, self._bad = view_undecoded(dataset), name, lines, bad
+        self._nested = find_nested_columns(dataset.features)
+        self.media = find_media_columns(dataset.features)
         """Columns of audio, images or video: the kind, by name."""
 
     def __len__(self) -> int:
@@ -330,7 +336,7 @@ def _csv(path: Path) -> Source:
     csv.field_size_limit(2**31 - 1)
     try:
         with path.open("rb") as head:
-            kind = binary_kind(head.read(HEAD_BYTES))
+            kind = detect_binary_format(head.read(HEAD_BYTES))
         if kind is not None:
             raise SourceError(kind)
         with path.open(encoding="utf-8-sig", newline="") as file:

@@ -14,7 +14,7 @@ from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfi
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import import_object
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, rendered
+from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, render_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ RowForm = Callable[[dict[str, Any]], dict[str, Any]]
 """A function that adds `prompt` and `answer` to a row of a dataset; ValueError for a row of another shape."""
 
 
-def gsm8k(row: dict[str, Any]) -> dict[str, Any]:
+def from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
     """GSM8K (openai/gsm8k): question, and a worked answer whose last line is `#### 72`."""
     solution = _text(row, "answer")
     _, mark, answer = solution.rpartition("####")
@@ -55,17 +55,17 @@ def gsm8k(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": _text(row, "question"), "answer": answer.strip().replace(",", ""), "solution": solution}
 
 
-def math(row: dict[str, Any]) -> dict[str, Any]:
+def from_math(row: dict[str, Any]) -> dict[str, Any]:
     """MATH and DeepScaleR: problem, and an answer, or a solution with the answer in its last box."""
     answer = row.get("answer")
     if answer is None or (isinstance(answer, str) and not answer.strip()):
-        answer = last_box(_text(row, "solution"))
+        answer = find_last_box(_text(row, "solution"))
         if answer is None:
             raise ValueError("there is no column 'answer', and column 'solution' has no \\boxed{...}")
     return {**row, "prompt": _text(row, "problem"), "answer": str(answer).strip()}
 
 
-def dapo_math(row: dict[str, Any]) -> dict[str, Any]:
+def from_dapo_math(row: dict[str, Any]) -> dict[str, Any]:
     """DAPO-Math-17k: a prompt of messages, and the answer in reward_model.ground_truth."""
     prompt = row.get("prompt")
     reward = row.get("reward_model")
@@ -77,18 +77,18 @@ def dapo_math(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": prompt, "answer": str(answer).strip()}
 
 
-def openmathinstruct2(row: dict[str, Any]) -> dict[str, Any]:
+def from_openmathinstruct2(row: dict[str, Any]) -> dict[str, Any]:
     """OpenMathInstruct-2 (nvidia/OpenMathInstruct-2): problem and expected_answer; the solution is not passed on."""
     others = {name: value for name, value in row.items() if name != "generated_solution"}
     return {**others, "prompt": _text(row, "problem"), "answer": _text(row, "expected_answer").strip()}
 
 
-def tldr(row: dict[str, Any]) -> dict[str, Any]:
+def from_tldr(row: dict[str, Any]) -> dict[str, Any]:
     """TL;DR (trl-lib/tldr): a post as the prompt, and a person's summary as the completion."""
     return {**row, "prompt": _text(row, "prompt"), "answer": _text(row, "completion").strip()}
 
 
-def countdown(row: dict[str, Any]) -> dict[str, Any]:
+def from_countdown(row: dict[str, Any]) -> dict[str, Any]:
     """Countdown (Jiayi-Pan/Countdown-Tasks-3to4): the numbers `nums` that are to make the number `target`."""
     numbers, target = row.get("nums"), row.get("target")
     if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, numbers)):
@@ -103,7 +103,7 @@ def countdown(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": prompt, "answer": str(target)}
 
 
-def countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
+def parse_countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
     """Numbers and target of a game: the columns `numbers`, or else `nums` as in the public set, and `target`.
 
     Raises:
@@ -122,17 +122,17 @@ def countdown_game(row: Mapping[str, Any]) -> tuple[list[int], int]:
 
 
 ROW_FORMS: dict[str, RowForm] = {
-    "gsm8k": gsm8k,
-    "math": math,
-    "dapo_math": dapo_math,
-    "openmathinstruct2": openmathinstruct2,
-    "tldr": tldr,
-    "countdown": countdown,
+    "gsm8k": from_gsm8k,
+    "math": from_math,
+    "dapo_math": from_dapo_math,
+    "openmathinstruct2": from_openmathinstruct2,
+    "tldr": from_tldr,
+    "countdown": from_countdown,
 }
 """Row forms by their name in data.processor."""
 
 
-def processor_of(name: str | None) -> DataProcessor:
+def find_processor(name: str | None) -> DataProcessor:
     """The processor that data.processor names: one of ROW_FORMS, or a function by its import path.
 
     Raises:
@@ -149,15 +149,15 @@ def processor_of(name: str | None) -> DataProcessor:
     return found
 
 
-def rendering_of(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
+def find_rendering(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
     """The function that renders the text of a prompt for a processor; None: the processor is a user's own.
 
     Args:
-        processor: result of `processor_of`.
+        processor: result of `find_processor`.
     """
     if isinstance(processor, partial) and processor.func is _formed:
-        return partial(_formed, processor.args[0], rendered)
-    return rendered if processor is math_data_processor else None
+        return partial(_formed, processor.args[0], render_prompt)
+    return render_prompt if processor is math_data_processor else None
 
 
 def _formed(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *others: Any) -> Any:
@@ -165,7 +165,7 @@ def _formed(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *other
     return make(form(row), *others)
 
 
-def last_box(text: str) -> str | None:
+def find_last_box(text: str) -> str | None:
     """Content of the last complete \\boxed{...} of a text, with nested braces; None: there is none."""
     start = text.rfind("\\boxed{")
     while start >= 0:
@@ -194,14 +194,14 @@ T = TypeVar("T")
 _FILES = ("prompt_file", "system_prompt_file", "chat_template", "tools")
 
 
-def task_spec(data: DataConfig, task: str) -> TaskDataSpec:
+def make_task_spec(data: DataConfig, task: str) -> TaskDataSpec:
     """The specification of a task's prompts, from data.tasks.TASK, and from data for keys that it does not set.
 
     Raises:
         ValueError: a file that the configuration names cannot be read, or has the wrong content.
     """
     own = data.tasks.get(task, TaskConfig())
-    form = processor_name(data, task) in ROW_FORMS
+    form = find_processor_name(data, task) in ROW_FORMS
     system = _first(own.system_prompt, _read(own.system_prompt_file, str))
     return TaskDataSpec(
         task_name=task,
@@ -217,7 +217,7 @@ def task_spec(data: DataConfig, task: str) -> TaskDataSpec:
     )
 
 
-def task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | None]:
+def find_task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | None]:
     """Chat template of each task that has one; None: that of the model's folder.
 
     Args:
@@ -226,7 +226,7 @@ def task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | Non
     """
     templates: dict[str, str | None] = {}
     for task in config.env:
-        spec = task_spec(config.data, task)
+        spec = make_task_spec(config.data, task)
         if not spec.apply_chat_template:
             continue
         template = spec.chat_template or getattr(tokenizer, "chat_template", None)
@@ -237,12 +237,12 @@ def task_templates(config: Config, tokenizer: Any = None) -> dict[str, str | Non
     return templates
 
 
-def processor_name(data: DataConfig, task: str) -> str | None:
+def find_processor_name(data: DataConfig, task: str) -> str | None:
     """Name of the processor of a task's rows."""
     return data.tasks.get(task, TaskConfig()).processor or data.processor
 
 
-def spec_problems(data: DataConfig) -> Iterator[Problem]:
+def find_spec_problems(data: DataConfig) -> Iterator[Problem]:
     """Problems of the files and processor names of the configuration."""
     for section, config in _sections(data).items():
         for name in _FILES:
@@ -261,11 +261,11 @@ def spec_problems(data: DataConfig) -> Iterator[Problem]:
             yield Problem(f"{section}.processor={processor}", text)
 
 
-def processor_problems(data: DataConfig) -> Iterator[Problem]:
+def find_processor_problems(data: DataConfig) -> Iterator[Problem]:
     """Problems of processors that cannot be imported or called; imports a user's own."""
     for section, config in _sections(data).items():
         try:
-            processor_of(config.processor)
+            find_processor(config.processor)
         except ValueError as error:
             yield Problem(f"{section}.processor={config.processor}", str(error))
 

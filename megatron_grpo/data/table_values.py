@@ -35,12 +35,12 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
 
 
-def nested_columns(features: Mapping[str, Any]) -> list[str]:
+def find_nested_columns(features: Mapping[str, Any]) -> list[str]:
     """Names of the columns whose values may hold objects."""
     return [name for name, feature in features.items() if type(feature).__name__ not in ("Value", "ClassLabel")]
 
 
-def media_columns(features: Mapping[str, Any]) -> dict[str, str]:
+def find_media_columns(features: Mapping[str, Any]) -> dict[str, str]:
     """Columns that hold audio, images, video or other media, also within lists and objects: the kind, by name."""
     kinds = {
         name: next((type(part).__name__ for part in _media_of(feature)), None) for name, feature in features.items()
@@ -62,7 +62,7 @@ def _media_of(feature: Any) -> Iterator[Any]:
         yield feature
 
 
-def undecoded(features: Any) -> Any:
+def copy_undecoded(features: Any) -> Any:
     """A copy of the features of a set with media as {bytes, path}, so that no row is decoded."""
     changed = copy.deepcopy(features)
     for column in list(changed):
@@ -72,13 +72,13 @@ def undecoded(features: Any) -> Any:
     return changed
 
 
-def without_decoding(dataset: Any) -> Any:
+def view_undecoded(dataset: Any) -> Any:
     """A view of a `datasets.Dataset` with media as {bytes, path}; nothing is copied or written."""
-    if not media_columns(dataset.features):
+    if not find_media_columns(dataset.features):
         return dataset
     from datasets import Dataset, DatasetInfo
 
-    info = DatasetInfo(features=undecoded(dataset.features))
+    info = DatasetInfo(features=copy_undecoded(dataset.features))
     return Dataset(dataset.data, info=info, indices_table=dataset._indices)
 
 
@@ -93,9 +93,9 @@ class StreamedRows:
         self._nested: list[str] | None = None
         """Columns that may hold objects; None: the stream does not know its columns."""
         if stream.features is not None:
-            self._nested = nested_columns(stream.features)
-            if media_columns(stream.features):
-                features = undecoded(stream.features)  # decode(False) alone would leave Json as text
+            self._nested = find_nested_columns(stream.features)
+            if find_media_columns(stream.features):
+                features = copy_undecoded(stream.features)  # decode(False) alone would leave Json as text
                 stream = stream.decode(False).cast(features)
         self._stream = stream
 

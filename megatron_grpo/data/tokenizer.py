@@ -96,7 +96,7 @@ def read_tokenizer(model: Path | str) -> LoadedTokenizer:
     return LoadedTokenizer(plain, (remark,))
 
 
-def first_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str | None:
+def find_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> str | None:
     """The first text that two tokenizers encode or decode differently, in words; None: they agree.
 
     Args:
@@ -108,17 +108,17 @@ def first_difference(tokenizer: Any, reference: Any, texts: Iterable[str]) -> st
         for special in (False, True):
             ids, expected = (encode_text(coder, text, special=special) for coder in (tokenizer, reference))
             if ids != expected:
-                return f"{_shown(text)} has the tokens {from_difference(ids, expected)}"
+                return f"{_shown(text)} has the tokens {quote_difference(ids, expected)}"
             if expected is None:
                 continue
             for skip in (False, True):
                 decoded, right = (_decode(coder, expected, skip=skip) for coder in (tokenizer, reference))
                 if decoded != right:
-                    return f"the tokens of {_shown(text)} are the text {from_difference(decoded, right)}"
+                    return f"the tokens of {_shown(text)} are the text {quote_difference(decoded, right)}"
     return None
 
 
-def sample_texts(added: Iterable[str]) -> list[str]:
+def make_sample_texts(added: Iterable[str]) -> list[str]:
     """Texts on which tokenizers differ, the last of them with these added tokens in the middle of words and lines."""
     tokens = sorted(set(added))
     chosen = tokens[:: -(-len(tokens) // MOST_ADDED) or 1]
@@ -162,7 +162,7 @@ def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
         if number != expected:
             return f"{name} {token} is token {number} instead of {expected}"
     added = (token.content for token in reference.get_added_tokens_decoder().values())
-    return first_difference(tokenizer, reference, sample_texts(added))
+    return find_difference(tokenizer, reference, make_sample_texts(added))
 
 
 def _add_declared(reference: Tokenizer, tokenizer: Any, folder: Path) -> None:
@@ -207,7 +207,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}\u2026")
 
 
-def from_difference(value: Any, expected: Any) -> str:
+def quote_difference(value: Any, expected: Any) -> str:
     """Two lists or texts from shortly before their first difference, for messages."""
     if value is None or expected is None:
         return f"{'none' if value is None else value[:8]} instead of {'none' if expected is None else expected[:8]}"

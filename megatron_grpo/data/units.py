@@ -128,12 +128,12 @@ def split_unit(answer: str) -> tuple[str, str | None]:
         return answer, None
     gap, unit = match[1], match[2]
     words = unit.split()
-    is_known = canonical_unit(unit) is not None and bool(gap or len(unit) > 1) and words[0] != "per"
+    is_known = find_canonical_unit(unit) is not None and bool(gap or len(unit) > 1) and words[0] != "per"
     is_counted = bool(gap) and all(word.isalpha() and len(word) > 2 and word not in _NOT_UNITS for word in words)
     return (plain[: match.start()], unit) if is_known or is_counted else (answer, None)
 
 
-def canonical_unit(unit: str | None) -> str | None:
+def find_canonical_unit(unit: str | None) -> str | None:
     """One spelling for all of a unit; None: it is not known."""
     if unit is None:
         return None

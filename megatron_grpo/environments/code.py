@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from megatron_grpo.config.section import Positive
-from megatron_grpo.data.code_tests import PreparedTests, code_tests, prepare
+from megatron_grpo.data.code_tests import PreparedTests, parse_code_tests, prepare_tests
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.code_blocks import extract_program
@@ -83,7 +83,7 @@ class CodeEnvironment(Environment):
         return list(self._pool.map(self._score, requests))
 
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
-        tests = code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
+        tests = parse_code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
         program = extract_program(request.response)
         verdict = check_program(self._sandbox, program, tests, every=self._share, allow=self._allow)
         for reason in verdict.untrusted:
@@ -124,7 +124,7 @@ def check_program(
     texts = tuple(test for test in tests if isinstance(test, str))
     if texts:
         try:
-            prepared = prepare(texts)
+            prepared = prepare_tests(texts)
         except ValueError as error:
             return Verdict(tests=len(texts), untrusted=[f"a text that {error}"])
         return _run_python_tests(sandbox, program, prepared, every, allow)

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from megatron_grpo.batch.figures import reported_figures
+from megatron_grpo.batch.figures import name_reported_metrics
 from megatron_grpo.cluster.futures import wrap_for_pickling
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
@@ -128,5 +128,5 @@ def _convert_score(score: EnvironmentReturn) -> EnvironmentReturn:
     correct = None if score.correct is None else bool(score.correct)
     parts = {name: float(part) for name, part in score.parts.items()}
     notes = {str(name): note if isinstance(note, str) else repr(note) for name, note in score.notes.items()}
-    metrics = reported_figures(score.metrics)
+    metrics = name_reported_metrics(score.metrics)
     return replace(score, reward=reward, correct=correct, parts=parts, metrics=metrics, notes=notes)

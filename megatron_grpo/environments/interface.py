@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Turn
-from megatron_grpo.data.specs import task_spec
+from megatron_grpo.data.specs import make_task_spec
 from megatron_grpo.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def make_environment_settings(config: Config, task: str, tokenizer: Any) -> Envi
     return EnvironmentSettings(
         sandbox=config.sandbox,
         tokenizer=tokenizer,
-        prompts=task_spec(config.data, task),
+        prompts=make_task_spec(config.data, task),
         import_folders=list_import_folders(),
     )
 

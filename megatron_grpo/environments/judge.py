@@ -16,7 +16,7 @@ import aiohttp
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.section import Positive, Seconds
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.prompt_renderer import content_text
+from megatron_grpo.data.prompt_renderer import join_content
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment
 
@@ -112,7 +112,7 @@ class JudgeEnvironment(Environment):
     def _write_question(self, request: EnvironmentRequest) -> str:
         prompt = request.prompt
         if not isinstance(prompt, str):
-            prompt = "\n\n".join(f"{turn['role']}: {content_text(turn.get('content'))}" for turn in prompt)
+            prompt = "\n\n".join(f"{turn['role']}: {join_content(turn.get('content'))}" for turn in prompt)
         mark = f"----- {secrets.token_hex(8)}"  # a response that could guess it would end its own quotation
         texts = {
             "prompt": prompt,

@@ -15,7 +15,7 @@ from pydantic import AfterValidator
 
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
-from megatron_grpo.data.specs import countdown_game
+from megatron_grpo.data.specs import parse_countdown_game
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.math_answers import Verifier
 
@@ -103,7 +103,7 @@ class CountdownEnvironment(Environment):
     """Text between the numbers."""
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Board:
-        numbers, target = countdown_game(extra_env_info)
+        numbers, target = parse_countdown_game(extra_env_info)
         return Board(tuple(numbers), target)
 
     def step(self, state: Board, response: str) -> Turn:

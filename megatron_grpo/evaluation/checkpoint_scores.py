@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_grpo.algorithms.validation import sample_responses
-from megatron_grpo.batch.generation_requests import sampling_settings
+from megatron_grpo.batch.generation_requests import make_sampling_settings
 from megatron_grpo.cluster.cleanup import cleanup_after_kill, interrupt_on_sigterm
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.output import tolerant_output
 from megatron_grpo.config.schema import Config, MoeConfig
-from megatron_grpo.data.load_prompts import HeldOutPrompts, held_out_prompts
+from megatron_grpo.data.load_prompts import HeldOutPrompts, load_held_out_prompts
 from megatron_grpo.evaluation.request import EvaluationRequest
 from megatron_grpo.evaluation.results import (
     SAMPLES_FILE,
-    Answered,
+    AnsweredSet,
     Row,
-    comparison,
-    sample_row,
-    set_results,
+    compare_evaluations,
+    compute_set_results,
+    make_sample_row,
 )
 from megatron_grpo.observability.run_files import format_json_line, read_lines, write_json
 from megatron_grpo.observability.timing import StepTimer
@@ -53,7 +53,9 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
     rows: list[Row] = []
     with _model(request) as model:
         with timer.phase("prompts"):
-            prompts = {name: held_out_prompts(config, model, one.key, one.rows) for name, one in request.sets.items()}
+            prompts = {
+                name: load_held_out_prompts(config, model, one.key, one.rows) for name, one in request.sets.items()
+            }
         for note in (note for held_out in prompts.values() for note in held_out.notes):
             print(note, flush=True)
         with (
@@ -62,7 +64,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
         ):
             for name, held_out in prompts.items():
                 answered = _answer(request, name, held_out, rollouts, timer, file)
-                sets[name] = set_results(answered, request.k)
+                sets[name] = compute_set_results(answered, request.k)
                 rows += [row for group in answered.rows for row in group]
     results: dict[str, Any] = {
         "checkpoint": str(request.checkpoint),
@@ -74,7 +76,7 @@ def evaluate(request: EvaluationRequest) -> dict[str, Any]:
         "timing": timer.seconds,
     }
     if before is not None:
-        results["compared"] = {"with": str(request.compare), "sets": comparison(rows, before)}
+        results["compared"] = {"with": str(request.compare), "sets": compare_evaluations(rows, before)}
     write_json(request.output / RESULTS_FILE, results)
     return results
 
@@ -86,10 +88,10 @@ def _answer(
     rollouts: RolloutPool,
     timer: StepTimer,
     file: TextIO,
-) -> Answered:
+) -> AnsweredSet:
     """Sample the responses to the prompts of a set, and write them to `file` batch by batch."""
-    config, answered = request.config, Answered(held_out.prompts, [], [])
-    settings = replace(sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
+    config, answered = request.config, AnsweredSet(held_out.prompts, [], [])
+    settings = replace(make_sampling_settings(config.generation, held_out.stops), temperature=request.temperature)
     size = max(1, config.training_loop.val_batch_size // request.samples)
     prompts = iter(held_out.prompts)
     for groups in sample_responses(
@@ -97,7 +99,7 @@ def _answer(
     ):
         for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)
-            answered.rows.append([sample_row(name, prompt, one) for one in trajectories])
+            answered.rows.append([make_sample_row(name, prompt, one) for one in trajectories])
             file.writelines(format_json_line(row) for row in answered.rows[-1])
     return answered
 

@@ -28,7 +28,7 @@ _DIGITS = 12
 """Decimals to which differences of accuracies are rounded: 1 - 2/3 and 2/3 - 1/3 differ only in the 16th."""
 
 
-def pass_at_k(samples: int, right: int, k: int) -> float:
+def estimate_pass_at_k(samples: int, right: int, k: int) -> float:
     """Probability that k of a prompt's samples, drawn without replacement, include a right one.
 
     The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
@@ -46,7 +46,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
+def estimate_consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
     """How often the majority answer of k samples is right.
 
     The mean over groups of k consecutive samples; a remainder of fewer than k is not used. Among answers with equal
@@ -70,7 +70,7 @@ def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int)
     return fmean(majorities)
 
 
-def bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
+def compute_bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
     """The mean of independent values with its percentile-bootstrap interval (Efron 1979), from RESAMPLES resamples.
 
     Args:
@@ -95,7 +95,7 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(array.mean()), "low": float(low), "high": float(high)}
 
 
-def mcnemar(only_first: int, only_second: int) -> float:
+def compute_mcnemar_p(only_first: int, only_second: int) -> float:
     """Two-sided p-value of the hypothesis that two models are right equally often: McNemar's exact test (1947).
 
     Args:
@@ -107,7 +107,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, float(2 * tail / 2**discordant))
 
 
-def wilcoxon(differences: Sequence[float]) -> float:
+def compute_wilcoxon_p(differences: Sequence[float]) -> float:
     """Two-sided p-value of the hypothesis that differences are symmetric around 0: Wilcoxon's signed-rank test (1945).
 
     Uses the normal approximation, with the variance corrected for ties; differences of 0 are left out. Differences that
@@ -133,7 +133,7 @@ Row = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Answered:
+class AnsweredSet:
     """Prompts of a set with their outcomes and samples, all in the order of the prompts."""
 
     prompts: list[DatumSpec]
@@ -141,7 +141,7 @@ class Answered:
     rows: list[list[Row]]
 
 
-def sample_row(name: str, prompt: DatumSpec, one: Trajectory) -> Row:
+def make_sample_row(name: str, prompt: DatumSpec, one: Trajectory) -> Row:
     """One response as a line of samples.jsonl."""
     return {
         "set": name,
@@ -160,7 +160,7 @@ def sample_row(name: str, prompt: DatumSpec, one: Trajectory) -> Row:
     }
 
 
-def vote_of(response: str) -> str | None:
+def find_vote(response: str) -> str | None:
     """The answer of a response in a vote: its last \\boxed{...}, else its last line; None if the response is empty."""
     boxed = find_final_answer(response)
     if boxed.startswith("\\boxed{"):
@@ -169,7 +169,7 @@ def vote_of(response: str) -> str | None:
     return lines[-1].strip() if lines else None
 
 
-def set_results(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
+def compute_set_results(answered: AnsweredSet, ks: Sequence[int]) -> dict[str, Any]:
     """The figures of one set.
 
     Args:
@@ -185,23 +185,23 @@ def set_results(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
     judged = [[row for row in rows if row["correct"] is not None] for rows in answered.rows]
     right = [[bool(row["correct"]) for row in rows] for rows in judged]
     if any(right):
-        results["accuracy"] = bootstrap_interval([fmean(one) for one in right if one])
+        results["accuracy"] = compute_bootstrap_interval([fmean(one) for one in right if one])
     rewards = [[row["reward"] for row in rows if row["reward"] is not None] for rows in answered.rows]
     if any(rewards):
-        results["reward"] = bootstrap_interval([fmean(one) for one in rewards if one])
+        results["reward"] = compute_bootstrap_interval([fmean(one) for one in rewards if one])
     for k in ks:
         enough = [number for number, one in enumerate(right) if len(one) >= k]
         if not enough:
             continue
-        votes = [[vote_of(row["response"]) for row in judged[number]] for number in enough]
-        passed = [pass_at_k(len(right[number]), sum(right[number]), k) for number in enough]
-        agreed = [consensus_at_k(own, right[number], k) for own, number in zip(votes, enough, strict=True)]
-        results[f"pass@{k}"] = {**bootstrap_interval(passed), "prompts": len(enough)}
-        results[f"cons@{k}"] = {**bootstrap_interval(agreed), "prompts": len(enough)}
+        votes = [[find_vote(row["response"]) for row in judged[number]] for number in enough]
+        passed = [estimate_pass_at_k(len(right[number]), sum(right[number]), k) for number in enough]
+        agreed = [estimate_consensus_at_k(own, right[number], k) for own, number in zip(votes, enough, strict=True)]
+        results[f"pass@{k}"] = {**compute_bootstrap_interval(passed), "prompts": len(enough)}
+        results[f"cons@{k}"] = {**compute_bootstrap_interval(agreed), "prompts": len(enough)}
     return {**results, "metrics": compute_held_out_metrics(answered.prompts, answered.outcomes)}
 
 
-def comparison(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
+def compare_evaluations(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
     """Comparison on the prompts that two evaluations share, by set.
 
     Prompts are the same when their set, row and text are. A prompt's accuracy is the mean over its responses.
@@ -243,10 +243,14 @@ def _compared(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, A
         "prompts": len(pairs),
         "accuracy_before": fmean(before for before, _ in pairs),
         "accuracy_now": fmean(after for _, after in pairs),
-        "difference": bootstrap_interval(differences),
-        "wilcoxon_p": wilcoxon(differences),
+        "difference": compute_bootstrap_interval(differences),
+        "wilcoxon_p": compute_wilcoxon_p(differences),
     }
     if all(len(before) == len(now) == 1 for before, now in responses):
         only_before, only_now = differences.count(-1.0), differences.count(1.0)
-        result |= {"only_before": only_before, "only_now": only_now, "mcnemar_p": mcnemar(only_before, only_now)}
+        result |= {
+            "only_before": only_before,
+            "only_now": only_now,
+            "mcnemar_p": compute_mcnemar_p(only_before, only_now),
+        }
     return result

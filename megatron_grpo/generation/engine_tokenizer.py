@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.batch.special_tokens import added_tokens
+from megatron_grpo.batch.special_tokens import list_added_tokens
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.tokenizer import first_difference, load_tokenizer, sample_texts
+from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, make_sample_texts
 
 
 @cache
@@ -44,7 +44,7 @@ def replace_tokenizer_in_vllm() -> None:
 
 def require_same_tokenizer(served: Any, tokenizer: Any) -> None:
     """Raise RunError unless vLLM matches stop strings with the run's tokenizer."""
-    difference = first_difference(served, tokenizer, sample_texts(added_tokens(tokenizer)))
+    difference = find_difference(served, tokenizer, make_sample_texts(list_added_tokens(tokenizer)))
     if difference is not None:
         raise RunError(
             f"the installed vLLM has another tokenizer ({type(served).__name__}) for this model than the run, so that "

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 
 from megatron_grpo.batch.generation_requests import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.batch.special_tokens import added_tokens, response_text
+from megatron_grpo.batch.special_tokens import decode_response, list_added_tokens
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.cluster.actor_calls import Arguments, Method
 from megatron_grpo.cluster.futures import wrap_for_pickling
@@ -24,7 +24,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import CanaryError
 from megatron_grpo.config.generation_schema import RefitMode
-from megatron_grpo.data.tokenizer import encode_text, from_difference, load_tokenizer, sample_texts
+from megatron_grpo.data.tokenizer import encode_text, load_tokenizer, make_sample_texts, quote_difference
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_canary import SAMPLING_ARGUMENTS, CanaryPrompt
 from megatron_grpo.generation.engine_interface import Engine, EngineStart, EngineWorker
@@ -212,7 +212,7 @@ class ServerEngine(Engine):
         return GenerationOutput(
             token_ids=np.array(token_ids, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
-            text=response_text(self._tokenizer, token_ids, choice["finish_reason"]),
+            text=decode_response(self._tokenizer, token_ids, choice["finish_reason"]),
             stop_reason=choice["finish_reason"],
             spans=[
                 Span(span["start"], span["end"], int(span["version"].removeprefix(self._prefix))) for span in versions
@@ -315,7 +315,7 @@ class ServerEngine(Engine):
 
     async def _require_same_tokenizer(self) -> None:
         """Raise RuntimeError if the server's tokenizer, which matches stop strings, is not the run's."""
-        for text in sample_texts(added_tokens(self._tokenizer)):
+        for text in make_sample_texts(list_added_tokens(self._tokenizer)):
             ids = encode_text(self._tokenizer, text)
             if ids is None:  # it has no tokens for this text
                 continue
@@ -327,7 +327,7 @@ class ServerEngine(Engine):
             if served != expected:
                 raise RuntimeError(
                     f"{self._url} has another tokenizer than policy.model.path={self._settings.model_path}: {text!r} "
-                    f"gives {from_difference(served, expected)}; start it with the same folder, without --tokenizer "
+                    f"gives {quote_difference(served, expected)}; start it with the same folder, without --tokenizer "
                     "and --tokenizer-mode"
                 )
 

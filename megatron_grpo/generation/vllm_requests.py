@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.batch.special_tokens import response_text
+from megatron_grpo.batch.special_tokens import decode_response
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.generation.engine_processes import await_alive
 from megatron_grpo.models.routed_experts import RoutedForm
@@ -188,7 +188,7 @@ def _make_response(final: RequestOutput, tokenizer: Any, routed: NDArray[Any] | 
     return GenerationOutput(
         token_ids=np.array(completion.token_ids, dtype=np.int32),
         logprobs=np.array(logprobs, dtype=np.float32),
-        text=response_text(tokenizer, completion.token_ids, completion.finish_reason),
+        text=decode_response(tokenizer, completion.token_ids, completion.finish_reason),
         stop_reason=completion.finish_reason,
         spans=[Span(span.start, span.end, int(span.version)) for span in spans],
         routed=routed,

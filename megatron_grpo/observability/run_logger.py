@@ -10,12 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_grpo.batch.figures import MOST_FIGURES, is_of_environment
+from megatron_grpo.batch.figures import MAX_METRICS, is_environment_metric
 from megatron_grpo.batch.rollout_files import drop_rollouts_after
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.data.prompt_renderer import content_text
+from megatron_grpo.data.prompt_renderer import join_content
 from megatron_grpo.observability.page.trajectories import TokenBytes, compute_mean_advantage, load_token_bytes
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import ProgressDisplay, format_duration
@@ -64,7 +64,7 @@ def format_prompt(datum: DatumSpec) -> str:
     prompt = datum["prompt"]
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{turn['role']}: {content_text(turn.get('content'))}" for turn in prompt)
+    return "\n".join(f"{turn['role']}: {join_content(turn.get('content'))}" for turn in prompt)
 
 
 def select_first_of_groups(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ class RunLogger:
         self._earlier_s = 0.0
         for row in read_lines(self.run_dir / METRICS_FILE):
             self._earlier_s += row["timing"][TOTAL]
-            self._environment_figures.update(filter(is_of_environment, row))
+            self._environment_figures.update(filter(is_environment_metric, row))
         self._resume_step = resume_step
 
     def log_start(
@@ -173,9 +173,9 @@ class RunLogger:
         """Drop figures of environments beyond the run's first MOST_FIGURES names."""
         remaining = {}
         for name, value in metrics.items():
-            if is_of_environment(name) and name not in self._environment_figures:
-                if len(self._environment_figures) == MOST_FIGURES:
-                    text = f"the run has {MOST_FIGURES} figures of environments and reports no others, such as {name}"
+            if is_environment_metric(name) and name not in self._environment_figures:
+                if len(self._environment_figures) == MAX_METRICS:
+                    text = f"the run has {MAX_METRICS} figures of environments and reports no others, such as {name}"
                     self.note_once("figures", text)
                     continue
                 self._environment_figures.add(name)

@@ -67,9 +67,9 @@ def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
     Raises:
         FileNotFoundError: the run has no rollouts.
     """
-    from megatron_grpo.batch.rollout_files import read_rollouts, recorded_steps
+    from megatron_grpo.batch.rollout_files import find_recorded_steps, read_rollouts
 
-    last = max(recorded_steps(run_dir), default=0)
+    last = max(find_recorded_steps(run_dir), default=0)
     rows = list(read_rollouts(run_dir, last))
     sampled = np.array([sum(end - begin for begin, end, _ in row["spans"]) for row in rows], dtype=np.float64)
     totals = np.array([len(row["token_ids"]) for row in rows], dtype=np.float64)

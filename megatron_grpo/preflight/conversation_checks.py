@@ -16,9 +16,15 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import TaskDataSpec
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, content_text
-from megatron_grpo.data.specs import processor_name, processor_of, rendering_of, task_spec, task_templates
-from megatron_grpo.data.tokenizer import from_difference
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, join_content
+from megatron_grpo.data.specs import (
+    find_processor,
+    find_processor_name,
+    find_rendering,
+    find_task_templates,
+    make_task_spec,
+)
+from megatron_grpo.data.tokenizer import quote_difference
 from megatron_grpo.environments.registry import import_environment_class
 
 _QUESTION = {"role": "user", "content": "sample question"}
@@ -66,14 +72,14 @@ def _changed_prompts(config: Config, data: PromptData) -> Iterator[Problem]:
             (prompt,) = data.loader.prompts([row])
         except (ValueError, IndexError):  # the row is to be left out, or there are no more
             continue
-        if rendering_of(processor_of(processor_name(config.data, prompt["task_name"]))) is None:
+        if find_rendering(find_processor(find_processor_name(config.data, prompt["task_name"]))) is None:
             continue
         text = "".join(message["content"] for message in prompt["message_log"])
         ids = [token for message in prompt["message_log"] for token in message["token_ids"]]
         decoded, expected = ("".join(one.split()) for one in (data.tokenizer.decode(ids), text))
         remarks = {"lacks": _lacking(prompt["prompt"], text) if config.data.long_prompts != "cut_left" else None}
         if decoded != expected:
-            difference = from_difference(decoded, expected)
+            difference = quote_difference(decoded, expected)
             remarks["changed"] = f"is other text for the model, whose tokenizer changes it: {difference}"
         for kind, remark in remarks.items():
             if remark is not None and kind not in kinds:
@@ -89,7 +95,7 @@ def _lacking(prompt: str | Sequence[ChatMessage], text: str) -> str | None:
     """
     advice = "give a template that shows it in data.chat_template"
     for number, message in enumerate([] if isinstance(prompt, str) else prompt, start=1):
-        words = re.findall(r"\w+", content_text(message.get("content")))
+        words = re.findall(r"\w+", join_content(message.get("content")))
         if words and words[-1] not in text:
             described = f"its message {number}, of the role {message.get('role')}"
             return f"lacks {described}: the chat template leaves it out; {advice}"
@@ -118,7 +124,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
     problems: list[Problem] = []
     remarks: list[Problem] = []
     for task, environment in config.env.items():
-        spec = task_spec(config.data, task)
+        spec = make_task_spec(config.data, task)
         renderer = PromptRenderer(tokenizer, spec)
         if not (spec.apply_chat_template and renderer.has_template):
             continue
@@ -137,7 +143,7 @@ def examine_conversations(config: Config, tokenizer: Any) -> tuple[list[Problem]
             )
         if answers or environment.agent_func is not None:
             remarks += _changed_turns(f"env.{task}", renderer, prompt)
-    if len({*task_templates(config, tokenizer).values()}) > 1:
+    if len({*find_task_templates(config, tokenizer).values()}) > 1:
         text = "differ between tasks, so exported models keep the template of the folder that the run began with"
         remarks.append(Problem("data.tasks: chat templates", text))
     return problems, list(dict.fromkeys(remarks))

@@ -10,16 +10,16 @@ from megatron_grpo.batch.rollout_files import (
     ROLLOUTS_FOLDER,
     RecordedFile,
     examine_file,
-    recorded_folder,
-    recorded_steps,
+    find_recorded_folder,
+    find_recorded_steps,
 )
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import Problem, format_count
 from megatron_grpo.config.paths import check_readable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rows import SetReport, examined
+from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.sources import is_remote
-from megatron_grpo.data.specs import PREPARED_PROMPTS, PreparedPrompts, spec_problems
+from megatron_grpo.data.specs import PREPARED_PROMPTS, PreparedPrompts, find_spec_problems
 from megatron_grpo.models.source import (
     compute_vocabulary_digest,
     find_local_folder,
@@ -31,7 +31,7 @@ from megatron_grpo.preflight.rules import Rule, evaluate_rules
 
 def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     """Problems of the training and validation sets, and remarks on them."""
-    problems = list(spec_problems(config.data))
+    problems = list(find_spec_problems(config.data))
     remarks: list[Problem] = []
     if problems:
         return problems, remarks  # the form of the rows is unknown
@@ -74,7 +74,7 @@ def examine_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
         return SetReport(problems=[Problem(subject, reason + advice)])
-    return examined(one, config.data, {name: env.type for name, env in config.env.items()})
+    return examine_set(one, config.data, {name: env.type for name, env in config.env.items()})
 
 
 @evaluate_rules
@@ -129,7 +129,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
     text = _unusable(config, config.debug.rollouts_from)
     if text is not None:
         return [Problem(subject, text)], []
-    steps = recorded_steps(config.debug.rollouts_from)
+    steps = find_recorded_steps(config.debug.rollouts_from)
     for step, file in steps.items():
         problems = list(_of_file(config, subject, file)) if step <= config.training_loop.max_num_steps else []
         if problems:  # other steps likely have the same problems
@@ -142,7 +142,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
 def read_recorded_max_num_steps(config: Config) -> int:
     """The max_num_steps of the recorded run; the recording has passed its checks."""
     assert config.debug.rollouts_from is not None
-    file = next(iter(recorded_steps(config.debug.rollouts_from).values()))
+    file = next(iter(find_recorded_steps(config.debug.rollouts_from).values()))
     return examine_file(file).record.run.max_num_steps
 
 
@@ -151,10 +151,10 @@ def _unusable(config: Config, path: str) -> str | None:
     reason = check_readable(path, "folder")
     if reason is not None:
         return f"{reason}; give the folder of a run that recorded its rollouts"
-    folder = recorded_folder(path)
+    folder = find_recorded_folder(path)
     if folder.resolve() == (Path(config.run_dir) / ROLLOUTS_FOLDER).resolve():
         return "is this run's own run_dir, whose rollouts a run replaces; choose another run_dir"
-    steps = recorded_steps(path)
+    steps = find_recorded_steps(path)
     if not steps:
         return f"{folder} has no step_N.parquet; {_RECORD}"
     missing = [step for step in range(min(steps), max(steps)) if step not in steps]

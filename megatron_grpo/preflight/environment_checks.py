@@ -7,8 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_grpo.config.data_schema import REWARD_FUNCTIONS, DatasetConfig, EnvironmentConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.rows import examined
-from megatron_grpo.data.specs import PREPARED_PROMPTS, ROW_FORMS, processor_name, processor_problems, task_spec
+from megatron_grpo.data.rows import examine_set
+from megatron_grpo.data.specs import (
+    PREPARED_PROMPTS,
+    ROW_FORMS,
+    find_processor_name,
+    find_processor_problems,
+    make_task_spec,
+)
 from megatron_grpo.environments.interface import list_import_folders, make_importable
 from megatron_grpo.environments.registry import convert_options, import_environment_class
 from megatron_grpo.environments.reward_model import find_model_problem
@@ -39,7 +45,7 @@ def check_scoring(
             folder is not a reward model.
     """
     make_importable(list_import_folders())
-    problems = list(processor_problems(config.data))
+    problems = list(find_processor_problems(config.data))
     problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
     if not problems:  # reward functions may need the modules that these checks import
         problems = [problem for name in config.env for problem in _column_problems(config, name, sets)]
@@ -70,13 +76,13 @@ def _column_problems(config: Config, task: str, sets: Sequence[DatasetConfig] | 
     """Columns that the environment's class needs and some rows lack, as far as rows are read before the run."""
     kind = config.env[task].type
     needed = () if kind == REWARD_FUNCTIONS else import_environment_class(kind).needs_columns
-    is_own = processor_name(config.data, task) not in {None, *ROW_FORMS}  # it may add columns
+    is_own = find_processor_name(config.data, task) not in {None, *ROW_FORMS}  # it may add columns
     if not needed or is_own or (config.data.streaming and sets is None):
         return
     for one in _sets(config, sets):
         if is_made_before_run(config, one.path):
             continue
-        columns = examined(one, config.data, _types(config)).common_columns.get(task)
+        columns = examine_set(one, config.data, _types(config)).common_columns.get(task)
         missing = [] if columns is None else [name for name in needed if name not in columns]
         if missing:
             text = f"needs the column {', '.join(missing)}, which rows of {one.path} lack; all have"
@@ -131,10 +137,10 @@ def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) ->
             made = PREPARED_PROMPTS[config.prepare.name]
             found |= set(made.columns) if task in made.tasks else set()
             continue
-        looked = examined(one, config.data, _types(config))
+        looked = examine_set(one, config.data, _types(config))
         if looked.source is None:
             return None
         found |= looked.columns.get(task, set())
-    if found and task_spec(config.data, task).answer_key is not None:
+    if found and make_task_spec(config.data, task).answer_key is not None:
         found.add("answer")
     return found or None

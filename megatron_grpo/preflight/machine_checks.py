@@ -27,7 +27,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, to_text
 from megatron_grpo.config.passthrough import check_owned_fields, select_passed_fields
 from megatron_grpo.config.paths import check_readable, check_writable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.specs import spec_problems
+from megatron_grpo.data.specs import find_spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
 from megatron_grpo.models.source import find_model_shape
 from megatron_grpo.platform.hooks import find_untried_versions
@@ -272,6 +272,6 @@ def find_evaluation_problems(config: Config) -> list[Problem]:
         *find_sampling_problems(config),
         *find_engine_problems(config, shape),
         *check_owned_fields(arguments),
-        *spec_problems(config.data),
+        *find_spec_problems(config.data),
     ]
     return problems or [*(list(_gpus(config)) or _cluster(config)), *_sandbox(config), *_passed_fields(arguments)]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, are_text_parts, content_text
+from megatron_grpo.data.prompt_renderer import ChatMessage, PromptRenderer, are_text_parts, join_content
 from megatron_grpo.rollouts.engine_client import EngineClient
 
 OVER = "the rollout is over"
@@ -196,4 +196,4 @@ def _said(message: ChatMessage) -> dict[str, Any]:
     Content in text parts equals the same text, which some clients make parts of.
     """
     fields = {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}
-    return fields | ({"content": content_text(fields["content"])} if are_text_parts(fields.get("content")) else {})
+    return fields | ({"content": join_content(fields["content"])} if are_text_parts(fields.get("content")) else {})

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from megatron_grpo.batch.figures import MOST_FIGURES, is_of_environment, step_figure_name
+from megatron_grpo.batch.figures import MAX_METRICS, is_environment_metric, make_step_metric_name
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.metric_names import TASK_METRICS
 
@@ -95,11 +95,11 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
         for name, reward in outcome.reward_parts.items():
             values[name].append(reward)
         for name, figure in outcome.reward_metrics.items():
-            reported[step_figure_name(name)].append(figure)
+            reported[make_step_metric_name(name)].append(figure)
     unscored = fmean(outcome.is_unscored for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
-    left_out = {*islice(filter(is_of_environment, reported), MOST_FIGURES, None)}
+    left_out = {*islice(filter(is_environment_metric, reported), MAX_METRICS, None)}
     figures = {name: fmean(values) for name, values in reported.items() if name not in left_out}
     errors = sum(outcome.reward_errors for outcome in outcomes)
     counted = {"reward_errors": float(errors)} if errors else {}

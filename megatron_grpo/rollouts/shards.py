@@ -18,7 +18,7 @@ from megatron_grpo.batch.rollout_files import (
     StepRecord,
     TrainedValues,
     Written,
-    read_recorded,
+    read_recorded_rollouts,
     write_rollouts,
 )
 from megatron_grpo.batch.step_batch import StepBatch
@@ -249,7 +249,7 @@ def load(file: Path) -> tuple[StepFacts, Collected]:
         RunError: the file cannot be read.
     """
     try:
-        facts, groups = read_recorded(file)
+        facts, groups = read_recorded_rollouts(file)
     except (OSError, ValueError) as error:
         raise RunError(f"the recorded rollouts cannot be read: {file} {error}") from None
     return facts, collected(groups, [])

@@ -14,7 +14,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
-from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, rollouts_file
+from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, locate_rollouts_file
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.cluster.futures import explain_error, gather
@@ -245,7 +245,7 @@ class RolloutWorkers:
             The argument of `wait_dump`.
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
-        file = rollouts_file(run_dir, step)
+        file = locate_rollouts_file(run_dir, step)
         return self._begin("write rollouts", dump, bundled(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:

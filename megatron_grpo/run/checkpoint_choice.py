@@ -8,7 +8,7 @@ from threading import Event
 from megatron_grpo.config.conversion import convert_values
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config, LoraConfig
-from megatron_grpo.data.identity import identify, read_identity, training_difference
+from megatron_grpo.data.identity import find_training_difference, identify, read_identity
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, read_config_file
 
@@ -41,7 +41,7 @@ def _describe_data_difference(checkpoint: Path, config: Config) -> str | None:
         before = read_identity(checkpoint.parent.parent / DATA_FILE)
     except ValueError as error:
         return str(error)
-    return None if before is None else training_difference(before, identify(config))
+    return None if before is None else find_training_difference(before, identify(config))
 
 
 # Names that stand for a checkpoint of a run: the first by checkpointing.metric_name, and the last.

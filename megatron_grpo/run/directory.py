@@ -18,8 +18,8 @@ from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.keys import flatten
 from megatron_grpo.config.schema import MISSING, Config
-from megatron_grpo.data.identity import identify, read_identity, training_difference, validation_differences
-from megatron_grpo.data.specs import task_templates
+from megatron_grpo.data.identity import find_training_difference, find_validation_differences, identify, read_identity
+from megatron_grpo.data.specs import find_task_templates
 from megatron_grpo.models.model_identity import compute_model_digest
 from megatron_grpo.models.source import find_local_folder, is_made_before_run
 from megatron_grpo.observability.run_files import write_json, write_text
@@ -125,7 +125,7 @@ def record_start(folder: Path, config: Config, tokenizer: Any = None) -> None:
         write_json(folder / DATA_FILE, identity.as_json())
     if not (folder / MODEL_FILE).exists() and (digest := _compute_digest(config)) is not None:
         write_json(folder / MODEL_FILE, {"path": config.policy.model.path, "digest": digest})
-    templates = {*task_templates(config, tokenizer).values()}
+    templates = {*find_task_templates(config, tokenizer).values()}
     template = templates.pop() if len(templates) == 1 else None
     (folder / TEMPLATE_FILE).unlink(missing_ok=True)
     if template is not None:
@@ -237,10 +237,10 @@ def compare_data(folder: Path, config: Config) -> list[str]:
         text = f"{error}; put it back, {advice}, or delete it if you are sure that the data is the same"
         raise ConfigError([Problem(subject, text)]) from None
     if before is not None:
-        reason = training_difference(before, now)
+        reason = find_training_difference(before, now)
         if reason is not None:
             raise ConfigError([Problem(subject, f"holds another run: {reason}; put it back as it was, or {advice}")])
-        return validation_differences(before, now)
+        return find_validation_differences(before, now)
     remarks = _compare_data_paths(folder, config)
     return remarks if now.is_comparable else []
 

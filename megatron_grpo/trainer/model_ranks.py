@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from megatron_grpo.batch.packing import Cost, make_packer
-from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, sum_states, watched_tokens
+from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, choose_watched_tokens, sum_states
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import find_token_indices
 from megatron_grpo.cluster.actor_calls import Method, call_actor
@@ -272,7 +272,7 @@ class ModelRanks(ABC):
 
     def watch_states(self, batch: StepBatch) -> None:
         """Sketch the hidden states of the watched tokens in the next pass for log-probabilities (`end_states`)."""
-        watched = watched_tokens(int(batch.lengths.sum()))
+        watched = choose_watched_tokens(int(batch.lengths.sum()))
         watches = []
         for mine in split_among_replicas(batch, self._config.parallel.data):
             numbers = find_token_indices(batch.lengths, np.concatenate(batch.partitions[mine]))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.batch.rollout_files import rollouts_file
+from megatron_grpo.batch.rollout_files import locate_rollouts_file
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 TINY = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.val_period=0")
@@ -110,8 +110,8 @@ def test_a_run_goes_on_where_its_recording_ends(recorded: TrainingRun, tmp_path:
     """With engines again, from the checkpoint that the recorded run would have written: its last step, once more."""
     first_two = tmp_path / "first_two"
     for step in (1, 2):
-        rollouts_file(first_two, step).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(rollouts_file(recorded.run_dir, step), rollouts_file(first_two, step))
+        locate_rollouts_file(first_two, step).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(locate_rollouts_file(recorded.run_dir, step), locate_rollouts_file(first_two, step))
     begun = replay(recorded, f"debug.rollouts_from={first_two}", name="continued")
     assert begun.finish() == 0, begun.log()
     assert f"the recording is used up: {first_two} ends with step 2" in begun.log()

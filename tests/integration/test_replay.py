@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo import replay
-from megatron_grpo.batch.replay_files import figures_file
-from megatron_grpo.batch.rollout_files import recorded_steps
+from megatron_grpo.batch.replay_files import locate_figures_file
+from megatron_grpo.batch.rollout_files import find_recorded_steps
 from megatron_grpo.verification.replay.compare import TOLERANCES
 from tests.integration.runs import TrainingRun
 
@@ -43,8 +43,8 @@ def test_a_recorded_step_comes_out_the_same(tmp_path: Path, capsys: pytest.Captu
     run = TrainingRun(tmp_path / "run", *SHORT)
     assert run.finish() == 0, run.log()
     assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["step_1", "step_3", "step_5"]
-    assert list(recorded_steps(run.run_dir)) == [2, 4]
-    assert all(figures_file(run.run_dir, step).is_file() for step in (2, 4))
+    assert list(find_recorded_steps(run.run_dir)) == [2, 4]
+    assert all(locate_figures_file(run.run_dir, step).is_file() for step in (2, 4))
     code, (same,) = results(run, capsys)
     assert code == 0, same
     largest = {one["quantity"]: one["difference"] for one in same["differences"]}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.batch.packing import Cost
-from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, watched_tokens
+from megatron_grpo.batch.replay_files import StateFigure, TensorFigure, choose_watched_tokens
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, require_field
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
@@ -122,7 +122,7 @@ class FakePolicy(FakeModel):
         return [TensorFigure("weight", 0, "model.norm.weight", 2.0, [1.0, -0.5])]
 
     def watch_states(self, batch: StepBatch) -> None:
-        self.watched = watched_tokens(int(batch.lengths.sum()))
+        self.watched = choose_watched_tokens(int(batch.lengths.sum()))
 
     def end_states(self) -> list[StateFigure]:
         return [StateFigure("norm", int(token), [0.5]) for token in self.watched]

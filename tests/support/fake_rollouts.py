@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_grpo.batch.generation_requests import EngineCounts, SamplingSettings
-from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_recorded
+from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, read_recorded_rollouts
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.token_batch import STORED_DTYPES
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
@@ -168,7 +168,7 @@ class FakeRollouts:
         return summary
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        facts, groups = read_recorded(file)
+        facts, groups = read_recorded_rollouts(file)
         return facts, self.put(groups)
 
     def dump(

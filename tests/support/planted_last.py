@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.batch.rollout_files import rollouts_file
+from megatron_grpo.batch.rollout_files import locate_rollouts_file
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from tests.support.planted import Case, Column, Tensors, changed_folder, engine, record, trainer, write
 from tests.support.planted_engines import (
@@ -122,7 +122,7 @@ def late_spans(one: Trajectory) -> Trajectory:
 
 def empty_file(run: RecordedRun) -> None:
     record(lambda rollouts: rollouts)(run)
-    rollouts_file(run.run_dir, len(run.versions)).write_bytes(b"")
+    locate_rollouts_file(run.run_dir, len(run.versions)).write_bytes(b"")
 
 
 LAST: Sequence[Case] = (

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.batch.rollout_files import rollouts_file
+from megatron_grpo.batch.rollout_files import locate_rollouts_file
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from tests.support.planted import Case, Column, Plant, record, trainer
 from tests.support.planted_engines import STALE, WEIGHTS, exchanged, old, scaled
@@ -211,7 +211,7 @@ def of_version_before(rollouts: list[Trajectory]) -> list[Trajectory]:
 def cut_file(run: RecordedRun) -> None:
     """The file of the newest step ends in its middle."""
     record(lambda rollouts: rollouts)(run)
-    file = rollouts_file(run.run_dir, len(run.versions))
+    file = locate_rollouts_file(run.run_dir, len(run.versions))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 

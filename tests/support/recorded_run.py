@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_grpo.batch.replay_files import StepFigures, figures_file, sum_states, watched_tokens, write_figures
-from megatron_grpo.batch.rollout_files import RunFacts, StepRecord, TrainedValues, rollouts_file, write_rollouts
+from megatron_grpo.batch.replay_files import (
+    StepFigures,
+    choose_watched_tokens,
+    locate_figures_file,
+    sum_states,
+    write_figures,
+)
+from megatron_grpo.batch.rollout_files import RunFacts, StepRecord, TrainedValues, locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields, find_token_indices
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.conversion import convert_values
@@ -59,7 +65,7 @@ def make_recorded_run(
         prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_num_steps=4, vocab=vocab, vocabulary=None
     )
     record = StepRecord(facts, make_facts())
-    write_rollouts(rollouts_file(run_dir, step), list(_groups(vocab, prev)), record.metadata())
+    write_rollouts(locate_rollouts_file(run_dir, step), list(_groups(vocab, prev)), record.metadata())
     return run_dir
 
 
@@ -81,7 +87,7 @@ def add_figures(run_dir: Path, *overrides: str) -> None:
         config=asdict(record.config),
         device="cpu",
     )
-    write_figures(figures_file(run_dir, 1), figures)
+    write_figures(locate_figures_file(run_dir, 1), figures)
 
 
 def _watch_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def _watch_on_rank(task: ReplayTask, enter: Callable[[str], object]) -> dict[str
     replica = parallel_state.get_data_parallel_rank()
     mine = task.members[replica]
     numbers = find_token_indices(np.asarray(task.batch.lengths), mine)
-    places = np.flatnonzero(np.isin(numbers, watched_tokens(sum(task.batch.lengths))))
+    places = np.flatnonzero(np.isin(numbers, choose_watched_tokens(sum(task.batch.lengths))))
     rank.recorder.watch(places, numbers[places])
     own = {int(number): index for index, number in enumerate(mine)}
     plan = [[own[int(number)] for number in microbatch] for microbatch in task.logprobs[replica]]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron_grpo.batch.rollout_files import TrainedValues, rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import TrainedValues, locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.schema import Config, OptimizerConfig, ParallelConfig, PolicyConfig
@@ -128,7 +128,7 @@ class RecordedRun:
             max_num_steps=self.config.training_loop.max_num_steps,
             vocab=read_model_shape(self.versions[0]).vocab,
         )
-        write_rollouts(rollouts_file(self.run_dir, step), groups, record.metadata())
+        write_rollouts(locate_rollouts_file(self.run_dir, step), groups, record.metadata())
 
     def write_metrics(self, errors: Mapping[int, Mapping[str, float]]) -> None:
         """Write metrics.jsonl: the figures of each step (`consistency`), by step."""

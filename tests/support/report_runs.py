@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.schema import Config
 from tests.support.trajectories import make_trajectory, with_learnt
@@ -61,11 +61,11 @@ def make_run(folder: Path, *, steps: int, model: Path, trajectories: Sequence[Tr
             file.write(json.dumps({"step": step, "val_accuracy": step / steps}) + "\n")
     summary = {"outcome": "completed", "reason": None, "accuracy_before": 0.0, "accuracy_after": 1.0, "train_s": 61.0}
     (folder / "summary.json").write_text(json.dumps(summary))
-    first = rollouts_file(folder, 1)
+    first = locate_rollouts_file(folder, 1)
     samples = {one.group: [two for two in trajectories if two.group == one.group] for one in trajectories}
     write_rollouts(first, [(group, with_learnt(*ones, prev=learnt)) for group, ones in samples.items()])
     for step in range(2, steps + 1):
-        shutil.copy(first, rollouts_file(folder, step))
+        shutil.copy(first, locate_rollouts_file(folder, step))
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
 from megatron_grpo.config.schema import AsyncGRPOConfig, LoopConfig
-from megatron_grpo.data.loader import PromptLoader, Visits, prompt_batches
+from megatron_grpo.data.loader import PromptLoader, PromptSampler, iterate_batches
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS
@@ -37,7 +37,7 @@ class Prompts:
         return self.rows // self.per_batch * self.epochs
 
     def loader(self, position: dict[str, Any] | None = None) -> PromptLoader:
-        order = Visits([self.rows], [1.0], shuffle=True, seed=3)
+        order = PromptSampler([self.rows], [1.0], shuffle=True, seed=3)
         loader = PromptLoader(self, prompts_per_batch=self.per_batch, order=order)
         if position is not None:
             loader.load_state_dict(position)
@@ -45,7 +45,7 @@ class Prompts:
 
     def in_turn(self, position: dict[str, Any] | None = None) -> list[list[int]]:
         """Rows by batch, from a position on, as a loop takes them that samples when it needs to."""
-        return [[prompt["idx"] for prompt in batch] for batch in prompt_batches(self.loader(position), self.epochs)]
+        return [[prompt["idx"] for prompt in batch] for batch in iterate_batches(self.loader(position), self.epochs)]
 
 
 class Process:
@@ -78,7 +78,7 @@ class Process:
         rollouts: Any = self.rollouts
         loop = LoopConfig(num_generations_per_prompt=2, seed=5, max_num_steps=steps, async_grpo=config)
         self.buffer = sampler(rollouts, self.loader, loop, SETTINGS, self.taken)
-        self.batches = prompt_batches(self.loader, prompts.epochs)
+        self.batches = iterate_batches(self.loader, prompts.epochs)
 
     def take_groups(self) -> list[SampledGroup] | None:
         groups = self.buffer.take(self.batches, self.taken, StepTimer())

@@ -18,7 +18,13 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from megatron_grpo.batch.rollout_files import examine_file, read_recorded, rollouts_file, rows_of_file, write_rollouts
+from megatron_grpo.batch.rollout_files import (
+    examine_file,
+    locate_rollouts_file,
+    read_recorded_rollouts,
+    read_rows,
+    write_rollouts,
+)
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DatasetConfig, RewardModelConfig
 from megatron_grpo.data.sources import SourceError, open_source
@@ -150,7 +156,7 @@ def test_rows_run_no_code(
 
 
 def test_recorded_rollouts_run_no_code(tmp_path: Path, canary: Canary) -> None:
-    file = rollouts_file(tmp_path, 1)
+    file = locate_rollouts_file(tmp_path, 1)
     write_rollouts(file, [(0, with_learnt(make_trajectory(2), make_trajectory(3)))])
     table = pyarrow.parquet.read_table(file)
     names = extension(canary).field("prompt").metadata
@@ -158,7 +164,7 @@ def test_recorded_rollouts_run_no_code(tmp_path: Path, canary: Canary) -> None:
         {b"step": pickle.dumps(canary)}
     )
     pyarrow.parquet.write_table(table.cast(forged), file)
-    for read in (lambda: list(rows_of_file(1, file)), lambda: examine_file(file), lambda: read_recorded(file)):
+    for read in (lambda: list(read_rows(1, file)), lambda: examine_file(file), lambda: read_recorded_rollouts(file)):
         with suppress(RunError, ConfigError, ValueError):
             read()
     assert not canary.folder.exists()

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron_grpo.batch.rollout_files import count_rollouts, recorded_steps, rows_of_file
+from megatron_grpo.batch.rollout_files import count_rollouts, find_recorded_steps, read_rows
 from megatron_grpo.batch.trajectory import list_suspicions
 from megatron_grpo.models.source import find_local_folder
 
@@ -103,7 +103,7 @@ def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tu
     Raises:
         ValueError: a file of rollouts cannot be read; the message names it.
     """
-    files = recorded_steps(folder)
+    files = find_recorded_steps(folder)
     for step, file in files.items():
         try:
             rows = _read_first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
@@ -118,7 +118,7 @@ def make_step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tu
 def _read_first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[str, Any]]:
     """Read the first rollouts, at most `rows` or `tokens` of them."""
     first_rows: list[dict[str, Any]] = []
-    for row in rows_of_file(step, file):
+    for row in read_rows(step, file):
         first_rows.append(row)
         tokens -= len(row["token_ids"])
         if len(first_rows) >= rows or tokens <= 0:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.batch.rollout_files import recorded_steps, rows_of_file
+from megatron_grpo.batch.rollout_files import find_recorded_steps, read_rows
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.shape import ModelShape
@@ -207,7 +207,7 @@ def read_evidence(
     Raises:
         ValueError: nothing is recorded, or the weights of no recorded step are available; the text says what to do.
     """
-    files = recorded_steps(run_dir)
+    files = find_recorded_steps(run_dir)
     if not files:
         raise ValueError(f"{run_dir} has no rollouts; record a run with logger.rollouts=all (docs/debugging.md)")
     if step is not None and step not in files:
@@ -215,7 +215,7 @@ def read_evidence(
     newest = sorted(files, key=lambda number: (number - 1 in weights.versions, number))[::-1]
     candidates = [step] if step is not None else [*(number for number in suspicious if number in files), *newest]
     for number in candidates:
-        recorded = list(rows_of_file(number, files[number]))
+        recorded = list(read_rows(number, files[number]))
         rows = [row for row in recorded if row["failure"] is None and row["spans"]]
         version = _most_frequent_version(rows)
         if version is not None and version in weights.versions:

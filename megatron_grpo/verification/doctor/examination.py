@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_grpo.batch.special_tokens import StopConditions, stop_conditions
+from megatron_grpo.batch.special_tokens import StopConditions, find_stop_conditions
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -214,7 +214,7 @@ class Examination:
         """What ends a response of the run."""
         generation = self._config.generation
         try:
-            return stop_conditions(generation, load_tokenizer(self._model), self._model)
+            return find_stop_conditions(generation, load_tokenizer(self._model), self._model)
         except RunError as error:
             self._diagnosis.remarks.append(f"stop tokens are those of the model's configuration: {error}")
             ids = (*generation.stop_token_ids, *declared_end_tokens(self._model))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.batch.replay_files import library_versions
+from megatron_grpo.batch.replay_files import find_library_versions
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.observability.run_files import METRICS_FILE, read_lines
@@ -187,7 +187,7 @@ def _yaml(value: object) -> str:
 def _versions(record: RecordedStep) -> str:
     """What else may be the reason: packages and devices that were others."""
     recorded = {} if record.figures is None else record.figures.versions
-    here = library_versions()
+    here = find_library_versions()
     changed = [
         f"{name} was {version} and is {here.get(name)}"
         for name, version in recorded.items()

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.batch.replay_files import StepFigures, figures_file, read_figures
+from megatron_grpo.batch.replay_files import StepFigures, locate_figures_file, read_figures
 from megatron_grpo.batch.rollout_files import (
     DAMAGE_ADVICE,
     examine_file,
-    read_recorded,
-    recorded_steps,
-    rollouts_file,
-    rows_of_file,
+    find_recorded_steps,
+    locate_rollouts_file,
+    read_recorded_rollouts,
+    read_rows,
 )
 from megatron_grpo.batch.token_batch import TokenBatch, TokenFields
 from megatron_grpo.batch.trajectory import Trajectory
@@ -119,15 +119,15 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
     """
     if not run_dir.is_dir():
         raise ConfigError([Problem(f"{run_dir}", "is not the folder of a run")])
-    figures = read_figures(figures_file(run_dir, step))
+    figures = read_figures(locate_figures_file(run_dir, step))
     if figures is None:
         config = load_run_config(run_dir, overrides)
     else:
-        config = override_values(figures.config, overrides, str(figures_file(run_dir, step)))
-    file = rollouts_file(run_dir, step)
+        config = override_values(figures.config, overrides, str(locate_figures_file(run_dir, step)))
+    file = locate_rollouts_file(run_dir, step)
     _require_rollouts(run_dir, step, file)
-    rows = list(rows_of_file(step, file))
-    _, groups = read_recorded(file)
+    rows = list(read_rows(step, file))
+    _, groups = read_recorded_rollouts(file)
     model = fetch_model_folder(config.policy.model.path)
     require_folder(str(model))
     return RecordedStep(
@@ -145,7 +145,7 @@ def open_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
 
 def _require_rollouts(run_dir: Path, step: int, file: Path) -> None:
     """Check that the rollouts of a step are recorded, all of them."""
-    steps = recorded_steps(run_dir)
+    steps = find_recorded_steps(run_dir)
     if step not in steps:
         known = f"there are {min(steps)} to {max(steps)}" if steps else "there are none at all"
         text = f"has no rollouts in {file}: {known}; logger.replay_every=N or logger.rollouts=all keeps them"

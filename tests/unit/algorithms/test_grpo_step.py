@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.algorithms import grpo, samples
 from megatron_grpo.algorithms.step_advantages import score
-from megatron_grpo.batch.replay_files import figures_file, read_figures
+from megatron_grpo.batch.replay_files import locate_figures_file, read_figures
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
@@ -46,14 +46,14 @@ def test_a_step_that_is_recorded_learns_as_any_other(tmp_path: Path) -> None:
     run = Run(tmp_path, "logger.replay_every=2")
     run.step()
     assert run.log == ["dump 1 begins", "policy learns", "version 1"]
-    assert read_figures(figures_file(tmp_path, 1)) is None
+    assert read_figures(locate_figures_file(tmp_path, 1)) is None
     report = run.step()
     steps = ["policy says", "dump 2 begins", "record begins", "policy learns", "record ends", "version 2"]
     assert run.log[3:] == steps
     first, second = run.policy.lessons
     assert second.tokens.fields.prev_logprobs is None, "log-probabilities are for the record, not for the loss"
     assert second.tokens.fields.as_dict().keys() == first.tokens.fields.as_dict().keys()
-    figures = read_figures(figures_file(tmp_path, 2))
+    figures = read_figures(locate_figures_file(tmp_path, 2))
     assert figures is not None
     assert (figures.loss, figures.grad_norm) == (report.metrics["loss"], report.metrics["grad_norm"])
     assert figures.tensors == run.policy.end_record()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms.records import RolloutDumps
-from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoggerConfig
 from tests.support.fake_rollouts import FakeRollouts
@@ -52,7 +52,7 @@ def test_a_step_that_fails_is_not_hidden_by_its_profile(tmp_path: Path) -> None:
 
 def test_some_rollouts_of_a_step(tmp_path: Path) -> None:
     rows = [make_trajectory(prompt_idx=10 + group, group=group, response=f"{group}") for group in range(4)]
-    write_rollouts(rollouts_file(tmp_path, 3), [(one.group, with_learnt(one, one)) for one in rows])
+    write_rollouts(locate_rollouts_file(tmp_path, 3), [(one.group, with_learnt(one, one)) for one in rows])
     rollouts: Any = FakeRollouts()
     dumps = RolloutDumps(rollouts, LoggerConfig(num_completions_to_print=3), tmp_path, RUN)
     assert [row["response"] for row in dumps.read_rows(3)] == ["0", "1", "2"], "each to another prompt"

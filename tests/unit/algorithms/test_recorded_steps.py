@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms.records import RecordedSteps
-from megatron_grpo.batch.rollout_files import rollouts_file
+from megatron_grpo.batch.rollout_files import locate_rollouts_file
 from megatron_grpo.config.errors import ConfigError, RunError, SamplingError
-from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.data.loader import iterate_batches
 from megatron_grpo.run.launch import restore_from_folder
 
 
 def make(folder: Path, *steps: int) -> RecordedSteps:
     for step in steps:
-        rollouts_file(folder, step).parent.mkdir(exist_ok=True)
-        rollouts_file(folder, step).touch()
+        locate_rollouts_file(folder, step).parent.mkdir(exist_ok=True)
+        locate_rollouts_file(folder, step).touch()
     return RecordedSteps(str(folder), prompts_per_batch=2)
 
 
@@ -27,7 +27,7 @@ def test_its_position_is_that_of_the_recorded_run(tmp_path: Path) -> None:
     assert recorded.state_dict()["epoch"] == recorded.epoch == 0
     recorded.load_state_dict({"epoch": 3, "rows": 7})
     assert (recorded.epoch, recorded.state_dict()) == (3, {"epoch": 3, "rows": 7})
-    assert list(prompt_batches(recorded, max_num_epochs=3)) == []
+    assert list(iterate_batches(recorded, max_num_epochs=3)) == []
 
 
 def test_a_recording_that_begins_later_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_grpo.batch.generation_requests import EngineCounts, engine_figures
+from megatron_grpo.batch.generation_requests import EngineCounts, compute_engine_metrics
 from tests.support.documented import undocumented
 
 FIRST = EngineCounts(
@@ -14,7 +14,7 @@ SECOND = EngineCounts(
 
 
 def test_figures_of_two_engines() -> None:
-    assert engine_figures([FIRST, SECOND]) == {
+    assert compute_engine_metrics([FIRST, SECOND]) == {
         "engine_running": 8.0,
         "engine_waiting": 3.0,
         "engine_kv_cache_usage": 0.5,
@@ -24,8 +24,8 @@ def test_figures_of_two_engines() -> None:
 
 
 def test_an_engine_that_did_nothing_has_no_speed_and_nothing_without_a_lookup_a_rate() -> None:
-    assert engine_figures([FIRST, EngineCounts()])["engine_tokens_per_s"] == 150.0
-    assert engine_figures([EngineCounts()]) == {
+    assert compute_engine_metrics([FIRST, EngineCounts()])["engine_tokens_per_s"] == 150.0
+    assert compute_engine_metrics([EngineCounts()]) == {
         "engine_running": 0.0,
         "engine_waiting": 0.0,
         "engine_kv_cache_usage": 0.0,
@@ -33,6 +33,6 @@ def test_an_engine_that_did_nothing_has_no_speed_and_nothing_without_a_lookup_a_
 
 
 def test_proposed_tokens_and_documentation() -> None:
-    figures = engine_figures([EngineCounts(drafted=8, accepted=2), FIRST])
+    figures = compute_engine_metrics([EngineCounts(drafted=8, accepted=2), FIRST])
     assert figures["engine_draft_acceptance_rate"] == 0.25
     assert undocumented(figures) == set()

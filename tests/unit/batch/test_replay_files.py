@@ -12,9 +12,9 @@ from megatron_grpo.batch.replay_files import (
     StateFigure,
     StepFigures,
     TensorFigure,
-    figures_file,
+    choose_watched_tokens,
+    locate_figures_file,
     read_figures,
-    watched_tokens,
     write_figures,
 )
 
@@ -33,7 +33,7 @@ FIGURES = StepFigures(
 
 
 def test_every_figure_survives(tmp_path: Path) -> None:
-    file = figures_file(tmp_path, 7)
+    file = locate_figures_file(tmp_path, 7)
     assert read_figures(file) is None
     write_figures(file, FIGURES)
     assert read_figures(file) == FIGURES
@@ -44,7 +44,7 @@ def test_every_figure_survives(tmp_path: Path) -> None:
 
 
 def test_a_file_of_an_earlier_version_has_no_hidden_states(tmp_path: Path) -> None:
-    file = figures_file(tmp_path, 7)
+    file = locate_figures_file(tmp_path, 7)
     write_figures(file, replace(FIGURES, states=[]))
     table = pq.read_table(file)
     pq.write_table(table.drop_columns(["token"]), file)
@@ -52,15 +52,15 @@ def test_a_file_of_an_earlier_version_has_no_hidden_states(tmp_path: Path) -> No
 
 
 def test_the_watched_tokens_are_different_tokens_of_the_step() -> None:
-    assert watched_tokens(5).tolist() == [0, 1, 2, 3, 4]
-    watched = watched_tokens(2_000_000).tolist()
+    assert choose_watched_tokens(5).tolist() == [0, 1, 2, 3, 4]
+    watched = choose_watched_tokens(2_000_000).tolist()
     assert len(watched) == len(set(watched)) == 32
-    assert watched == sorted(watched) == watched_tokens(2_000_000).tolist()
+    assert watched == sorted(watched) == choose_watched_tokens(2_000_000).tolist()
     assert watched[0] < 500_000 < 1_500_000 < watched[-1] < 2_000_000
 
 
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:
-    file = figures_file(tmp_path, 7)
+    file = locate_figures_file(tmp_path, 7)
     write_figures(file, FIGURES)
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"step_7.parquet is damaged, or was written by another version"):

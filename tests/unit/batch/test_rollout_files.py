@@ -16,8 +16,8 @@ from megatron_grpo.batch import rollout_files
 from megatron_grpo.batch.rollout_files import (
     TrainedValues,
     drop_rollouts_after,
+    locate_rollouts_file,
     read_rollouts,
-    rollouts_file,
     write_rollouts,
 )
 from megatron_grpo.batch.trajectory import Span, Trajectory
@@ -52,21 +52,22 @@ def expected(step: int, group: int, one: Trajectory, prev: bool) -> dict[str, An
 def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_files, "ROW_GROUP_TOKENS", tokens)
     write_rollouts(
-        rollouts_file(tmp_path, 7), [(0, with_learnt(*ROWS[:2], prev=prev)), (5, with_learnt(*ROWS[2:], prev=prev))]
+        locate_rollouts_file(tmp_path, 7),
+        [(0, with_learnt(*ROWS[:2], prev=prev)), (5, with_learnt(*ROWS[2:], prev=prev))],
     )
     wanted = [expected(7, group, one, prev) for group, one in zip([0, 0, 5, 5], ROWS, strict=True)]
     assert str([plain(row) for row in read_rollouts(tmp_path, 7)]) == str(wanted)
 
 
 def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
-    write_rollouts(rollouts_file(tmp_path, 3), [(0, [(one, TrainedValues(None)) for one in ROWS])])
+    write_rollouts(locate_rollouts_file(tmp_path, 3), [(0, [(one, TrainedValues(None)) for one in ROWS])])
     rows = list(read_rollouts(tmp_path, 3))
     assert [row["advantages"] for row in rows] == [None] * len(ROWS)
     assert [row["token_ids"].tolist() for row in rows] == [one.token_ids.tolist() for one in ROWS]
 
 
 def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:
-    file = rollouts_file(tmp_path, 1)
+    file = locate_rollouts_file(tmp_path, 1)
     write_rollouts(file, [(0, with_learnt(*ROWS))])
     metadata = pq.ParquetFile(file).metadata
     columns = [metadata.row_group(0).column(index) for index in range(metadata.num_columns)]
@@ -77,12 +78,12 @@ def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:
 
 def test_steps_come_in_their_order(tmp_path: Path) -> None:
     for step in (10, 2):
-        write_rollouts(rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS[:1]))])
+        write_rollouts(locate_rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS[:1]))])
     assert [row["step"] for row in observability.read_rollouts(tmp_path)] == [2, 10]
 
 
 def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
-    write_rollouts(rollouts_file(tmp_path, 1), [(0, with_learnt(*ROWS))])
+    write_rollouts(locate_rollouts_file(tmp_path, 1), [(0, with_learnt(*ROWS))])
     with pytest.raises(FileNotFoundError, match="no rollouts of step 2"):
         read_rollouts(tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="has no rollouts"):
@@ -95,14 +96,14 @@ def test_a_file_that_is_not_complete_does_not_appear(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_rollouts(rollouts_file(tmp_path, 1), interrupted())
+        write_rollouts(locate_rollouts_file(tmp_path, 1), interrupted())
     with pytest.raises(FileNotFoundError):
         read_rollouts(tmp_path)
 
 
 def test_a_run_that_resumes_drops_what_came_after(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        write_rollouts(rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS))])
+        write_rollouts(locate_rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS))])
     folder = tmp_path / "rollouts"
     (folder / ".step_3.parquet").touch()
     drop_rollouts_after(tmp_path, 1)

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.batch.generation_requests import sampling_settings
-from megatron_grpo.batch.special_tokens import StopConditions, response_text, stop_conditions, unstopped_turn
+from megatron_grpo.batch.generation_requests import make_sampling_settings
+from megatron_grpo.batch.special_tokens import (
+    StopConditions,
+    decode_response,
+    find_stop_conditions,
+    find_unstopped_turn_end,
+)
 from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.data.chat_template import render_chat
 from megatron_grpo.data.tokenizer import load_tokenizer
@@ -39,7 +44,7 @@ def qwen_base(folder: Path, special: tuple[str, ...] = (), added: tuple[str, ...
 
 def stops_of(folder: Path, **options: Any) -> tuple[Any, StopConditions]:
     tokenizer = load_tokenizer(folder)
-    return tokenizer, stop_conditions(GenerationConfig(**options), tokenizer, folder)
+    return tokenizer, find_stop_conditions(GenerationConfig(**options), tokenizer, folder)
 
 
 SAID = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}}\n</tool_call>'
@@ -58,8 +63,8 @@ SAID = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}
 def test_special_tokens_with_a_meaning_are_in_the_text(special: Any, said: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(qwen_base(tmp_path, special))
     ids = tokenizer(f"{said}<|im_end|>")["input_ids"]
-    assert response_text(tokenizer, ids, "stop") == said
-    assert response_text(tokenizer, ids[:-1], "length") == said
+    assert decode_response(tokenizer, ids, "stop") == said
+    assert decode_response(tokenizer, ids[:-1], "length") == said
     assert tokenizer.decode(ids, skip_special_tokens=True) != said  # the marks would be gone
 
 
@@ -67,12 +72,12 @@ def test_only_the_token_that_ended_the_response_is_cut(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(qwen_base(tmp_path, added=("</answer>",)))
     end, close = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "</answer>"))
     (letter,) = tokenizer("a")["input_ids"]
-    assert response_text(tokenizer, [letter, end, end], "stop") == "a<|im_end|>"
-    assert response_text(tokenizer, [letter, end], "length") == "a<|im_end|>"
-    assert response_text(tokenizer, [letter, close], "stop") == "a</answer>"  # an ordinary token that ended it
-    assert response_text(tokenizer, [letter], "stop") == "a"
-    assert response_text(tokenizer, [end], "stop") == ""
-    assert response_text(tokenizer, [], "stop") == ""
+    assert decode_response(tokenizer, [letter, end, end], "stop") == "a<|im_end|>"
+    assert decode_response(tokenizer, [letter, end], "length") == "a<|im_end|>"
+    assert decode_response(tokenizer, [letter, close], "stop") == "a</answer>"  # an ordinary token that ended it
+    assert decode_response(tokenizer, [letter], "stop") == "a"
+    assert decode_response(tokenizer, [end], "stop") == ""
+    assert decode_response(tokenizer, [], "stop") == ""
 
 
 def test_a_blank_that_ends_a_response_is_no_special_token(tmp_path: Path) -> None:
@@ -80,8 +85,8 @@ def test_a_blank_that_ends_a_response_is_no_special_token(tmp_path: Path) -> Non
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = load_tokenizer(save_folder(tmp_path, core, "mistral", "LlamaTokenizerFast", **named))
     ids = tokenizer("ab ", add_special_tokens=False)["input_ids"]
-    assert response_text(tokenizer, ids, "stop") == core.decode(ids) == "ab "
-    assert response_text(tokenizer, [*ids, tokenizer.eos_token_id], "stop") == "ab "
+    assert decode_response(tokenizer, ids, "stop") == core.decode(ids) == "ab "
+    assert decode_response(tokenizer, [*ids, tokenizer.eos_token_id], "stop") == "ab "
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
@@ -89,7 +94,7 @@ def test_a_stop_string_that_is_a_special_token_becomes_that_token(text: str, tmp
     tokenizer, stops = stops_of(qwen_base(tmp_path), stop_strings=[text, "\n\nQ:"])
     expected = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(text)}
     assert stops == StopConditions(tuple(sorted(expected)), ("\n\nQ:",))
-    settings = sampling_settings(GenerationConfig(stop_strings=[text]), stops)
+    settings = make_sampling_settings(GenerationConfig(stop_strings=[text]), stops)
     assert (set(settings.stop_token_ids), settings.stop_strings) == (expected, ("\n\nQ:",))
 
 
@@ -114,7 +119,7 @@ def test_end_tokens_of_the_generation_config_end_responses_everywhere(tmp_path: 
 
 def end_of(folder: Path, template: str | None = None, **options: Any) -> tuple[str, int] | None:
     tokenizer, stops = stops_of(folder, **options)
-    return unstopped_turn(tokenizer, stops, partial(render_chat, tokenizer, chat_template=template))
+    return find_unstopped_turn_end(tokenizer, stops, partial(render_chat, tokenizer, chat_template=template))
 
 
 def test_a_base_model_whose_turns_end_by_no_stop_token(tmp_path: Path) -> None:

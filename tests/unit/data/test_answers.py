@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.rows import examined, unusable_answer
+from megatron_grpo.data.rows import examine_set, find_answer_problem
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.math_answers import is_correct
 from megatron_grpo.environments.tasks import AdditionEnvironment
@@ -30,18 +30,18 @@ from megatron_grpo.environments.tasks import AdditionEnvironment
     ],
 )
 def test_mathematical_answers_that_can_be_right(answer: Any, response: str) -> None:
-    assert unusable_answer("math", answer) is None
+    assert find_answer_problem("math", answer) is None
     assert is_correct(response, str(answer))
 
 
 @pytest.mark.parametrize("answer", [[1, 2], {"a": 1}, True, False, "", "  ", math.nan, math.inf, 1e200, 1e-99])
 def test_mathematical_answers_that_never_are(answer: Any) -> None:
-    assert unusable_answer("math", answer)
+    assert find_answer_problem("math", answer)
 
 
 def test_a_number_that_is_written_with_an_exponent_is_its_value() -> None:
     for answer, response in ((1e22, "10^{22}"), (1e-7, "0.0000001"), (1.5e16, "15000000000000000")):
-        assert unusable_answer("math", answer) is None
+        assert find_answer_problem("math", answer) is None
         assert is_correct(f"\\boxed{{{response}}}", str(answer))
     assert not is_correct("\\boxed{10^{200}}", str(1e200)), "the reason why it is refused"
 
@@ -63,7 +63,7 @@ def test_a_number_that_is_written_with_an_exponent_is_its_value() -> None:
 def test_answers_that_cannot_be_read_are_remarked_upon(tmp_path: Path, answer: str, readable: bool) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "answer": "7"}) + "\n" + json.dumps({"prompt": "b", "answer": answer}))
-    report = examined(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
+    report = examine_set(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
     assert report.problems == []
     texts = [remark.text for remark in report.remarks]
     if readable:
@@ -92,7 +92,7 @@ def test_answers_that_look_the_same_are_equal(one: str, other: str) -> None:
 
 @pytest.mark.parametrize(("answer", "usable"), [("095", True), (117, True), (95.0, False), ("9 5", False), ("", False)])
 def test_sums_are_digits(answer: Any, usable: bool) -> None:
-    assert (unusable_answer("addition", answer) is None) == usable
+    assert (find_answer_problem("addition", answer) is None) == usable
     request = EnvironmentRequest(
         prompt="",
         response="".join(filter(str.isdigit, str(answer))),
@@ -105,12 +105,12 @@ def test_sums_are_digits(answer: Any, usable: bool) -> None:
 
 @pytest.mark.parametrize("answer", [-3, True, None, [9], "²", "１２"])
 def test_what_is_no_sum(answer: Any) -> None:
-    assert unusable_answer("addition", answer)
+    assert find_answer_problem("addition", answer)
 
 
 def test_brackets_without_end_are_no_tests() -> None:
-    assert "is not JSON that can be read" in str(unusable_answer("code", "[" * 100_000))
+    assert "is not JSON that can be read" in str(find_answer_problem("code", "[" * 100_000))
 
 
 def test_reward_functions_get_whatever_there_is() -> None:
-    assert unusable_answer("reward_functions", [1, {"a": math.nan}]) is None
+    assert find_answer_problem("reward_functions", [1, {"a": math.nan}]) is None

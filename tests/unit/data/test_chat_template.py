@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.chat_template import render_chat
-from megatron_grpo.data.processors import TaskDataSpec, rendered
+from megatron_grpo.data.processors import TaskDataSpec, render_prompt
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -68,7 +68,7 @@ def test_no_deadline_is_left_behind() -> None:
 def test_a_huge_range_is_a_message_of_its_row() -> None:
     spec = TaskDataSpec(task_name="math", chat_template=HUGE_RANGE)
     with pytest.raises(ValueError, match="row 7: the tokenizer's chat template refuses the prompt: Range too big"):
-        rendered({"prompt": "a"}, spec, tokenizer(HUGE_RANGE), 7)
+        render_prompt({"prompt": "a"}, spec, tokenizer(HUGE_RANGE), 7)
 
 
 @pytest.mark.parametrize(

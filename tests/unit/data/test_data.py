@@ -16,7 +16,7 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.loader import PromptLoader, StreamLoader, Visits
+from megatron_grpo.data.loader import PromptLoader, PromptSampler, StreamLoader
 from megatron_grpo.data.processors import REFERENCE, DatumSpec, TaskDataSpec, math_data_processor
 
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
@@ -159,7 +159,9 @@ class Numbered:
 
 
 def make_loader(dataset: Numbered, *, seed: int = 1, shuffle: bool = True) -> PromptLoader:
-    return PromptLoader(dataset, prompts_per_batch=3, order=Visits([len(dataset)], [1.0], shuffle=shuffle, seed=seed))
+    return PromptLoader(
+        dataset, prompts_per_batch=3, order=PromptSampler([len(dataset)], [1.0], shuffle=shuffle, seed=seed)
+    )
 
 
 def epoch(loader: PromptLoader) -> list[list[int]]:
@@ -299,7 +301,7 @@ def test_a_long_prompt_is_cut_at_its_beginning_or_refused(tokenizer: PreTrainedT
 
 def test_sets_are_mixed_by_their_weights() -> None:
     """Three sets of 8, 10 and 4 rows: once, half of it, two and a quarter times an epoch."""
-    order = Visits([8, 10, 4], [1.0, 0.5, 2.25], shuffle=True, seed=3)
+    order = PromptSampler([8, 10, 4], [1.0, 0.5, 2.25], shuffle=True, seed=3)
     epochs = []
     for number in range(4):
         order.epoch = number
@@ -312,7 +314,7 @@ def test_sets_are_mixed_by_their_weights() -> None:
     assert {(epochs[0] + epochs[1])[row] for row in range(8, 18)} == {1}, "the other half in the next epoch"
     assert {sum(epochs, Counter())[row] for row in range(18, 22)} == {9}
     order.epoch = 0
-    assert list(order) == list(Visits([8, 10, 4], [1.0, 0.5, 2.25], shuffle=True, seed=3))
+    assert list(order) == list(PromptSampler([8, 10, 4], [1.0, 0.5, 2.25], shuffle=True, seed=3))
 
 
 def test_a_row_that_its_processor_refuses_can_be_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -366,5 +368,5 @@ def test_a_resumed_stream_continues_exactly(tokenizer: PreTrainedTokenizerFast, 
 @pytest.mark.parametrize("weight", [0.01, 0.1, 0.5, 1.0, 2.25, 3.999])
 def test_visits_are_known_before_the_order_is_drawn(weight: float) -> None:
     for rows in (1, 5, 40):
-        order = Visits([rows], [weight], shuffle=False, seed=3)
+        order = PromptSampler([rows], [weight], shuffle=False, seed=3)
         assert DatasetConfig(weight=weight).count_visits(rows) == len(order) == len(list(order))

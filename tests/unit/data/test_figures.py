@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_grpo.algorithms.step_report import compute_sampling_metrics
-from megatron_grpo.batch.figures import MOST_FIGURES
+from megatron_grpo.batch.figures import MAX_METRICS
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
@@ -119,7 +119,7 @@ def test_files_survive_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_names_are_bounded_in_a_step_and_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
-        for number in range(10 * MOST_FIGURES):
+        for number in range(10 * MAX_METRICS):
             log_metric(f"{len(names)}-{number}", 1.0)
             log_metric(f"suspect/{len(names)}-{number}", 1.0)
         names.append("")
@@ -129,12 +129,12 @@ def test_names_are_bounded_in_a_step_and_in_a_run(tmp_path: Path, monkeypatch: p
     logger = RunLogger(tmp_path, Config())
     for step in range(1, 4):
         metrics = step_metrics_of(scored_by(monkeypatch, endless))
-        assert sum(name.startswith(("env/", "suspect/")) for name in metrics) == MOST_FIGURES + 1
+        assert sum(name.startswith(("env/", "suspect/")) for name in metrics) == MAX_METRICS + 1
         assert "suspect/unusually_short" in metrics
         logger.log_step(step, {**metrics, "env/last": 1.0}, TIMING, {})
     logger.close()
     rows = read_lines(tmp_path / "metrics.jsonl")
-    assert len({name for row in rows for name in row if "/" in name}) == MOST_FIGURES + 3
+    assert len({name for row in rows for name in row if "/" in name}) == MAX_METRICS + 3
     assert all("reward" in row and "suspect/unusually_short" in row for row in rows)
 
 

@@ -13,7 +13,7 @@ from megatron_grpo.data import load_prompts as first_rows
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.load_prompts import count_left_out
 from megatron_grpo.data.processors import DatumSpec, TaskDataSpec, math_data_processor
-from megatron_grpo.data.specs import processor_of
+from megatron_grpo.data.specs import find_processor
 
 LONGEST = 12
 CHAT = (
@@ -45,7 +45,7 @@ def dataset_of(
     spec = TaskDataSpec(task_name="math", apply_chat_template=chat, long_prompts=long_prompts)
     processors = {
         "math": (spec, math_data_processor),
-        "gsm8k": (replace(spec, task_name="gsm8k"), processor_of("gsm8k")),
+        "gsm8k": (replace(spec, task_name="gsm8k"), find_processor("gsm8k")),
         "own": (replace(spec, task_name="own"), own),
     }
     return AllTaskProcessedDataset(rows, tokenizer, spec, processors, LONGEST, skip_refused=skip)

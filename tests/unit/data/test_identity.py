@@ -17,7 +17,7 @@ from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.identity import identify
 from megatron_grpo.data.loader import StreamLoader
-from megatron_grpo.data.rows import file_digest
+from megatron_grpo.data.rows import digest_file
 from megatron_grpo.run.checkpoint_choice import find_start_checkpoint
 from megatron_grpo.run.checkpoints import Checkpointer
 from megatron_grpo.run.directory import DATA_FILE, compare_with_last_start, record_start
@@ -100,15 +100,15 @@ def test_the_digest_is_of_every_byte(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "x" * 9_999_000, "answer": "1"}, {"prompt": "y" * 100, "answer": "2"}]
     write(path, rows)
-    before = file_digest(str(path))
+    before = digest_file(str(path))
     content = path.read_bytes()
     digests = {before}
     for place in (20, len(content) // 2, 2**23, len(content) - 5):
         path.write_bytes(content[:place] + b"z" + content[place + 1 :])
-        digests.add(file_digest(str(path)))
+        digests.add(digest_file(str(path)))
     assert len(digests) == 5
     path.write_bytes(content)
-    assert file_digest(str(path)) == before
+    assert digest_file(str(path)) == before
 
 
 def test_a_file_of_the_same_size_and_time_is_another(tmp_path: Path, run_dir: Path) -> None:

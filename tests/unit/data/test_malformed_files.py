@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.schema import DataConfig, DatasetConfig
-from megatron_grpo.data.rows import examined
+from megatron_grpo.data.rows import examine_set
 
 KINDS = {"math": "math"}
 ROWS = [{"prompt": f"{n}?", "answer": f"{n:03d}", "level": str(n % 3)} for n in range(12)]
@@ -130,7 +130,7 @@ def check_file(path: Path, content: bytes) -> None:
     """Every row is used, or is bad; every message can be printed."""
     path.write_bytes(content)
     for policy in ("fail", "skip"):
-        found = examined(DatasetConfig(path=str(path)), DataConfig(bad_rows=policy), KINDS)  # type: ignore[arg-type]
+        found = examine_set(DatasetConfig(path=str(path)), DataConfig(bad_rows=policy), KINDS)  # type: ignore[arg-type]
         print_all([*found.problems, *found.remarks])
         if found.source is None:
             assert found.problems, "a set that cannot be read is told"

@@ -14,7 +14,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import StreamLoader
 from megatron_grpo.data.processors import REFERENCE, TaskDataSpec
-from megatron_grpo.data.specs import processor_problems
+from megatron_grpo.data.specs import find_processor_problems
 
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
 ROW = {"prompt": "1+1=", "answer": "2"}
@@ -136,8 +136,8 @@ def test_a_task_name_of_null_is_none() -> None:
 
 def test_a_processor_that_cannot_be_imported_is_found_before_the_run() -> None:
     data = DataConfig(processor="no_mod.f", tasks={"math": TaskConfig(processor="json.JSON"), "code": TaskConfig()})
-    assert [(one.subject, one.text.partition(":")[0]) for one in processor_problems(data)] == [
+    assert [(one.subject, one.text.partition(":")[0]) for one in find_processor_problems(data)] == [
         ("data.processor=no_mod.f", "cannot be imported"),
         ("data.tasks.math.processor=json.JSON", "cannot be imported"),
     ]
-    assert not list(processor_problems(replace(data, processor="json.loads", tasks={})))
+    assert not list(find_processor_problems(replace(data, processor="json.loads", tasks={})))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.batch.special_tokens import response_text, stop_conditions, unstopped_turn
+from megatron_grpo.batch.special_tokens import decode_response, find_stop_conditions, find_unstopped_turn_end
 from megatron_grpo.batch.trajectory import Span, StopReason
 from megatron_grpo.config.generation_schema import GenerationConfig
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
@@ -154,11 +154,11 @@ class Script:
 
 def test_ends_of_responses(layout: Layout, tokenizer: Any, folders: Path) -> None:
     """The ends of generation_config.json count, and an end of turn that is none of them is named."""
-    stops = stop_conditions(GenerationConfig(), tokenizer, folders / layout.name)
+    stops = find_stop_conditions(GenerationConfig(), tokenizer, folders / layout.name)
     assert set(stops.token_ids) == layout.ends | {tokenizer.eos_token_id}
     render = partial(renderer_of(tokenizer).render, add_generation_prompt=False)
     end = layout.id(layout.end)
-    assert unstopped_turn(tokenizer, stops, render) == (None if end in layout.ends else (layout.end, end))
+    assert find_unstopped_turn_end(tokenizer, stops, render) == (None if end in layout.ends else (layout.end, end))
 
 
 @pytest.mark.parametrize("stop_reason", ["stop", "length"])
@@ -166,7 +166,7 @@ def test_texts_for_rewards(layout: Layout, tokenizer: Any, stop_reason: StopReas
     """Rewards read what was sampled, with the marks of thoughts, channels and calls, without the end of the turn."""
     written = f"<think>\nCount.\n</think>\n\n{ANSWER}{layout.call_text}"
     end = layout.id(layout.tool_end or layout.end)
-    text = response_text(tokenizer, [*layout.ids(written), end], stop_reason)
+    text = decode_response(tokenizer, [*layout.ids(written), end], stop_reason)
     sampled = layout.ids(written) if stop_reason == "stop" else [*layout.ids(written), end]
     assert text == layout.truth.decode(sampled, skip_special_tokens=False)
     if layout.call_text:

@@ -9,7 +9,7 @@ from jinja2 import Template
 
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.rows import RowCheck
-from megatron_grpo.data.specs import ROW_FORMS, last_box, processor_of, task_spec
+from megatron_grpo.data.specs import ROW_FORMS, find_last_box, find_processor, make_task_spec
 from megatron_grpo.preflight.load import compose_config
 
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -76,7 +76,7 @@ def test_a_recipe_reads_rows_of_its_dataset(given: list[str], recipe: str) -> No
     environments = {name: env.type for name, env in config.env.items()}
     formed = RowCheck(one, data, environments).in_form(row)
     assert isinstance(formed, dict), formed
-    prompt = processor_of(data.processor)(row, task_spec(data, task), Characters(), 10_000, 0)
+    prompt = find_processor(data.processor)(row, make_task_spec(data, task), Characters(), 10_000, 0)
     assert words in prompt["message_log"][0]["content"]
     assert prompt["extra_env_info"][REFERENCE] == answer
     assert prompt["task_name"] == task
@@ -112,12 +112,12 @@ def test_rows_of_another_shape_are_told(form: str, row: dict[str, Any], text: st
     ],
 )
 def test_the_last_complete_box(text: str, box: str | None) -> None:
-    assert last_box(text) == box
+    assert find_last_box(text) == box
 
 
 def test_a_processor_of_ones_own_is_imported() -> None:
-    assert processor_of("megatron_grpo.data.processors.math_data_processor").__name__ == "math_data_processor"
+    assert find_processor("megatron_grpo.data.processors.math_data_processor").__name__ == "math_data_processor"
     with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError"):
-        processor_of("no_such_module.processor")
+        find_processor("no_such_module.processor")
     with pytest.raises(ValueError, match="is dict, which cannot be called"):
-        processor_of("megatron_grpo.data.specs.ROW_FORMS")
+        find_processor("megatron_grpo.data.specs.ROW_FORMS")

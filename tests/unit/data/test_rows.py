@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import DataConfig, DatasetConfig
-from megatron_grpo.data.rows import SetReport, examined
+from megatron_grpo.data.rows import SetReport, examine_set
 from tests.support.ordinary_user import as_ordinary_user
 
 ROW = b'{"prompt": "1?", "answer": "1"}\n'
@@ -26,7 +26,7 @@ KINDS = {"math": "math"}
 def report_of(path: Path, content: bytes | None = None, **data: Any) -> SetReport:
     if content is not None:
         path.write_bytes(content)
-    return examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path), **data), KINDS)
+    return examine_set(DatasetConfig(path=str(path)), DataConfig(train_path=str(path), **data), KINDS)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_rows_whose_tests_cannot_be_trusted_are_told(tmp_path: Path) -> None:
     answers = ["assert f(1) == 2", "assert P(1) == P(2)", "import math", "assert f(", "assert 1", "assert P(3) < P(4)"]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": str(n), "answer": one}) + "\n" for n, one in enumerate(answers)))
-    report = examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path)), {"math": "code"})
+    report = examine_set(DatasetConfig(path=str(path)), DataConfig(train_path=str(path)), {"math": "code"})
     assert [(one.subject, one.text.partition(":")[0]) for one in report.problems] == [
         (
             f"{path}:3",

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import DataConfig, DatasetConfig, TaskConfig
-from megatron_grpo.data.rows import SetReport, examined
+from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.sources import open_source
 from megatron_grpo.environments.tools import Retriever
 
@@ -47,7 +47,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
 
 
 def looked(path: Path, data: DataConfig | None = None, **config: Any) -> SetReport:
-    return examined(DatasetConfig(path=str(path), **config), data or DataConfig(), KINDS)
+    return examine_set(DatasetConfig(path=str(path), **config), data or DataConfig(), KINDS)
 
 
 NAMES = ["a.jsonl", "a.parquet", "a.csv", "a.tsv", "file.arrow", "stream.arrow", "saved", "splits"]
@@ -114,14 +114,14 @@ def test_tasks_have_forms_and_keys_of_their_own(tmp_path: Path) -> None:
     ]
     path = write(tmp_path / "a.jsonl", rows)
     data = DataConfig(tasks={"math": TaskConfig(processor="math"), "code": TaskConfig(prompt_key="q")})
-    report = examined(DatasetConfig(path=str(path)), data, {"math": "math", "code": "reward_functions"})
+    report = examine_set(DatasetConfig(path=str(path)), data, {"math": "math", "code": "reward_functions"})
     assert (report.rows, report.problems, report.tasks) == (2, [], {"math", "code"})
     assert report.columns["math"] == {"problem", "solution", "task_name", "prompt", "answer"}
 
 
 def test_a_task_name_of_null_is_none(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{**ROWS[0], "task_name": None}, {**ROWS[1], "task_name": "math"}])
-    report = examined(DatasetConfig(path=str(path)), DataConfig(), KINDS)
+    report = examine_set(DatasetConfig(path=str(path)), DataConfig(), KINDS)
     assert (report.rows, report.problems, report.tasks) == (2, [], {"math"})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.data_schema import DataConfig, TaskConfig
-from megatron_grpo.data.specs import spec_problems
+from megatron_grpo.data.specs import find_spec_problems
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_the_words_of_a_prompt_file_have_a_place_for_the_row(tmp_path: Path, wor
     file = tmp_path / "words.txt"
     file.write_text(words)
     data = DataConfig(prompt_file=str(file), tasks={"math": TaskConfig(prompt_file=str(file))})
-    problems = list(spec_problems(data))
+    problems = list(find_spec_problems(data))
     keys = [f"{section}.prompt_file={file}" for section in ("data", "data.tasks.math")]
     assert [one.subject for one in problems] == ([] if reason is None else keys)
     assert all(reason is not None and reason in one.text for one in problems)
@@ -33,4 +33,4 @@ def test_the_words_of_a_prompt_file_have_a_place_for_the_row(tmp_path: Path, wor
 def test_a_processor_of_ones_own_may_use_the_words_otherwise(tmp_path: Path) -> None:
     file = tmp_path / "words.txt"
     file.write_text("Think first.")
-    assert not list(spec_problems(DataConfig(prompt_file=str(file), processor="my_data.riddles")))
+    assert not list(find_spec_problems(DataConfig(prompt_file=str(file), processor="my_data.riddles")))

@@ -21,7 +21,7 @@ from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.loader import open_stream
 from megatron_grpo.data.processors import TaskDataSpec, math_data_processor
-from megatron_grpo.data.rows import examined
+from megatron_grpo.data.rows import examine_set
 from megatron_grpo.data.sources import open_source
 from megatron_grpo.data.table_values import StreamedRows
 
@@ -131,7 +131,7 @@ def test_environments_get_the_same_from_every_file(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("name", ["rows.jsonl", *TABLES])
 def test_the_check_before_a_start_sees_the_same_rows(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / name)
-    report = examined(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
+    report = examine_set(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
     assert (report.problems, report.rows) == ([], 3)
     assert report.source is not None
     assert list(report.source.each()) == ROWS == [report.source[number] for number in range(3)]
@@ -143,7 +143,7 @@ def test_a_content_that_is_null_needs_tool_calls(tmp_path: Path) -> None:
         ROWS[1],
     ]
     path = written(tmp_path / "rows.parquet", [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
-    report = examined(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
+    report = examine_set(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
     assert [problem.text for problem in report.problems] == [
         "column 'prompt' has a message (number 2) whose content is null; it must be text"
     ]
@@ -202,7 +202,7 @@ def test_media_are_not_decoded(
     path = media_set(tmp_path / "rows.parquet", feature, value)
     for kind in (Image, Audio):
         monkeypatch.setattr(kind, "decode_example", refuse)
-    report = examined(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
+    report = examine_set(DatasetConfig(path=str(path)), DataConfig(), {"math": "math"})
     assert (report.problems, report.rows) == ([], 3)
     assert report.source is not None
     row = report.source[1]
@@ -221,7 +221,7 @@ def _bytes_in(value: Any) -> list[bytes]:
 )
 def test_media_as_prompts_are_one_problem(tmp_path: Path, feature: Any, value: Callable[[int], Any]) -> None:
     path = media_set(tmp_path / "rows.parquet", feature, value)
-    report = examined(DatasetConfig(path=str(path)), DataConfig(prompt_key="media"), {"math": "math"})
+    report = examine_set(DatasetConfig(path=str(path)), DataConfig(prompt_key="media"), {"math": "math"})
     text = f"column 'media' (data.prompt_key) holds {type(feature).__name__} data; name a column of texts"
     assert [(problem.subject, problem.text) for problem in report.problems] == [(str(path), text)]
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.tokenizer import first_difference, load_tokenizer, read_tokenizer
+from megatron_grpo.data.tokenizer import find_difference, load_tokenizer, read_tokenizer
 from tests.support.foreign_tokenizers import (
     CHATML,
     DEEPSEEK,
@@ -73,7 +73,7 @@ def test_a_tokenizer_that_transformers_rebuilds_is_that_of_its_file(name: str, t
     (remark,) = loaded.remarks
     assert remark.startswith(f"{folder}/tokenizer.json is followed: transformers' ")
     # Without the comparison: what transformers alone would have loaded is another tokenizer.
-    assert first_difference(AutoTokenizer.from_pretrained(folder), core, TEXTS) or "instead of" in remark
+    assert find_difference(AutoTokenizer.from_pretrained(folder), core, TEXTS) or "instead of" in remark
 
 
 def qwen(folder: Path, model_type: str = "qwen3") -> Path:
@@ -180,7 +180,7 @@ def test_blanks_before_punctuation_are_kept(tmp_path: Path) -> None:
     assert loaded.remarks == ()
     assert loaded.tokenizer.decode([1, 5, 3, 4, 2]) == "yes , do n't ."
     # Its tokens are the same where transformers alone would remove blanks.
-    assert first_difference(AutoTokenizer.from_pretrained(folder), core, ["yes , do n't ."]) is None
+    assert find_difference(AutoTokenizer.from_pretrained(folder), core, ["yes , do n't ."]) is None
 
 
 def test_a_tokenizer_that_cannot_be_loaded_as_described_is_refused(

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.schema import EnvironmentConfig
-from megatron_grpo.data.code_tests import code_tests
+from megatron_grpo.data.code_tests import parse_code_tests
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.rows import unusable_answer
+from megatron_grpo.data.rows import find_answer_problem
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments import code
 from megatron_grpo.environments.code import CodeEnvironment
@@ -106,16 +106,21 @@ def test_the_last_block_is_the_program() -> None:
 
 
 def test_forms_of_tests() -> None:
-    assert code_tests("assert a") == ["assert a"]
-    assert code_tests(json.dumps(ASSERTS)) == code_tests(ASSERTS) == ASSERTS
+    assert parse_code_tests("assert a") == ["assert a"]
+    assert parse_code_tests(json.dumps(ASSERTS)) == parse_code_tests(ASSERTS) == ASSERTS
     apps = {"inputs": ["1 2", "5 5"], "outputs": ["3\n", "10"]}
-    assert code_tests(apps) == code_tests(json.dumps(apps)) == code_tests(CASES) == [("1 2", "3\n"), ("5 5", "10")]
+    assert (
+        parse_code_tests(apps)
+        == parse_code_tests(json.dumps(apps))
+        == parse_code_tests(CASES)
+        == [("1 2", "3\n"), ("5 5", "10")]
+    )
     for wrong in ([], {}, 3, [3], {"inputs": []}, "", "  "):
-        assert unusable_answer("code", wrong) is not None, wrong
+        assert find_answer_problem("code", wrong) is not None, wrong
     for right in (ASSERTS, CASES, apps, json.dumps(apps), "assert a"):
-        assert unusable_answer("code", right) is None
+        assert find_answer_problem("code", right) is None
     with pytest.raises(ValueError, match="neither Python tests nor cases"):
-        code_tests([3])
+        parse_code_tests([3])
 
 
 @pytest.mark.parametrize("call", ["sys.settrace(f)", "sys.monitoring.register_callback(3, 1, f)", "sys._getframe(1)"])

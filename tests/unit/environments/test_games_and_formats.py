@@ -12,7 +12,7 @@ import pytest
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.data.specs import countdown
+from megatron_grpo.data.specs import from_countdown
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.tasks import CountdownEnvironment, is_solution, play_move
 
@@ -66,7 +66,7 @@ def test_the_public_sets_rows_are_games(columns: tuple[str, ...]) -> None:
 
 
 def test_the_prompt_of_the_public_set_asks_for_what_the_game_takes() -> None:
-    row = countdown({"nums": [1, 2, 3], "target": 1})
+    row = from_countdown({"nums": [1, 2, 3], "target": 1})
     example = row["prompt"].rpartition("for example ")[2].rstrip(".")
     game = CountdownEnvironment()
     assert game.step(game.reset(row["prompt"], row), example).state.won

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.data_schema import SandboxConfig
-from megatron_grpo.data.code_tests import prepare
+from megatron_grpo.data.code_tests import prepare_tests
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.code import CodeEnvironment, Verdict, check_program
@@ -109,8 +109,10 @@ def test_tests_that_compare_live_objects_are_refused_or_allowed(caplog: pytest.L
 def test_a_test_without_its_own_process_would_see_the_state_of_another() -> None:
     counting = "calls = []\ndef f():\n    calls.append(1)\n    return len(calls)"
     assert verdict_of(counting, ("assert f() == 1", "assert f() == 1")).passed == 2
-    assert prepare(("a = f()", "assert a == 1")).shared
-    assert not prepare(("import math\ndef g(): return f()", "b = g()", "b = f()\nassert math.pi and b == 1")).shared
+    assert prepare_tests(("a = f()", "assert a == 1")).shared
+    assert not prepare_tests(
+        ("import math\ndef g(): return f()", "b = g()", "b = f()\nassert math.pi and b == 1")
+    ).shared
     assert verdict_of(counting, ("a = f()\nassert a == 1", "assert a == 1 and f() == 2")).passed == 2
 
 
@@ -162,26 +164,30 @@ def test_a_report_of_the_tests_that_makes_no_sense_is_no_pass(
     ],
 )
 def test_what_a_text_says_about_its_trustworthiness(tests: list[str], doubt: str) -> None:
-    assert prepare(tuple(tests)).doubts[0].startswith(doubt)
+    assert prepare_tests(tuple(tests)).doubts[0].startswith(doubt)
 
 
 def test_honest_texts_raise_no_doubt() -> None:
-    assert {one.kind: prepare(one.tests).doubts for one in HONEST if prepare(one.tests).doubts} == {}
-    assert prepare(OBJECTS[:1]).doubts
+    assert {one.kind: prepare_tests(one.tests).doubts for one in HONEST if prepare_tests(one.tests).doubts} == {}
+    assert prepare_tests(OBJECTS[:1]).doubts
 
 
 def test_names_that_a_program_may_define_for_its_tests() -> None:
-    assert prepare(("assert abs(f(2) - 1) < sqrt(2)",)).names == ("f",)
-    assert prepare(("assert abs(f(2) - 1) < sqrt(2)",)).own == {"sqrt": "math:sqrt"}
-    assert prepare(("assert gcd(4, 6) == 2",)).names == ("gcd",)
-    assert prepare(("assert sum(1, 2) == 3",)).names == ("sum",)
-    assert prepare(("assert isclose(sqrt(2), 1.5)",)).names == ("sqrt",)
-    assert prepare(("assert abs(sum(1, 2) - 3) < 1",)).names == ()
-    assert prepare(("assert math.isclose(f(1), 2)",)).own == {"math": "math"}
-    assert prepare(("import math\nx = 3\ndef g(y): return [z + x for z in y]\nassert g(f(math.e))",)).names == ("f",)
+    assert prepare_tests(("assert abs(f(2) - 1) < sqrt(2)",)).names == ("f",)
+    assert prepare_tests(("assert abs(f(2) - 1) < sqrt(2)",)).own == {"sqrt": "math:sqrt"}
+    assert prepare_tests(("assert gcd(4, 6) == 2",)).names == ("gcd",)
+    assert prepare_tests(("assert sum(1, 2) == 3",)).names == ("sum",)
+    assert prepare_tests(("assert isclose(sqrt(2), 1.5)",)).names == ("sqrt",)
+    assert prepare_tests(("assert abs(sum(1, 2) - 3) < 1",)).names == ()
+    assert prepare_tests(("assert math.isclose(f(1), 2)",)).own == {"math": "math"}
+    assert prepare_tests(("import math\nx = 3\ndef g(y): return [z + x for z in y]\nassert g(f(math.e))",)).names == (
+        "f",
+    )
 
 
 def test_definitions_are_no_tests_and_definitions_alone_are_none() -> None:
-    tests = prepare(("import math", "def check(g): assert g(1)", "x = 5", "check(f)", "def test_f(): assert f(x)"))
+    tests = prepare_tests(
+        ("import math", "def check(g): assert g(1)", "x = 5", "check(f)", "def test_f(): assert f(x)")
+    )
     assert [one.counted for one in tests.tests] == [False, False, False, True, True]
     assert [one.collected for one in tests.tests] == [(), (), (), (), ("test_f",)]

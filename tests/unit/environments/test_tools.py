@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batch.special_tokens import response_text
+from megatron_grpo.batch.special_tokens import decode_response
 from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, EnvironmentConfig
@@ -183,7 +183,7 @@ def test_calls_between_special_tokens_are_executed(parser: str, marks: Any, said
     core = byte_level(["<|endoftext|>", "<|im_end|>", *marks])
     folder = save_folder(tmp_path, core, "qwen3", "Qwen2Tokenizer", eos_token="<|im_end|>")
     tokenizer = load_tokenizer(folder)
-    response = response_text(tokenizer, tokenizer(f"{said}<|im_end|>")["input_ids"], "stop")
+    response = decode_response(tokenizer, tokenizer(f"{said}<|im_end|>")["input_ids"], "stop")
     config = EnvironmentConfig(type="tools", options={"parser": parser})
     environment = create_environment(config, EnvironmentSettings(tokenizer=str(folder)))
     turn = environment.step(environment.reset("12+34", {}), response)

@@ -57,7 +57,7 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
         return HeldOutPrompts([datum(idx, one.path) for idx in range(PROMPTS[one.path])], StopConditions((2,)), [])
 
     monkeypatch.setattr(module, "rollout_pool", rollout_pool)
-    monkeypatch.setattr(module, "held_out_prompts", held_out_prompts)
+    monkeypatch.setattr(module, "load_held_out_prompts", held_out_prompts)
     return fake
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
-from megatron_grpo.evaluation.results import Answered, comparison, sample_row, set_results, vote_of
+from megatron_grpo.evaluation.results import (
+    AnsweredSet,
+    compare_evaluations,
+    compute_set_results,
+    find_vote,
+    make_sample_row,
+)
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
 
@@ -16,7 +22,7 @@ def datum(idx: int) -> DatumSpec:
     return {"extra_env_info": {REFERENCE: str(idx)}, "idx": idx, "prompt": f"prompt {idx}", **rest}
 
 
-def answered(*marks: str) -> Answered:
+def answered(*marks: str) -> AnsweredSet:
     """Prompts with a response for each letter: r right, w wrong, f failed, ? not judged."""
     made = {
         "r": lambda n: make_trajectory(2, sample=n, correct=True, reward=1.0, response="7"),
@@ -24,16 +30,16 @@ def answered(*marks: str) -> Answered:
         "f": lambda n: failed_trajectory(sample=n),
         "?": lambda n: make_trajectory(2, sample=n, correct=None, reward=0.5, response="?"),
     }
-    found = Answered([datum(idx) for idx in range(len(marks))], [], [])
+    found = AnsweredSet([datum(idx) for idx in range(len(marks))], [], [])
     for prompt, letters in zip(found.prompts, marks, strict=True):
         ones = [made[letter](number) for number, letter in enumerate(letters)]
         found.outcomes.append([one.outcome for one in ones])
-        found.rows.append([sample_row("set", prompt, one) for one in ones])
+        found.rows.append([make_sample_row("set", prompt, one) for one in ones])
     return found
 
 
 def test_figures_of_a_set_by_hand() -> None:
-    results = set_results(answered("rrww", "wwww", "rfff", "????"), [1, 4])
+    results = compute_set_results(answered("rrww", "wwww", "rfff", "????"), [1, 4])
     assert results["prompts"] == 4
     assert results["accuracy"]["mean"] == pytest.approx((0.5 + 0 + 1) / 3), "a prompt counts as much as another"
     assert results["reward"]["mean"] == pytest.approx((0.5 + 0 + 1 + 0.5) / 4)
@@ -46,7 +52,7 @@ def test_figures_of_a_set_by_hand() -> None:
 
 
 def test_what_nobody_can_judge_has_no_accuracy() -> None:
-    results = set_results(answered("??", "?f"), [1])
+    results = compute_set_results(answered("??", "?f"), [1])
     assert "accuracy" not in results
     assert "pass@1" not in results
     assert results["reward"]["mean"] == 0.5
@@ -57,16 +63,16 @@ def test_what_nobody_can_judge_has_no_accuracy() -> None:
     [("so \\boxed{ \\frac{1}{2} }.", "\\boxed{\\frac{1}{2}}"), ("first\n 42 \n", "42"), ("", None), (" \n", None)],
 )
 def test_votes(response: str, vote: str | None) -> None:
-    assert vote_of(response) == vote
+    assert find_vote(response) == vote
 
 
-def rows_of(found: Answered) -> list[dict[str, Any]]:
+def rows_of(found: AnsweredSet) -> list[dict[str, Any]]:
     return [row for rows in found.rows for row in rows]
 
 
 def test_a_comparison_pairs_prompts() -> None:
     before, now = rows_of(answered("w", "w", "r", "w", "r")), rows_of(answered("r", "r", "r", "w", "w", "r"))
-    (result,) = comparison(now, before).values()
+    (result,) = compare_evaluations(now, before).values()
     assert (result["prompts"], result["only_now"], result["only_before"]) == (5, 2, 1), "the sixth is new"
     assert (result["accuracy_before"], result["accuracy_now"]) == (pytest.approx(0.4), pytest.approx(0.6))
     assert result["difference"]["mean"] == pytest.approx(0.2)
@@ -74,10 +80,10 @@ def test_a_comparison_pairs_prompts() -> None:
 
 
 def test_several_responses_are_compared_by_their_means() -> None:
-    (result,) = comparison(rows_of(answered("rr", "rw")), rows_of(answered("ww", "rw"))).values()
+    (result,) = compare_evaluations(rows_of(answered("rr", "rw")), rows_of(answered("ww", "rw"))).values()
     assert (result["difference"]["mean"], "mcnemar_p" in result) == (0.5, False)
 
 
 def test_other_prompts_are_not_compared() -> None:
     now = [row | {"prompt": "another"} for row in rows_of(answered("r"))]
-    assert comparison(now, rows_of(answered("r"))) == {"set": {"prompts": 0}}
+    assert compare_evaluations(now, rows_of(answered("r"))) == {"set": {"prompts": 0}}

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
-from megatron_grpo.batch.rollout_files import rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, write_rollouts
 from megatron_grpo.batch.trajectory import Span, Trajectory
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
@@ -69,7 +69,7 @@ def run_steps(logger: RunLogger, steps: range) -> None:
         if step % 2 == 0:
             logger.log_validation(step, {"val_accuracy": 0.3 + step / 10, "val_reward": 0.0}, {"total": 0.2})
         logger.log_step(step, metrics_of(step), TIMING, THROUGHPUT)
-        write_rollouts(rollouts_file(logger.run_dir, step), [(0, with_learnt(TRAJECTORY))])
+        write_rollouts(locate_rollouts_file(logger.run_dir, step), [(0, with_learnt(TRAJECTORY))])
 
 
 def without_timing(folder: Path) -> list[dict[str, Any]]:

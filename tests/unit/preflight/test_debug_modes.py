@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.batch.rollout_files import StepRecord, rollouts_file, write_rollouts
+from megatron_grpo.batch.rollout_files import StepRecord, locate_rollouts_file, write_rollouts
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import compute_vocabulary_digest
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, summarize_run
@@ -21,7 +21,7 @@ SIZES = ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2"]
 
 
 def write_step(folder: Path, step: int, record: StepRecord | None = None, *, groups: int = 2, token: int = 1) -> Path:
-    file = rollouts_file(folder, step)
+    file = locate_rollouts_file(folder, step)
     record = make_record(vocab=128) if record is None else record
     rows = [
         (number, with_learnt(*(make_trajectory(token_ids=[1, 2, token], group=number, sample=i) for i in (0, 1))))
@@ -173,7 +173,7 @@ def test_a_recording_of_other_settings(reading: list[str], overrides: list[str],
     ],
 )
 def test_a_recording_that_is_not_whole(reading: list[str], recording: Path, change: str, text: str) -> None:
-    files = {step: rollouts_file(recording, step) for step in (1, 2, 3)}
+    files = {step: locate_rollouts_file(recording, step) for step in (1, 2, 3)}
     if change == "no folder":
         recording.rename(recording.with_name("elsewhere"))
     elif change in ("no file", "a hole", "no beginning"):
@@ -191,7 +191,7 @@ def test_a_recording_that_is_not_whole(reading: list[str], recording: Path, chan
 
 
 def test_steps_beyond_the_last_are_not_looked_at(reading: list[str], recording: Path) -> None:
-    rollouts_file(recording, 3).write_bytes(b"")
+    locate_rollouts_file(recording, 3).write_bytes(b"")
     load_config([*reading, "grpo.max_num_steps=2"])
 
 

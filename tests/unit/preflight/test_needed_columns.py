@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config, DataConfig, DatasetConfig, EnvironmentConfig
-from megatron_grpo.data.rows import examined
+from megatron_grpo.data.rows import examine_set
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.preflight.environment_checks import check_scoring
@@ -35,7 +35,7 @@ def problems_of(config: Config) -> list[str]:
     assert config.data.train_path is not None
     kinds = {name: environment.type for name, environment in config.env.items()}
     return [
-        problem.text for problem in examined(DatasetConfig(path=config.data.train_path), config.data, kinds).problems
+        problem.text for problem in examine_set(DatasetConfig(path=config.data.train_path), config.data, kinds).problems
     ]
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_grpo import doctor, replay, report
-from megatron_grpo.batch.rollout_files import read_recorded, read_rollouts, rollouts_file
+from megatron_grpo.batch.rollout_files import locate_rollouts_file, read_recorded_rollouts, read_rollouts
 from megatron_grpo.planning.generation_cost import read_recorded_lengths
 from tests.support.recorded_run import make_recorded_run
 
@@ -56,7 +56,7 @@ def test_commands_name_a_damaged_file(
     run_dir: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = rollouts_file(run_dir, 1)
+    file = locate_rollouts_file(run_dir, 1)
     damage(file)
     assert command([str(run_dir), *arguments]) == 2
     told = capsys.readouterr().err
@@ -67,10 +67,10 @@ def test_commands_name_a_damaged_file(
 
 @pytest.mark.parametrize("damage", [cut_off, empty, overwritten, without_a_column])
 def test_functions_name_a_damaged_file(damage: Callable[[Path], None], run_dir: Path) -> None:
-    file = rollouts_file(run_dir, 1)
+    file = locate_rollouts_file(run_dir, 1)
     damage(file)
     for read in (lambda: list(read_rollouts(run_dir, 1)), lambda: read_recorded_lengths(run_dir, 8)):
         with pytest.raises(ValueError, match=f"^{file} is damaged or was not written to its end: "):
             read()
     with pytest.raises(ValueError, match=r"^(is damaged or was not written to its end: |was written by )"):
-        read_recorded(file)
+        read_recorded_rollouts(file)
