@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.environments.interface import EnvironmentSettings
 
 if TYPE_CHECKING:
@@ -55,23 +54,19 @@ class EnvironmentHandle:
 
     name: str
     """Task name of the environment."""
-    timeout_s: float
-    """Deadline of one call, in seconds."""
-    leave_out_suspects: list[str]
-    """Figures, without "suspect/", that take the reward of a response away when above 0."""
-    prompts: PromptFormat
-    """Rendering of the task's conversations, for agents."""
-    actors: list[Any]
+    config: EnvironmentConfig
+    settings: EnvironmentSettings
+    rewards: ray.ObjectRef | None
+    """Reward functions and clients of reward models, by their entry in reward_funcs."""
+    actors: list[Any] = field(default_factory=list)
     """Ray actors (`EnvironmentWorker`), each with its own copy of the environment."""
-    arguments: tuple[Any, ...] = field(repr=False)
-    """Arguments of `EnvironmentWorker`; the last is a Ray reference to reward functions, or None."""
 
     def spawn(self) -> Any:
         """Start another process, which ends with the calling process."""
         from megatron_grpo.environments.environment_worker import EnvironmentWorker
 
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(EnvironmentWorker)
-        return actor.remote(*self.arguments)
+        return actor.remote(self.name, self.config, self.settings, self.rewards)
 
 
 @dataclass(slots=True)
@@ -88,11 +83,9 @@ class EnvironmentPool:
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
         """Begin to start processes for `shares` rollout workers, at least one each."""
-        count = max(self.config.num_workers, shares)
-        arguments = (self.name, self.config, self.settings, self._store_rewards())
-        settings = (self.name, self.config.timeout_s, self.config.leave_out_suspects, self.settings.prompts)
-        handles = [EnvironmentHandle(*settings, [], arguments) for _ in range(shares)]
-        for index in range(count):
+        rewards = self._store_rewards()
+        handles = [EnvironmentHandle(self.name, self.config, self.settings, rewards) for _ in range(shares)]
+        for index in range(max(self.config.num_workers, shares)):
             actor = handles[0].spawn()
             self._actors.append(actor)
             handles[index % shares].actors.append(actor)

@@ -212,14 +212,8 @@ class RewardFunctionEnvironment(Environment):
 
     def _call_functions(self, names: Iterable[str], arguments: Mapping[str, Any], count: int) -> dict[str, CallOutcome]:
         """Call functions for `count` responses, async ones concurrently."""
-        outcomes: dict[str, CallOutcome] = {}
-        coroutines: dict[str, Coroutine[Any, Any, CallOutcome]] = {}
-        for name in names:
-            outcome = self._calls[name].call(arguments, count, self.timeout_s)
-            if isinstance(outcome, Coroutine):
-                coroutines[name] = outcome
-            else:
-                outcomes[name] = outcome
+        outcomes: dict[str, Any] = {name: self._calls[name].call(arguments, count, self.timeout_s) for name in names}
+        coroutines = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Coroutine)}
         if coroutines:
             if self._loop is None:  # one loop for all calls: a client that a function keeps is bound to it
                 self._loop = asyncio.new_event_loop()

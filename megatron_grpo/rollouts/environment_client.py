@@ -62,7 +62,7 @@ class EnvironmentClient:
         self.reads_token_ids = False
         self.remarks: list[str] = []
         """Replacements of processes and their reasons, for the log of the run."""
-        self.leave_out_suspects, self.prompts = handle.leave_out_suspects, handle.prompts
+        self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
         self._handle = handle
         self._queue: deque[_Call] = deque()
         self._work = asyncio.Event()
@@ -174,7 +174,7 @@ class EnvironmentClient:
 
     async def _run(self, process: EnvironmentProcess, calls: list[_Call]) -> str | None:
         """Send calls to a process; None: it answered; else the reason why it did not."""
-        name, timeout_s, pid = self._handle.name, self._handle.timeout_s, process.status.pid
+        name, timeout_s, pid = self._handle.name, self._handle.config.timeout_s, process.status.pid
         jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):

@@ -12,11 +12,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.data.prompt_renderer import PromptFormat
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments.environment_processes import EnvironmentStatus
 from megatron_grpo.environments.environment_worker import EnvironmentWorker
+from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
 
@@ -63,9 +64,7 @@ class Handle:
     """Some processes, and those that take their place, in order."""
 
     def __init__(self, *processes: FakeProcess, spares: tuple[FakeProcess, ...] = ()) -> None:
-        self.name, self.timeout_s = "task", 0.2
-        self.leave_out_suspects: list[str] = []
-        self.prompts = PromptFormat()
+        self.name, self.config, self.settings = "task", EnvironmentConfig(timeout_s=0.2), EnvironmentSettings()
         self.actors = list(processes)
         self.spares = list(spares)
         self.spawned: list[FakeProcess] = []

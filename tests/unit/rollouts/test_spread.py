@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from megatron_grpo.data.prompt_renderer import PromptFormat
+from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.environments.environment_processes import EnvironmentHandle
+from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.rollouts.workers import RolloutWorkers
 
 
@@ -30,6 +31,6 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_workers_and_environments_are_spread(options: list[dict[str, Any]]) -> None:
-    EnvironmentHandle("math", 1.0, [], PromptFormat(), [], ()).spawn()
+    EnvironmentHandle("math", EnvironmentConfig(), EnvironmentSettings(), None).spawn()
     RolloutWorkers(2, [], {}, timeout_s=1.0).start()
     assert [one["scheduling_strategy"] for one in options] == ["SPREAD"] * 2
