@@ -70,7 +70,7 @@ class PPOSaveState(GRPOSaveState):
 
 
 def make_save_state() -> GRPOSaveState:
-    """Progress of a run before its first step."""
+    """Make the progress of a run before its first step."""
     return GRPOSaveState(
         consumed_samples=0,
         current_step=0,
@@ -107,21 +107,29 @@ class SamplingRun:
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Callbacks of a script."""
 
-    def make_check(self, groups: Sequence[SampledGroup], step: int, data: str = "training") -> StepCheck:
-        """Build the check for non-finite values of a step; `data` names the data set of the prompts, for messages."""
-        return StepCheck(self.run_dir, self.rollouts.fetch, groups, step, data)
+    def make_check(self, groups: Sequence[SampledGroup], step: int, dataset: str = "training") -> StepCheck:
+        """Make the check for non-finite values of a step.
 
+        `dataset` names the data set of the prompts, for messages.
+        """
+        return StepCheck(self.run_dir, self.rollouts.fetch, groups, step, dataset)
+
+    @property
     def loader_state(self) -> dict[str, Any]:
-        """State of the loader after the last prompts that a step has taken, without those in the sample buffer."""
+        """Position in the data, for a checkpoint.
+
+        It is that after the last prompts that a step has taken, without those in the sample buffer.
+        """
         return self.loader.state_dict() if self.buffer is None else self.buffer.loader_state
 
     @property
     def end_of_data(self) -> str:
-        """Message for a run that ends because its prompts, or the steps of its recording, are used up."""
+        """Message for a run whose prompts or recorded steps are used up."""
         if isinstance(self.loader, RecordedSteps):
             return self.loader.end_of_data
         return f"the data is used up: {self.config.training_loop.max_num_epochs} epoch(s)"
 
+    @property
     def models(self) -> dict[str, ModelRanks]:
         """Trained models, by their folder in a checkpoint."""
         return {}
@@ -136,6 +144,7 @@ class GRPORun(SamplingRun):
     """Transport of the policy's weights to the engines; None: there are no engines."""
     loss_fn: ClippedPGLossFn
 
+    @property
     def models(self) -> dict[str, ModelRanks]:
         return {POLICY_FOLDER: self.policy}
 
@@ -147,8 +156,9 @@ class PPORun(GRPORun):
     value: MegatronValue
     value_loss_fn: MseValueLossFn
 
+    @property
     def models(self) -> dict[str, ModelRanks]:
-        return {**super().models(), VALUE_FOLDER: self.value}
+        return {**super().models, VALUE_FOLDER: self.value}
 
 
 SomeRun = TypeVar("SomeRun", bound=SamplingRun)
@@ -156,7 +166,7 @@ SomeRun = TypeVar("SomeRun", bound=SamplingRun)
 
 def count_step(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     """Advance the progress of a run by a step with these metrics."""
-    state, epoch = run.state, run.loader_state()["epoch"]
+    state, epoch = run.state, run.loader_state["epoch"]
     if epoch > state["current_epoch"]:
         state["current_epoch"] = epoch
         state["current_step"] = 0

@@ -15,7 +15,7 @@ from megatron_grpo.config.errors import DisagreementError, ModelLostError, RunEr
 
 @contextmanager
 def complete_files(run: SamplingRun) -> Iterator[None]:
-    """Complete rollouts and checkpoint if the body fails, and say where the run can continue.
+    """Complete rollouts and checkpoint if the body fails.
 
     Raises:
         RunError: the error of the body; a file that cannot be written is one, too.
@@ -42,7 +42,7 @@ def complete_files(run: SamplingRun) -> Iterator[None]:
 
 @contextmanager
 def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Iterator[None]:
-    """Save the finished steps if the body, a step, fails before it changes a weight.
+    """Save the finished steps if the step in the body fails.
 
     Args:
         run: the run before the step.
@@ -61,7 +61,7 @@ def save_before_failure(run: SamplingRun, metrics: Mapping[str, float]) -> Itera
 
 
 def end_unpublished(run: SamplingRun, error: UnpublishedStepError) -> NoReturn:
-    """Report and save a step that was learnt, and raise the failure of its refit."""
+    """Save a step that was learnt, and raise the failure of its refit."""
     step, failure = run.state["total_steps"], error.failure
     # Noted first, because saving waits for ranks that may be busy.
     result = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
@@ -70,7 +70,7 @@ def end_unpublished(run: SamplingRun, error: UnpublishedStepError) -> NoReturn:
 
 
 def end_after_step(run: SamplingRun, report: StepReport, failure: RunError) -> NoReturn:
-    """Report and save the step that was counted last, and raise the failure that ends the run after it."""
+    """Log and save the last step, and raise the failure after it."""
     with note_failures(run, "the rollouts of the last step could not be written"):
         log_step(run, report, report.metrics)
     if not isinstance(failure, ModelLostError):

@@ -38,7 +38,10 @@ __all__ = [
 
 
 def grpo_train(run: GRPORun) -> None:
-    """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
+    """Train until a limit, early stopping or the end of the prompts.
+
+    The loop validates and saves on the way.
+    """
     train_steps(run, grpo_step)
 
 
@@ -82,7 +85,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         scores = samples.scores or score(config, samples.outcomes)
         batch = build_batch(config, samples.groups, rollouts, policy.cost)
         batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
-        run.dumps.hold(number, samples.groups, batch, samples.make_facts(run.loader_state()))
+        run.dumps.hold(number, samples.groups, batch, samples.make_facts(run.loader_state))
     of_logprobs = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)

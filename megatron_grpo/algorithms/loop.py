@@ -29,7 +29,7 @@ StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
 
 
 def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
-    """Train until a limit is reached, early stopping ends it or the prompts are used up.
+    """Train until a limit, early stopping or the end of the prompts.
 
     Raises:
         SamplingError: sampling or scoring failed, or training and generation disagree too much; the finished steps were
@@ -70,7 +70,7 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 
 
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
-    """Validate if due, log the step, save if due; returns the step's metrics, including those of the validation.
+    """Validate if due, log the step, save if due; returns the step's metrics.
 
     Raises:
         RunError: the validation failed, rollouts could not be written, or checkpoints cannot be ranked; the step was
@@ -99,7 +99,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
 
 
 def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
-    """Validate and save after the last step, whose metrics these are, unless that was done."""
+    """Validate and save after the last step, unless that was done."""
     run.checkpointer.finish()
     step, saved_steps = run.state["total_steps"], run.checkpointer.list_steps()
     validation: dict[str, float] = {}
@@ -118,7 +118,7 @@ def _finish_training(run: SamplingRun, metrics: dict[str, float]) -> None:
 
 
 def _catch_up_on_validation(run: SamplingRun) -> None:
-    """Validate before the next step if that is due: at the start, or because the last validation failed."""
+    """Validate at the start, or if the last validation failed."""
     step = run.state["total_steps"]
     is_due = run.config.training_loop.val_at_start if step == 0 else _is_validation_due(run)
     if not is_due or run.state.get("val_step") == step:
@@ -159,12 +159,15 @@ def _should_stop_early(run: SamplingRun) -> bool:
 
 
 def _has_stop_file(run: SamplingRun) -> bool:
-    """Tell whether a person, or Slurm before the job's time is up, wants the run to end soon."""
+    """Tell whether somebody wants the run to end soon.
+
+    It is a person, or Slurm before the time of the job is up.
+    """
     return (run.logger.run_dir / STOP_FILE).exists()
 
 
 def _share_progress(run: SamplingRun) -> None:
-    """Give rollout workers the progress of the run, which reward functions can read."""
+    """Tell rollout workers the progress, which reward functions can read."""
     limits, state = run.config.training_loop, run.state
     run.rollouts.trainer_state = TrainerState(
         global_step=state["total_steps"],
@@ -176,11 +179,11 @@ def _share_progress(run: SamplingRun) -> None:
 
 @contextmanager
 def _profile(run: SamplingRun, step: int) -> Iterator[None]:
-    """Profile the kernels of all ranks in a step of logger.profile_steps, which slows the step."""
+    """Profile the ranks in a step of logger.profile_steps, which slows it."""
     if step not in run.config.logger.profile_steps:
         yield
         return
-    models = run.models().values()
+    models = run.models.values()
     for model in models:
         model.begin_profile()
     yield

@@ -123,7 +123,7 @@ def publish(transport: WeightTransport, placement: Placement, version: int, time
 
 
 def _describe_differing_weights(transport: WeightTransport, placement: Placement, timer: StepTimer) -> str:
-    """Name the tensors in which engines differ from the policy, or say why that is not known."""
+    """Name the tensors in which engines differ from the policy, if possible."""
     try:
         placement.offload_engines(timer)  # the models' weights may be in host memory
         with placement.refit(timer):

@@ -26,12 +26,15 @@ __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train"
 
 
 def ppo_train(run: PPORun) -> None:
-    """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
+    """Train until a limit, early stopping or the end of the prompts.
+
+    The loop validates and saves on the way.
+    """
     train_steps(run, ppo_step)
 
 
 def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step: sample, score, estimate advantages, train both models, publish. Returns None without prompts.
+    """Do one step: sample, score, value, learn, publish; None: no prompts are left.
 
     In the first ppo.policy_training_start_step steps only the value model is trained. The policy's unchanged weights
     are still published, so that the weight version stays the number of steps.
@@ -53,7 +56,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         scores = samples.scores or score(config, samples.outcomes)
         batch = build_batch(config, samples.groups, rollouts, policy.cost)
         batch.prob_error_limit = config.find_prob_error_limit(compute_oldest_age(run, samples.outcomes))
-        run.dumps.hold(number, samples.groups, batch, samples.make_facts(run.loader_state()))
+        run.dumps.hold(number, samples.groups, batch, samples.make_facts(run.loader_state))
     of_logprobs = add_logprobs(config, batch, policy, rollouts, check, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)

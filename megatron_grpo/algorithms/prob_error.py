@@ -1,4 +1,4 @@
-"""Notices that training and generation disagree more than noise explains, and refuses to learn beyond a hard limit.
+"""Warns when training and generation disagree more than noise explains, and refuses to learn beyond a limit.
 
 The figure is token_mult_prob_error, the mean over a step's tokens of exp(|training - generation|): 1 when both give the
 sampled tokens the same probabilities. Its excess over 1 is rounding. The noise of a run is that of its first steps, and
@@ -7,8 +7,8 @@ smallest bound, there are figures by precision, so that a run that is wrong from
 
 Tokens of older weights (asynchronous runs) also differ by what the policy has learnt since. Rounding is nothing beside
 that, and the exponential of such differences has a tail that jumps by a factor of ten from step to step in healthy
-runs. Steps with such tokens are judged by gen_kl_error instead, which is steady, against the latest such steps, since
-what a step learns changes with the learning rate.
+runs. Steps with such tokens are assessed by gen_kl_error instead, which is steady, against the latest such steps, since
+the change of a step depends on the learning rate.
 """
 
 from __future__ import annotations
@@ -42,49 +42,49 @@ IS_OFF = "token_mult_prob_error_off"
 DIVERGENCE = "gen_kl_error"
 DIVERGENCE_BOUND = "gen_kl_error_bound"
 
+# Fresh tokens, drawn from the weights that train: the first steps measure the noise of rounding, and the bound is a
+# multiple of the median excess of these steps.
 MEASURED_STEPS = 5
-"""First steps that measure the noise of rounding."""
 MARGIN = 3.0
-"""Bound as a multiple of the median excess of these steps."""
 
+# Older tokens: the bound is a multiple of the median divergence of the latest such steps, in nats.
 LATEST_STEPS = 20
-"""Steps with older tokens whose divergence is remembered."""
 STALE_MARGIN = 4.0
-"""Bound as a multiple of the median divergence of these steps."""
-STALE_FIRST = 1.0
-"""Divergence, in nats, that is within the bound until such steps are measured."""
-STALE_FLOOR = 0.05
-"""Smallest bound of the divergence, in nats, for each update that the tokens are behind."""
+STALE_FIRST = 1.0  # the bound until such steps are measured
+STALE_FLOOR = 0.05  # the smallest bound, for each update that the tokens are behind
 
+# Steps in a row within the bound that end an episode, after which the next step beyond it is reported again.
 CALM_STEPS = 10
-"""Steps in a row within the bound that end an episode, after which the next step beyond it is told again."""
 
 
 class ProbErrorState(TypedDict):
-    """Noise that a run has measured, and the episode under way; part of the checkpoint."""
+    """The noise that a run has measured, and the episode under way."""
 
     precision: str
-    """Precision of policy and engines (`noise_kind`) that the noise is of."""
+    """Precision of policy and engines for which the noise was measured (`name_noise_kind`)."""
     fresh: list[float]
-    """Excess of the first steps within the bound, of tokens drawn from the weights that train."""
+    """Excess of the first steps within the bound, for tokens drawn from the weights that train."""
     stale: list[float]
-    """Divergence of the latest steps within the bound, of older tokens."""
+    """Divergence of the latest steps within the bound, for older tokens."""
     calm_steps: int | None
-    """Steps within the bound since the last one beyond it; None: there is no episode."""
+    """Steps within the bound since the last step beyond it; None: there is no episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseBounds:
-    """Excess of the probability error over 1 that rounding explains; docs/metrics.md has the measurements."""
+    """How far rounding may move the probability error above 1.
+
+    docs/metrics.md has the measurements.
+    """
 
     first: float
-    """Largest before the noise is measured."""
+    """The bound before the noise is measured."""
     floor: float
-    """Smallest bound afterwards, since noise changes with the policy."""
+    """The smallest bound afterwards, since noise changes with the policy."""
 
     @staticmethod
-    def of(config: Config, shape: ModelShape) -> NoiseBounds:
-        """Bounds of a run; infinite at first where sampling differs from training on purpose."""
+    def from_config(config: Config, shape: ModelShape) -> NoiseBounds:
+        """Choose the bounds of a run; infinite at first where sampling differs from training on purpose."""
         if config.generation.has_unmatched_sampling:
             return NoiseBounds(math.inf, 0.25)
         precision = config.coarsest_precision
@@ -99,23 +99,26 @@ class NoiseBounds:
         return NoiseBounds(first * flips, first * flips / 2)
 
 
-def noise_kind(config: Config) -> str:
-    """Name of the kind of noise a run has; noise measured under another name does not count."""
-    hides = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
-    return f"{config.coarsest_precision}{hides}"
+def name_noise_kind(config: Config) -> str:
+    """Name the kind of noise a run has.
+
+    Noise that was measured under another name does not count.
+    """
+    penalties = " with penalties or a form" if config.generation.has_unmatched_sampling else ""
+    return f"{config.coarsest_precision}{penalties}"
 
 
 def make_prob_error_state(kind: str) -> ProbErrorState:
-    """The state of a run that has measured nothing."""
+    """Make the state of a run that has measured nothing."""
     return ProbErrorState(precision=kind, fresh=[], stale=[], calm_steps=None)
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseComparison:
-    """Judgement of one step."""
+    """One step compared with the noise so far."""
 
     figure: str
-    """Metric by which the step is judged: ERROR or DIVERGENCE."""
+    """Metric that was compared: ERROR or DIVERGENCE."""
     bound: float
     """Largest value of the figure that noise explains; infinite while that is not known."""
     is_off: bool
@@ -123,7 +126,7 @@ class NoiseComparison:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step."""
+        """Metrics about the comparison."""
         name = BOUND if self.figure == ERROR else DIVERGENCE_BOUND
         return {**({name: self.bound} if math.isfinite(self.bound) else {}), IS_OFF: float(self.is_off)}
 
@@ -131,10 +134,10 @@ class NoiseComparison:
 def compare_with_noise(
     state: ProbErrorState, bounds: NoiseBounds, metrics: Mapping[str, float], age: int, limit: float | None
 ) -> NoiseComparison:
-    """Judge a step by the noise so far, and add the step to the noise if it is within the bound.
+    """Compare a step with the noise so far, which it joins within the bound.
 
     Args:
-        state: noise and episode, changed in place.
+        state: noise and episode, which are updated.
         bounds: bounds of rounding.
         metrics: the step's metrics, with ERROR, WORST, DIVERGENCE and valid_tokens.
         age: updates between the weights that drew the oldest token and those that train on it.
@@ -156,7 +159,7 @@ def compare_with_noise(
 
 
 def _advance_episode(state: ProbErrorState, is_off: bool) -> bool:
-    """Count a step; returns whether an episode begins with it."""
+    """Count a step; True: an episode begins with it."""
     calm = state["calm_steps"]
     if is_off:
         state["calm_steps"] = 0
@@ -168,21 +171,21 @@ def _advance_episode(state: ProbErrorState, is_off: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What a step adds to its report because of its probability error."""
+    """Part of a step's report about its probability error."""
 
     metrics: Mapping[str, float]
     remarks: Sequence[str] = ()
     needs_checkpoint: bool = False
-    """Whether a checkpoint after the step lets the doctor examine the next one."""
+    """True: a checkpoint after the step lets the doctor examine the next one."""
 
 
 NO_FINDING = Assessment({})
 
 
 def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outcomes: Sequence[Outcome]) -> Assessment:
-    """Judge the error of a step that has been learnt, before its weights are published.
+    """Compare the error of a learnt step with the run's noise.
 
-    If an episode begins, both checks of weights follow the refit of this step. The state of the run is updated.
+    The state of the run is updated. If an episode begins, the refit of this step is followed by both checks of weights.
 
     Args:
         run: the run.
@@ -191,59 +194,60 @@ def assess_agreement(run: GRPORun, step: int, metrics: Mapping[str, float], outc
         outcomes: outcomes of the rollouts that were trained on.
     """
     config = run.config
-    kind, state, remarks = noise_kind(config), run.state.get("prob_error"), []
+    kind, state, remarks = name_noise_kind(config), run.state.get("prob_error"), []
     if state is None or state["precision"] != kind:
         if run.state["total_steps"]:  # a first step begins it, also one that lacks the error
-            of = "the checkpoint has none" if state is None else f"that of the checkpoint is of {state['precision']}"
-            remarks.append(f"the noise of {ERROR} is measured from this step on, since {of}")
+            measured = f"that of the checkpoint is of {state['precision']}" if state else "the checkpoint has none"
+            remarks.append(f"the noise of {ERROR} is measured from this step on, since {measured}")
         run.state["prob_error"] = state = make_prob_error_state(kind)
     if ERROR not in metrics:
         return Assessment({}, remarks)
     age = compute_oldest_age(run, outcomes)
-    seen = compare_with_noise(
-        state, NoiseBounds.of(config, run.policy.shape), metrics, age, config.find_prob_error_limit(age)
-    )
+    bounds = NoiseBounds.from_config(config, run.policy.shape)
+    comparison = compare_with_noise(state, bounds, metrics, age, config.find_prob_error_limit(age))
     if not config.needs_generation:  # recorded tokens may be of other weights on purpose
-        return Assessment(seen.metrics)
-    if not seen.begins_episode:
-        return Assessment(seen.metrics, remarks)
+        return Assessment(comparison.metrics)
+    if not comparison.begins_episode:
+        return Assessment(comparison.metrics, remarks)
     if run.transport is not None:
         run.transport.require_checks()
     can_examine = step == 1 or step - 1 in run.checkpointer.list_steps()
-    remarks.append(_warning(run, step, metrics, seen, can_examine))
-    return Assessment(seen.metrics, remarks, needs_checkpoint=config.has_checkpoints and not can_examine)
+    remarks.append(_write_warning(run, step, metrics, comparison, can_examine))
+    return Assessment(comparison.metrics, remarks, needs_checkpoint=config.has_checkpoints and not can_examine)
 
 
 def compute_oldest_age(run: GRPORun, outcomes: Sequence[Outcome]) -> int:
-    """Updates between the weights that drew the oldest token of a step and those that train on it."""
+    """Compute the age of the oldest token of a step.
+
+    It is the number of updates between the weights that drew the token and those that train on it.
+    """
     return int(compute_age_metrics(outcomes, run.state["total_steps"])["trajectory_age_max"])
 
 
-def _warning(run: GRPORun, step: int, metrics: Mapping[str, float], seen: NoiseComparison, can_examine: bool) -> str:
-    """The one message of an episode."""
+def _write_warning(
+    run: GRPORun, step: int, metrics: Mapping[str, float], comparison: NoiseComparison, can_examine: bool
+) -> str:
     config, refit = run.config, run.config.refit
-    doctor = f"{doctor_command(run.run_dir, step)} names the reason"
+    advice = f"{make_doctor_command(run.run_dir, step)} names the reason"
     if config.has_checkpoints and not can_examine:
-        doctor = (
-            f"a checkpoint is saved after this step, so that {doctor_command(run.run_dir, step + 1)} names the reason "
-            "once the next step is done"
-        )
+        command = make_doctor_command(run.run_dir, step + 1)
+        advice = f"a checkpoint is saved after this step, so that {command} names the reason once the next step is done"
     checks = [*(["the canary"] if refit.canary else []), *(["all weights"] if refit.weight_check_period else [])]
     compared = f" This step's refit compares {' and '.join(checks)}." if checks and run.transport is not None else ""
-    divergence = f", {DIVERGENCE} {metrics[DIVERGENCE]:.6g}" if seen.figure == DIVERGENCE else ""
+    divergence = f", {DIVERGENCE} {metrics[DIVERGENCE]:.6g}" if comparison.figure == DIVERGENCE else ""
     return (
         f"training and generation disagree more than noise explains: {ERROR} is {metrics[ERROR]:.6g} (largest of a "
-        f"token: {metrics[WORST]:.6g}){divergence}, and {seen.figure} up to {seen.bound:.6g} would be noise.{compared} "
-        f"{doctor}. refit.canary_share=1 and refit.weight_check_period=1 compare engines with the policy in every "
-        "refit; refit.prob_error_limit ends the run before it learns from such a step. Further steps are marked by the "
-        f"metric {IS_OFF}, and told again after {CALM_STEPS} steps without"
+        f"token: {metrics[WORST]:.6g}){divergence}, and {comparison.figure} up to {comparison.bound:.6g} would be "
+        f"noise.{compared} {advice}. refit.canary_share=1 and refit.weight_check_period=1 compare engines with the "
+        "policy in every refit; refit.prob_error_limit ends the run before it learns from such a step. Further steps "
+        f"are marked by the metric {IS_OFF}, and reported again after {CALM_STEPS} steps without"
     )
 
 
 def require_agreement(
     config: Config, batch: StepBatch, rollouts: RolloutPool, check: StepCheck, timer: StepTimer
 ) -> None:
-    """Refuse a step whose prev_logprobs are beyond the hard limit, before anything is learnt from it.
+    """Refuse to learn from prev_logprobs that are beyond the hard limit.
 
     Without prev_logprobs the ranks check their own, before the only optimizer step (`trainer/disagreement.py`).
 
@@ -253,9 +257,9 @@ def require_agreement(
     limit, tokens = batch.prob_error_limit, float(batch.loss_tokens)
     if limit is None or "prev_logprobs" not in batch.fields or not tokens:
         return
-    entries = ("sampled", "prev_logprobs", "generation_logprobs")
+    fields = ("sampled", "prev_logprobs", "generation_logprobs")
     with timer.phase("logprobs"):
-        error, worst = rollouts.compute(measure_prob_error, batch, entries, batch.in_loss)
+        error, worst = rollouts.compute(measure_prob_error, batch, fields, batch.in_loss)
     if error_without_worst(error, worst, tokens) > limit:
         refuse_step(config, batch, check, {ERROR: error, WORST: worst})
 
@@ -280,13 +284,13 @@ def refuse_step(config: Config, batch: StepBatch, check: StepCheck, metrics: Map
     text = (
         f"step {step}: {ERROR} is {metrics[ERROR]:.6g} (largest of a token: {metrics[WORST]:.6g}), more than "
         f"refit.prob_error_limit={limit:g}: training and generation disagree about the probabilities of the sampled "
-        f"tokens. Nothing was learnt from the step, and {rollouts}. {doctor_command(check.run_dir, step)} names the "
-        "reason; refit.prob_error_limit=null learns all the same"
+        f"tokens. Nothing was learnt from the step, and {rollouts}. {make_doctor_command(check.run_dir, step)} names "
+        "the reason; refit.prob_error_limit=null learns all the same"
     )
     figures = {BOUND: limit, IS_OFF: 1.0, "optimizer_steps": 0.0, "valid_tokens": float(batch.loss_tokens)}
     raise DisagreementError(text, {**metrics, **figures})
 
 
-def doctor_command(run_dir: Path, step: int) -> str:
-    """The command that examines a step."""
+def make_doctor_command(run_dir: Path, step: int) -> str:
+    """Write the command that examines a step."""
     return f"python -m megatron_grpo.doctor {run_dir} step={step}"

@@ -35,7 +35,9 @@ from megatron_grpo.rollouts.pool import RolloutPool
 
 
 class RecordedSteps(Batches):
-    """Recorded steps of an earlier run, in place of a loader; it has that run's position in the data, for checkpoints.
+    """Recorded steps of an earlier run, in place of a loader.
+
+    For checkpoints it has that run's position in the data.
 
     Args:
         path: folder of the run, or its folder of rollouts.
@@ -53,7 +55,7 @@ class RecordedSteps(Batches):
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the recorded run's loader after the last step that was read; JSON-serialisable."""
+        """State of the recorded run's loader after the last step that was read (JSON)."""
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,7 +63,7 @@ class RecordedSteps(Batches):
         self._position, self.epoch = state, int(state["epoch"])
 
     def require_start(self, step: int) -> None:
-        """Check that the recording does not begin after `step`, the run's next one.
+        """Check that the recording does not begin after `step`, the next one.
 
         Raises:
             ConfigError: the recording begins later.
@@ -72,15 +74,17 @@ class RecordedSteps(Batches):
 
     @property
     def end_of_data(self) -> str:
-        """Message for a run that ends because the recording has no further step."""
+        """Message for a run whose recording has no further step."""
         return f"the recording is used up: {self.path} ends with step {max(self.files)}"
 
 
 class RolloutDumps:
-    """Writes rollouts while their step learns; the step is reported only when its rollouts are on disk.
+    """Writes rollouts while their step learns.
+
+    The step is reported only when its rollouts are on disk.
 
     Args:
-        rollouts: the pool whose workers write the files.
+        rollouts: the handle of the workers that write the files.
         config: which rollouts are written.
         run_dir: the run's folder.
         facts: facts about the run that every file holds.
@@ -88,11 +92,13 @@ class RolloutDumps:
 
     def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
         self._rollouts, self._config, self._run_dir, self._facts = rollouts, config, run_dir, facts
+        # By step, the writing of its file.
         self._writing: dict[int, Any] = {}
-        self._held: tuple[int, list[SampledGroup], StepBatch | None, StepFacts] | None = None
+        # Rollouts of the step that goes on, whose batch later stages extend.
+        self._current: tuple[int, list[SampledGroup], StepBatch | None, StepFacts] | None = None
 
     def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
-        """Keep the rollouts of a step until `begin`, or until `leave` if the step fails before.
+        """Hold the rollouts of a step until `begin`, or `write_all` if it fails before.
 
         Args:
             step: number of the step.
@@ -101,39 +107,50 @@ class RolloutDumps:
                 train.
             facts: facts about the sampling of the step, for the file.
         """
-        self._held = (step, groups, batch, facts)
+        self._current = (step, groups, batch, facts)
 
     def begin(self) -> None:
-        """Begin to write the rollouts of the held step that logger.rollouts selects, all of them for a later replay."""
-        assert self._held is not None, "hold() comes first"
-        step, groups, batch, facts = self._held
-        self._held = None
-        replays = self._config.has_replay(step) and batch is not None
-        if self._config.rollouts != "off" or replays:
-            limit = self._config.rollouts_sample if self._config.rollouts == "sample" and not replays else None
+        """Begin to write the rollouts of the current step that logger.rollouts selects."""
+        assert self._current is not None, "hold() comes first"
+        step, groups, batch, facts = self._current
+        self._current = None
+        needs_all = self._config.has_replay(step) and batch is not None  # for a later replay
+        if self._config.rollouts != "off" or needs_all:
+            limit = self._config.rollouts_sample if self._config.rollouts == "sample" and not needs_all else None
             record = StepRecord(self._facts, facts)
             self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, record, sample=limit)
 
     def finish(self, step: int) -> None:
-        """Wait until the rollouts of a step are on disk; RunError: they could not be written."""
+        """Wait until the rollouts of a step are on disk.
+
+        Raises:
+            RunError: they could not be written.
+        """
         if step in self._writing:
             self._rollouts.wait_dump(self._writing.pop(step))
 
     def write_all(self) -> None:
-        """Write the rollouts of a failed step, and wait until all are on disk; RunError: they could not be written."""
-        if self._held is not None:
+        """Write the rollouts of a failed step, and wait until all are on disk.
+
+        Raises:
+            RunError: they could not be written.
+        """
+        if self._current is not None:
             self.begin()
         for step in list(self._writing):
             self.finish(step)
 
     def read_rows(self, step: int) -> list[dict[str, Any]]:
-        """Read logger.num_completions_to_print rows from the file of a step's rollouts."""
+        """Read logger.num_completions_to_print rows of a step's file."""
         rows = read_rows(step, locate_rollouts_file(self._run_dir, step))
         return select_first_of_groups(rows, self._config.num_completions_to_print)
 
 
 def describe_run(config: Config, folder: Path) -> RunFacts:
-    """Facts about a run for its files of rollouts; `folder`: the folder of the policy's model."""
+    """Describe a run for its files of rollouts.
+
+    `folder` has the model of the policy.
+    """
     loop = config.training_loop
     return RunFacts(
         prompts_per_step=loop.num_prompts_per_step,
@@ -145,13 +162,15 @@ def describe_run(config: Config, folder: Path) -> RunFacts:
 
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-_NAMED = 8
-"""Most prompts that a message names; the file has all of them."""
+_NAMED_PROMPTS = 8  # most prompts that a message names; the file has all of them
 
 
 @dataclass(frozen=True, slots=True)
 class StepCheck:
-    """Checks the values of one step; a non-finite value ends the run, and its responses are written to a file."""
+    """Checks the values of one step; a non-finite value ends the run.
+
+    Its responses are written to a file.
+    """
 
     run_dir: Path
     fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
@@ -160,7 +179,7 @@ class StepCheck:
     """Rollouts, a group for each prompt."""
     step: int
     """Number of the step, or of the last one before a validation."""
-    data: str = "training"
+    dataset: str = "training"
     """Name of the prompts' data set, for messages."""
 
     def require_finite_samples(self) -> None:
@@ -171,49 +190,49 @@ class StepCheck:
             RunError: a sampling log-probability is not finite.
         """
         outcomes = [outcome for group in self.groups for outcome in group.outcomes]
-        broken = [number for number, one in enumerate(outcomes) if not one.finite_logprobs]
-        if broken:  # the weights themselves may be broken
-            self.stop("a sampling log-probability", broken)
-        rewards = [n for n, one in enumerate(outcomes) if not _all_fit([one.reward, *one.reward_parts.values()])]
-        if rewards:
-            parts = [part for number in rewards for part in outcomes[number].reward_parts.items()]
-            functions = sorted({name for name, value in parts if not _all_fit([value])})
-            self.stop(
-                " of ".join(["the reward", *([", ".join(functions)] if functions else [])]),
-                rewards,
-                error=SamplingError,
-            )
+        bad_logprobs = [index for index, outcome in enumerate(outcomes) if not outcome.finite_logprobs]
+        if bad_logprobs:  # the weights themselves may be broken
+            self.stop("a sampling log-probability", bad_logprobs)
+        bad_rewards = [
+            index
+            for index, outcome in enumerate(outcomes)
+            if not _are_finite([outcome.reward, *outcome.reward_parts.values()])
+        ]
+        if bad_rewards:
+            parts = [part for index in bad_rewards for part in outcomes[index].reward_parts.items()]
+            functions = sorted({name for name, value in parts if not _are_finite([value])})
+            value_name = f"the reward of {', '.join(functions)}" if functions else "the reward"
+            self.stop(value_name, bad_rewards, error=SamplingError)
 
-    def require_finite(self, entry: str, finite: NDArray[np.bool_], batch: StepBatch) -> None:
-        """Check an entry that was computed for every token.
+    def require_finite(self, field: str, is_finite: NDArray[np.bool_], batch: StepBatch) -> None:
+        """Check a field that was computed for every token.
 
         Args:
-            entry: name of the entry, for the message.
-            finite: [sequences], bool: whether the entry is finite wherever it is used.
+            field: name of the field, for the message.
+            is_finite: [sequences], bool: whether the field is finite wherever it is used.
             batch: the step's batch, one sequence for each response.
 
         Raises:
-            RunError: the entry is not finite somewhere (`stop` makes the message).
+            RunError: the field is not finite somewhere (`stop` makes the message).
         """
-        if not finite.all():
-            wrong = np.flatnonzero(~finite)
-            self.stop(f"an entry of {entry}", wrong.tolist(), {entry: _rows(batch, entry, wrong)})
+        if not is_finite.all():
+            bad_sequences = np.flatnonzero(~is_finite)
+            values = {field: _fetch_values(batch, field, bad_sequences)}
+            self.stop(f"a value of {field}", bad_sequences.tolist(), values)
 
     def stop(
         self,
-        what: str,
-        bad: Sequence[int],
-        more: Mapping[str, Sequence[object]] | None = None,
+        value_name: str,
+        responses: Sequence[int],
+        values: Mapping[str, Sequence[object]] | None = None,
         error: type[RunError] = RunError,
     ) -> NoReturn:
         """Write the offending responses to run_dir/non_finite_step_N.json and end the run.
 
-        In the file the values are the strings NaN, Infinity and -Infinity: JSON has no such numbers.
-
         Args:
-            what: name of the non-finite value, for the message.
-            bad: numbers of the responses in the step.
-            more: further entries of the file by name, an item for each response.
+            value_name: name of the non-finite value, for the message.
+            responses: indices of the responses in the step.
+            values: further keys of the file, a value for each response.
             error: class of the error to raise.
 
         Raises:
@@ -221,37 +240,47 @@ class StepCheck:
         """
         file = self.run_dir / f"non_finite_step_{self.step}.json"
         outcomes: list[Outcome] = [outcome for group in self.groups for outcome in group.outcomes]
-        places = [(number, row) for number, group in enumerate(self.groups) for row in range(len(group.outcomes))]
-        concerned = sorted({places[index][0] for index in bad})
-        fetched = dict(zip(concerned, self.fetch([self.groups[one] for one in concerned]), strict=True))
-        rows = [
-            # `group` is the group's number in the step, not in its generation batch.
-            {**fetched[places[index][0]][places[index][1]].to_row(), "group": outcomes[index].group}
-            for index in bad
+        positions = [
+            (index, sample) for index, group in enumerate(self.groups) for sample in range(len(group.outcomes))
         ]
-        prompts = sorted({outcomes[index].prompt_idx for index in bad})
-        found = {"step": self.step, "what": what, "data": self.data, "prompt_ids": prompts, "trajectories": rows}
-        write_json(file, json.loads(json.dumps({**found, **(more or {})}), parse_constant=str))
-        named = ", ".join(map(str, prompts[:_NAMED])) + (", ..." if len(prompts) > _NAMED else "")
+        groups = sorted({positions[response][0] for response in responses})
+        trajectories = dict(zip(groups, self.fetch([self.groups[group] for group in groups]), strict=True))
+        rows = []
+        for response in responses:
+            group, sample = positions[response]
+            # In the file `group` is the group's number in the step, not in its generation batch.
+            rows.append({**trajectories[group][sample].to_row(), "group": outcomes[response].group})
+        prompts = sorted({outcomes[response].prompt_idx for response in responses})
+        content = {
+            "step": self.step,
+            "what": value_name,
+            "data": self.dataset,
+            "prompt_ids": prompts,
+            "trajectories": rows,
+            **(values or {}),
+        }
+        # NaN, Infinity and -Infinity become strings: JSON has no such numbers.
+        write_json(file, json.loads(json.dumps(content), parse_constant=str))
+        names = ", ".join(map(str, prompts[:_NAMED_PROMPTS])) + (", ..." if len(prompts) > _NAMED_PROMPTS else "")
         raise error(
-            f"step {self.step}: {what} is not finite for {len(bad)} response(s) to prompt(s) {named} of the "
-            f"{self.data} data; no weights were changed by it and nothing of this step was saved; {file} has the "
-            "responses"
+            f"step {self.step}: {value_name} is not finite for {len(responses)} response(s) to prompt(s) {names} of "
+            f"the {self.dataset} data; no weights were changed by it and nothing of this step was saved; {file} has "
+            "the responses"
         )
 
 
-def _all_fit(values: Any) -> bool:
-    """Whether all values that are not None are finite in float32, the type of the computation."""
+def _are_finite(values: Sequence[float | None]) -> bool:
+    """Check that all values but None are finite in float32, the type of the computation."""
     return all(value is None or abs(value) <= LARGEST_FLOAT32 for value in values)  # false for NaN
 
 
-def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[list[float]]:
-    """Values of an entry in the given sequences ([chosen], int64); fetches the entry of the shards that hold them."""
-    if entry == "advantages" and batch.advantages is not None:
-        return [[float(batch.advantages[number])] for number in sequences]
-    rows: dict[int, list[float]] = {}
-    for shard, reference in zip(batch.partitions, batch.fields[entry], strict=True):
-        for place in np.flatnonzero(np.isin(shard, sequences)):
-            tokens = find_token_indices(batch.lengths[shard], np.array([place]))
-            rows[int(shard[place])] = fetch_stored([reference], entry)[0][tokens].tolist()
-    return [rows[int(number)] for number in sequences]
+def _fetch_values(batch: StepBatch, field: str, sequences: NDArray[np.int64]) -> list[list[float]]:
+    """Fetch the values of a field in some sequences, [chosen], from the partitions that hold them."""
+    if field == "advantages" and batch.advantages is not None:
+        return [[float(batch.advantages[sequence])] for sequence in sequences]
+    values: dict[int, list[float]] = {}
+    for partition, reference in zip(batch.partitions, batch.fields[field], strict=True):
+        for index in np.flatnonzero(np.isin(partition, sequences)):
+            tokens = find_token_indices(batch.lengths[partition], np.array([index]))
+            values[int(partition[index])] = fetch_stored([reference], field)[0][tokens].tolist()
+    return [values[int(sequence)] for sequence in sequences]

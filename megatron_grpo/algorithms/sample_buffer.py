@@ -49,12 +49,15 @@ class SampleBuffer(ABC):
 
     @abstractmethod
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        """Begin prompts as far as allowed, then wait for one generation batch of groups; None: no prompts are left.
+        """Begin prompts as far as allowed, then take a generation batch.
 
         Args:
             batches: prompts of generation batches, in the order of the data; the same iterator each time.
             version: version of the weights that the step learns with, which engines generate with now.
             timer: counts the waiting as "generation" and "environment".
+
+        Returns:
+            None: no prompts are left.
 
         Raises:
             SamplingError: an engine or an environment failed, or too many rollouts did.
@@ -169,7 +172,7 @@ class FirstComplete:
 
     @property
     def rows(self) -> list[int]:
-        """Rows of the prompts that no step has taken, in the order of the data."""
+        """Rows of the prompts that no step has taken, in their order."""
         return [prompt.row for prompt in self._prompts.values()]
 
     @property
@@ -189,9 +192,10 @@ class FirstComplete:
         self._prompts[complete.number].complete = complete
 
     def take(self, version: int) -> list[CompletePrompt] | None:
-        """Take the prompts of the step that learns with weights of this version; None: too few are complete yet.
+        """Take the prompts of the step that learns with this version of weights.
 
-        They are in the order of their rows in the data.
+        Returns:
+            The prompts in the order of their rows in the data; None: too few are complete yet.
         """
         complete = [prompt.complete for prompt in self._prompts.values() if prompt.complete is not None]
         complete = complete[: self._per_take]
@@ -206,7 +210,10 @@ class FirstComplete:
         return complete
 
     def _can_meet_deadlines(self, version: int) -> bool:
-        """Check that later steps can take every other prompt in time if the oldest complete ones are taken now."""
+        """Check that later steps can take every other prompt in time.
+
+        The oldest complete prompts are taken now.
+        """
         for last in range(version, version + self._max_age):
             due = [prompt for prompt in self._prompts.values() if prompt.version + self._max_age <= last]
             later = self._per_take * (last - version)
@@ -216,7 +223,7 @@ class FirstComplete:
 
 
 class Oversampling(SampleBuffer):
-    """Keeps more prompts under way than a step takes; a step takes prompts that are complete first (`FirstComplete`).
+    """Keeps more prompts under way than a step takes (`FirstComplete`).
 
     Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
     them. Since steps take prompts out of order, `loader_state` has the rows of the prompts that were begun and not
@@ -251,7 +258,10 @@ class Oversampling(SampleBuffer):
         return renumber_groups(groups)
 
     def count_prompts(self) -> dict[str, float]:
-        """Count prompts in the buffer, prompts that the step passed over, and its own that were passed over before."""
+        """Count prompts in the buffer, and those that steps passed over.
+
+        oversampling_left_over: by this step; oversampling_resumed: its own that earlier steps had passed over.
+        """
         return {
             "buffer_depth": float(self._buffer.complete),
             "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),
@@ -260,7 +270,10 @@ class Oversampling(SampleBuffer):
         }
 
     def _begin_prompts(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
-        """Begin prompts until enough are under way; their seeds come from their generation batches."""
+        """Begin prompts until enough are under way.
+
+        Their seeds come from their generation batches.
+        """
         needed = self._per_take * (self._loop.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:

@@ -60,12 +60,15 @@ class StepSamples:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Outcomes of the rollouts that are trained on; the samples of a prompt are neighbours."""
+        """Outcomes of the groups to train on; samples of a prompt are neighbours."""
         return [outcome for group in self.groups for outcome in group.outcomes]
 
 
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample the groups of the next step, or read them from a recording; None: none are left.
+    """Sample the groups of the next step, or read them from a recording.
+
+    Returns:
+        None: no prompts, or no recorded steps, are left.
 
     Raises:
         SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
@@ -88,7 +91,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
 
 
 def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample generation batches until enough groups have a learning signal; None: no prompts are left.
+    """Sample until enough groups have a signal; None: no prompts are left.
 
     Groups of a step that is not filled stay in run.batch_cache, for a continuation with more epochs.
     """
@@ -130,7 +133,7 @@ def _fill_step(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: Step
 
 
 def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer) -> StepSamples | None:
-    """Read the samples of the next step from a recording; None: it has no more.
+    """Read the samples of the next step; None: the recording has no more.
 
     Progress and the loader's position advance as they did in the recorded run.
     """
@@ -152,7 +155,10 @@ def _read_recorded(run: SamplingRun, recording: RecordedSteps, timer: StepTimer)
 
 
 def _sample_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
-    """Sample the next generation batch, or take it from the sample buffer; None: no prompts are left."""
+    """Sample the next generation batch, or take it from the buffer.
+
+    None: no prompts are left.
+    """
     state = run.state
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
@@ -203,7 +209,7 @@ class DynamicBatch(Generic[Group]):
 def dynamic_sampling(
     groups: Sequence[Group], signal: Tensor, *, num_prompts_per_step: int, batch_cache: Sequence[Group] = ()
 ) -> DynamicBatch[Group]:
-    """Add the groups with a signal to the waiting ones, and decide whether they fill a step.
+    """Add the groups with a signal to those that wait for a step.
 
     Groups keep the order in which they were sampled.
 

@@ -20,7 +20,7 @@ def sample_steps(run: SamplingRun) -> None:
 
 
 def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """Do one step: sample, score, write. Returns None when no prompts are left.
+    """Do one step: sample, score, write; None: no prompts are left.
 
     The metric valid_tokens counts the tokens that would be in the loss.
 
@@ -32,7 +32,7 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
     samples = sample(run, batches, timer)
     if samples is None:
         return None
-    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.make_facts(run.loader_state()))
+    run.dumps.hold(run.state["total_steps"] + 1, samples.groups, None, samples.make_facts(run.loader_state))
     run.dumps.begin()
     outcomes = samples.outcomes
     metrics = compute_sampling_metrics(config, samples, samples.scores or score(config, outcomes))

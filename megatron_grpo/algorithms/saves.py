@@ -21,7 +21,7 @@ from megatron_grpo.run.checkpoint_files import read_state
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of the driver's part of a checkpoint, which later steps do not change."""
+    """The driver's part of a checkpoint, which later steps do not change."""
 
     state: GRPOSaveState
     loader_state: dict[str, Any]
@@ -32,13 +32,13 @@ class Snapshot:
     @staticmethod
     def from_run(run: SamplingRun) -> Snapshot:
         """Copy the driver's part of a checkpoint."""
-        return Snapshot(copy.deepcopy(run.state), copy.deepcopy(run.loader_state()), list(run.batch_cache))
+        return Snapshot(copy.deepcopy(run.state), copy.deepcopy(run.loader_state), list(run.batch_cache))
 
 
 def save_checkpoint(
     run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot | None = None, *, wait: bool = False
 ) -> None:
-    """Write the checkpoint checkpoints/step_N; with checkpointing.async_save only begin to write it.
+    """Write checkpoints/step_N; with checkpointing.async_save only begin it.
 
     Args:
         run: the run, whose models are written as they are now.
@@ -56,7 +56,7 @@ def save_checkpoint(
     rows = [[trajectory.to_saved_row() for trajectory in group] for group in groups]
     state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
     run.placement.offload_engines(StepTimer())
-    run.checkpointer.begin(step, state, snapshot.loader_state, run.models(), background=background)
+    run.checkpointer.begin(step, state, snapshot.loader_state, run.models, background=background)
     if background:
         run.logger.note(f"step {step} is being saved; the run went on after {time.monotonic() - started:.1f} s")
     if wait or not background:
@@ -64,7 +64,7 @@ def save_checkpoint(
 
 
 def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Add the results of a validation to the checkpoint of the last step, which was written before it.
+    """Add a validation to the last step's checkpoint, which is older.
 
     Raises:
         RunError: the checkpoint is damaged or cannot be written.
@@ -100,7 +100,10 @@ def save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot
 
 @contextmanager
 def note_failures(run: SamplingRun, text: str) -> Iterator[None]:
-    """Note a RunError of the body after `text`, since the run ends with an earlier failure."""
+    """Note a RunError of the body after `text` instead of raising it.
+
+    The run ends with an earlier failure.
+    """
     try:
         yield
     except RunError as error:
@@ -108,7 +111,7 @@ def note_failures(run: SamplingRun, text: str) -> Iterator[None]:
 
 
 def require_ranking_metric(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Check that steps have the metric by which checkpoints are ranked.
+    """Check that steps have the metric that ranks checkpoints.
 
     Raises:
         RunError: checkpointing.metric_name is not a metric of a step.

@@ -56,7 +56,7 @@ from megatron_grpo.weight_sync.transport import WeightTransport
 
 @contextmanager
 def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
-    """Start a run, or continue the one in config.run_dir; leaving the context ends every process.
+    """Start or continue a run; leaving the context ends its processes.
 
     Args:
         config: the run's configuration, checked.
@@ -89,7 +89,7 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[Any]:
 
 
 def _start_run(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
-    """Start all processes, load the checkpoint to start from, and publish the first weights to the engines."""
+    """Start the processes, load the checkpoint, publish the first weights."""
     folder = _prepare_model(config, startup)
     processes = _start_processes(config, folder, startup, stack)
     models, generation, transport = processes.models, processes.generation, processes.transport
@@ -130,7 +130,7 @@ class _Processes:
 
 
 def _start_processes(config: Config, folder: Path, startup: Startup, stack: ExitStack) -> _Processes:
-    """Begin to start models, engines, environments and rollout workers, all at the same time."""
+    """Begin to start all processes at the same time."""
     models: Models | None = None
     transport: WeightTransport | None = None
     restore = refuse_to_restore
@@ -153,7 +153,10 @@ def _start_processes(config: Config, folder: Path, startup: Startup, stack: Exit
 
 
 def _wait_ready(startup: Startup, processes: _Processes) -> None:
-    """Wait until all processes are up, and record the seconds of the slowest process of each kind."""
+    """Wait until all processes are up.
+
+    The seconds of the slowest process of each kind become parts of the start-up.
+    """
     models, generation = processes.models, processes.generation
     trained = {"policy": models.policy, "value": models.value} if models else {}
     handles = {kind: handle for kind, handle in {**trained, "engine": generation}.items() if handle is not None}
@@ -167,7 +170,7 @@ def _wait_ready(startup: Startup, processes: _Processes) -> None:
 
 
 def _prepare_model(config: Config, startup: Startup) -> Path:
-    """Find the folder of the policy's model, which is made first if the recipe prepares it."""
+    """Find the policy's model, which is made first if the recipe prepares it."""
     if is_prepared(config):
         with startup.part("prepare"):
             assert config.prepare.name is not None
@@ -205,7 +208,10 @@ def _wait_for_checkpoint(startup: Startup) -> Path | None:
 
 
 def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
-    """Load the checkpoint at `path` into models and loader; None: the run begins anew."""
+    """Load the checkpoint at `path` into models and loader.
+
+    None: the run begins anew.
+    """
     progress = _Progress()
     if path is not None:
         state = read_state(path)

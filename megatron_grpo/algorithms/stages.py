@@ -1,4 +1,4 @@
-"""The stages of a step that GRPO and PPO share: the batch, log-probabilities, learning, publishing, and the report."""
+"""The stages of a step that GRPO and PPO share: batch, log-probabilities, learning, publishing."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from megatron_grpo.weight_sync.transport import RefitError
 
 
 def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS) -> StepBatch:
-    """Lay the rollouts of a step out in shards, one for each replica of the policy, and put them into the object store.
+    """Lay the rollouts of a step out in partitions, in the object store.
 
     Args:
         config: layouts and minibatches, and the rollouts that are left out of the loss.
         groups: rollouts of the step, a group for each prompt.
-        rollouts: the pool whose workers put the shards into the object store.
+        rollouts: the handle of the workers that store the partitions.
         cost: the policy's cost of a sequence, by which work is divided equally among replicas.
     """
     batch = StepBatch.from_outcomes(config, [outcome for group in groups for outcome in group.outcomes])
@@ -52,7 +52,9 @@ def build_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPoo
 def add_logprobs(
     config: Config, batch: StepBatch, policy: MegatronPolicy, rollouts: RolloutPool, check: StepCheck, timer: StepTimer
 ) -> dict[str, float]:
-    """Add prev_logprobs and reference_logprobs if the step needs them; leave inconsistent responses out of the loss.
+    """Add the log-probabilities that the step needs, and leave out inconsistent responses.
+
+    prev_logprobs are those of the policy before the step, reference_logprobs those of the reference policy.
 
     Returns:
         Metrics about responses that were left out; empty without seq_logprob_error_threshold.
@@ -62,28 +64,28 @@ def add_logprobs(
         DisagreementError: they are too far from those of generation (`require_agreement`).
     """
     # A KL penalty in the reward uses every response, the loss only the responses in it.
-    everywhere = config.loss_fn.use_kl_in_reward
-    recorded = config.logger.has_replay(check.step)
-    if config.needs_prev_logprobs or recorded:
+    needs_all = config.loss_fn.use_kl_in_reward
+    is_recorded = config.logger.has_replay(check.step)
+    if config.needs_prev_logprobs or is_recorded:
         with timer.phase("logprobs"):
-            if recorded:
+            if is_recorded:
                 policy.watch_states(batch)
-            finite = policy.add_logprobs(batch)
-        check.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
-    if everywhere and config.generation.has_training_filter:  # prev_logprobs lack tokens that the filter removes
+            is_finite = policy.add_logprobs(batch)
+        check.require_finite("prev_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
+    if needs_all and config.generation.has_training_filter:  # prev_logprobs lack tokens that the filter removes
         with timer.phase("logprobs"):
-            finite = policy.add_whole_logprobs(batch)
-        check.require_finite("whole_logprobs", finite, batch)
+            is_finite = policy.add_whole_logprobs(batch)
+        check.require_finite("whole_logprobs", is_finite, batch)
     if config.uses_reference:
         with timer.phase("logprobs"):
-            finite = policy.add_reference_logprobs(batch)
-        check.require_finite("reference_logprobs", finite | ~(batch.in_loss | everywhere), batch)
+            is_finite = policy.add_reference_logprobs(batch)
+        check.require_finite("reference_logprobs", is_finite | ~(batch.in_loss | needs_all), batch)
     threshold, metrics = config.training_loop.seq_logprob_error_threshold, {}
     if threshold is not None:
         with timer.phase("logprobs"):
-            needed = ("sampled", "prev_logprobs", "generation_logprobs")
-            beyond, metrics = rollouts.compute(flag_inconsistent_sequences, batch, needed, batch.in_loss, threshold)
-        batch.in_loss = batch.in_loss & ~beyond
+            fields, in_loss = ("sampled", "prev_logprobs", "generation_logprobs"), batch.in_loss
+            is_flagged, metrics = rollouts.compute(flag_inconsistent_sequences, batch, fields, in_loss, threshold)
+        batch.in_loss = in_loss & ~is_flagged
     require_agreement(config, batch, rollouts, check, timer)
     return dict(metrics)
 
@@ -91,7 +93,7 @@ def add_logprobs(
 def learn(
     config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, check: StepCheck
 ) -> TrainResult | None:
-    """Do all optimizer steps of the policy on a batch, then update the reference policy if that is due.
+    """Do all optimizer steps of the policy, and update the reference if due.
 
     Returns:
         None: no token is in the loss, and the weights are as they were.
@@ -100,10 +102,10 @@ def learn(
         RunError: a gradient is not finite; no update was made from it.
         DisagreementError: the policy's log-probabilities are too far from those of generation; no update was made.
     """
-    loop, recorded = config.training_loop, config.logger.has_replay(check.step)
+    loop, is_recorded = config.training_loop, config.logger.has_replay(check.step)
     if not config.needs_prev_logprobs:
         batch.fields.pop("prev_logprobs", None)  # computed for a replay: the step trains as if it had none
-    if recorded:
+    if is_recorded:
         policy.begin_record()
     minibatch = config.policy.train_global_batch_samples
     try:
@@ -112,7 +114,7 @@ def learn(
         metrics = {name: value for name, value in error.metrics.items() if name != "loss"}
         add_derived_metrics(metrics)
         refuse_step(config, batch, check, metrics)
-    if recorded:
+    if is_recorded:
         _write_figures(config, policy, result, check)
     if loop.sync_ref_model and check.step % loop.ref_model_sync_steps == 0:
         policy.sync_reference(loop.ref_model_mixup_alpha)
@@ -122,7 +124,7 @@ def learn(
 
 
 def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult | None, check: StepCheck) -> None:
-    """End the recording of a step and write its figures, unless it had no optimizer step."""
+    """Write a recorded step's figures, unless it had no optimizer step."""
     tensors, states = policy.end_record(), policy.end_states()
     if result is not None:
         figures = StepFigures(
@@ -140,14 +142,15 @@ def _write_figures(config: Config, policy: MegatronPolicy, result: TrainResult |
 def learn_values(
     config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, check: StepCheck
 ) -> dict[str, float]:
-    """Do all optimizer steps of the value model on a batch; returns its metrics, none without a token in the loss.
+    """Do all optimizer steps of the value model; returns its metrics.
+
+    Without a token in the loss there are none.
 
     Raises:
         RunError: a gradient is not finite; no update was made from it.
     """
-    result = _train(
-        config, batch, value, loss_fn, config.value.train_global_batch_samples, check, "the value model's gradient"
-    )
+    minibatch = config.value.train_global_batch_samples
+    result = _train(config, batch, value, loss_fn, minibatch, check, "the value model's gradient")
     if result is None:
         return {}
     add_explained_variance(result.metrics)
@@ -166,58 +169,62 @@ def _train(
     loss_fn: LossFunction,
     minibatch: int | None,
     check: StepCheck,
-    what: str,
+    gradient_name: str,
 ) -> TrainResult | None:
-    """Call `train_in_minibatches`; a non-finite gradient ends the run with a message that calls it `what`."""
+    """Train in minibatches; a non-finite gradient ends the run."""
     iterations = config.passes_per_step
     try:
         return train_in_minibatches(model, batch, loss_fn, samples=minibatch or len(batch), iterations=iterations)
     except NonFiniteGradientError as error:
-        check.stop(what, error.sequences)
+        check.stop(gradient_name, error.sequences)
 
 
 def train_in_minibatches(
     model: ModelRanks, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult | None:
-    """Train `iterations` passes over the batch, with one optimizer step for every `samples` sequences, in order.
+    """Train passes over the batch, an optimizer step for every `samples` sequences.
 
-    The samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it. A minibatch
-    without a token in the loss gets no optimizer step, which would move the weights by momentum and decay alone.
+    The samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it.
 
     Returns:
         The combined results of the optimizer steps (`combine_results`); None: there was no optimizer step.
 
     Raises:
-        NonFiniteGradientError: a gradient is not finite; names sequences by their numbers in `batch`.
+        NonFiniteGradientError: a gradient is not finite; names sequences by their indices in `batch`.
     """
     results: list[TrainResult] = []
-    tokens: list[float] = []
+    loss_tokens: list[float] = []
     for _ in range(iterations):
         for sequences in batch.split_minibatches(samples):
-            in_loss = float(batch.response_tokens[sequences][batch.in_loss[sequences]].sum())
-            if in_loss:
+            tokens = float(batch.response_tokens[sequences][batch.in_loss[sequences]].sum())
+            # A minibatch without a token in the loss gets no optimizer step: it would move the weights by momentum and
+            # decay alone.
+            if tokens:
                 results.append(model.train(batch, sequences, loss_fn))
-                tokens.append(in_loss)
-    return combine_results(results, tokens) if results else None
+                loss_tokens.append(tokens)
+    return combine_results(results, loss_tokens) if results else None
 
 
-def combine_results(results: Sequence[TrainResult], tokens: Sequence[float]) -> TrainResult:
-    """One result for all optimizer steps of a step.
+def combine_results(results: Sequence[TrainResult], loss_tokens: Sequence[float]) -> TrainResult:
+    """Combine the results of the optimizer steps of one step.
 
     Metrics are means weighted by the tokens in the loss of each optimizer step, or extremes for names ending in _max
     and _min; the loss and the gradient norm are means over optimizer steps; the learning rate is the last one.
     """
     if len(results) == 1:
         return results[0]
-    shares = [
-        {name: value if is_extreme(name) else value * count / sum(tokens) for name, value in result.metrics.items()}
-        for result, count in zip(results, tokens, strict=True)
+    weighted_metrics = [
+        {
+            name: value if is_extreme(name) else value * tokens / sum(loss_tokens)
+            for name, value in result.metrics.items()
+        }
+        for result, tokens in zip(results, loss_tokens, strict=True)
     ]
     return TrainResult(
         loss=fmean(result.loss for result in results),
         grad_norm=fmean(result.grad_norm for result in results),
         learning_rate=results[-1].learning_rate,
-        metrics=combine_metrics(shares),
+        metrics=combine_metrics(weighted_metrics),
         optimizer_steps=len(results),
         gpu_memory_gib=max(result.gpu_memory_gib for result in results),
     )
@@ -231,7 +238,9 @@ def publish_and_report(
     assessment: Assessment,
     timer: StepTimer,
 ) -> StepReport:
-    """Publish the weights at the end of a step, and report the step; the arguments are those of `make_report`.
+    """Publish the weights at the end of a step, and report the step.
+
+    The arguments are those of `make_report`.
 
     Raises:
         UnpublishedStepError: the engines do not serve the weights; the error has the report.

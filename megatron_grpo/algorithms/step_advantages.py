@@ -29,7 +29,7 @@ from megatron_grpo.rollouts.shards import compute
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of some groups of samples; the scores of a group do not depend on the other groups."""
+    """Scores of some groups of samples, each independent of the others."""
 
     rewards: Tensor
     """[groups, samples], float32: rewards after scaling and then shaping; NaN for a sample without a reward."""
@@ -96,10 +96,10 @@ def _split_rewards(config: Config, outcomes: Sequence[Outcome]) -> tuple[Tensor,
 
 
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
-    """Add advantages to the batch: one a response if its tokens share it, else one a token.
+    """Add advantages to the batch, and for PPO returns.
 
-    For PPO the batch has values, and returns are added too. With calculate_advantages_on_gpu the driver estimates
-    both on its GPU, otherwise a rollout worker does.
+    There is one advantage a response if its tokens share it, else one a token. With calculate_advantages_on_gpu the
+    driver estimates those of PPO on its GPU, otherwise a rollout worker does.
 
     Returns:
         [sequences], bool: whether the advantages of all sampled tokens are finite.

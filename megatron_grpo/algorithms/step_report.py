@@ -42,7 +42,10 @@ class StepReport:
 
 
 class UnpublishedStepError(Exception):
-    """A step was learnt and its weights were not published; the loop reports and saves it."""
+    """A step was learnt, and its weights were not published.
+
+    The loop logs and saves the step, then raises `failure`.
+    """
 
     def __init__(self, report: StepReport, failure: RefitError) -> None:
         super().__init__(str(failure))
@@ -154,7 +157,6 @@ def log_step(run: SamplingRun, report: StepReport, metrics: Mapping[str, float])
 
 
 def _log_remarks(run: SamplingRun, step: int, report: StepReport) -> None:
-    """Note replaced processes, a step without tokens in the loss, failed rollouts and, once, unscored responses."""
     for text in (*run.rollouts.remarks, *report.remarks):
         run.logger.note(f"step {step}: {text}")
     run.rollouts.remarks.clear()

@@ -103,7 +103,9 @@ def choose_policy_logprobs(config: Config) -> str:
 
 
 def compute_kl_penalty(config: Config, arrays: TokenArrays) -> Tensor | None:
-    """Compute the KL penalty of each sampled token under the policy that the step begins with.
+    """Compute the KL penalty of each sampled token.
+
+    It compares the policy that the step begins with and the reference.
 
     Returns:
         [sampled tokens], float32; None when use_kl_in_reward is off.
@@ -122,7 +124,7 @@ def compute_kl_penalty(config: Config, arrays: TokenArrays) -> Tensor | None:
 
 
 def compute_group_advantages(config: Config, rewards: Tensor) -> Tensor:
-    """Compute reward minus baseline in each group, [groups, samples], float32, normalised if configured."""
+    """Compute reward minus baseline, [groups, samples], float32."""
     grpo = config.grpo
     return group_advantages(
         rewards,

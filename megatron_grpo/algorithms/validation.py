@@ -18,7 +18,7 @@ from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metri
 
 
 def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, float]:
-    """Measure the engines' current weights by one response to each validation prompt.
+    """Measure the engines' current weights by a response to each validation prompt.
 
     Args:
         run: the run, with its engines and validation prompts.
@@ -43,12 +43,12 @@ def validate(run: SamplingRun, timer: StepTimer | None = None) -> dict[str, floa
     groups = [group for batch in batches for group in batch]
     run.rollouts.take_engine_counts()  # discard the engine counters of validation
     run.make_check(groups, run.state["total_steps"], "validation").require_finite_samples()
-    shown = groups[: run.config.logger.num_val_samples_to_print]
-    answers = [group[0] for group in run.rollouts.fetch(shown)]
+    printed_groups = groups[: run.config.logger.num_val_samples_to_print]
+    answers = [group[0] for group in run.rollouts.fetch(printed_groups)]
     run.logger.show_samples(run.val_prompts, answers)
     if run.config.logger.log_completions:
         pairs = zip(run.val_prompts, answers, strict=False)
-        rows = [make_sample_row(format_prompt(prompt), one.to_row()) for prompt, one in pairs]
+        rows = [make_sample_row(format_prompt(prompt), answer.to_row()) for prompt, answer in pairs]
         run.logger.log_table(run.state["total_steps"], "validation/completions", rows)
     metrics = compute_held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
     return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}
@@ -64,16 +64,19 @@ def sample_responses(
     size: int,
     timer: StepTimer,
 ) -> Iterator[list[SampledGroup]]:
-    """Scored responses to prompts, a group for each prompt, in batches that are sampled one after the other.
+    """Sample and score responses to prompts, a batch at a time.
 
     Args:
-        rollouts: the pool that samples them.
+        rollouts: the handle of the workers that sample them.
         prompts: the prompts; every one is answered.
         samples: responses to each prompt.
         settings: how tokens are drawn.
         seed: seed of the draws; the same weights give the same prompts the same responses each time.
         size: most prompts of a batch.
-        timer: takes the seconds of generation and scoring.
+        timer: counts the seconds of generation and scoring.
+
+    Yields:
+        The groups of a batch, one for each prompt.
 
     Raises:
         SamplingError: an engine or an environment failed, or too many rollouts did.
@@ -84,7 +87,7 @@ def sample_responses(
 
 
 def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
-    """Metrics of the responses to some prompts.
+    """Compute the metrics of the responses to some prompts.
 
     Args:
         prompts: the prompts.
@@ -95,54 +98,62 @@ def compute_held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Se
         function; with several tasks, task_accuracy/TASK and so on for each task; set_accuracy/NAME and so on for each
         set of prompts that has a name.
     """
-    together = [one for group in outcomes for one in group]
-    metrics = _measured(together)
+    all_outcomes = [outcome for group in outcomes for outcome in group]
+    metrics = _select_metrics(all_outcomes)
     metrics |= {
-        name: value for name, value in compute_reward_function_metrics(together).items() if name.startswith("reward/")
+        name: value
+        for name, value in compute_reward_function_metrics(all_outcomes).items()
+        if name.startswith("reward/")
     }
-    by_task = _by(outcomes, [prompt["task_name"] for prompt in prompts])
-    for task, of_task in by_task.items() if len(by_task) > 1 else ():
-        metrics |= {f"task_{name}/{task}": value for name, value in _measured(of_task).items()}
-    for of, of_set in _by(outcomes, [prompt.get("dataset") for prompt in prompts]).items():
-        metrics |= {f"set_{name}/{of}": value for name, value in _measured(of_set).items()}
+    by_task = _split_outcomes(outcomes, [prompt["task_name"] for prompt in prompts])
+    for task, task_outcomes in by_task.items() if len(by_task) > 1 else ():
+        metrics |= {f"task_{name}/{task}": value for name, value in _select_metrics(task_outcomes).items()}
+    for dataset, set_outcomes in _split_outcomes(outcomes, [prompt.get("dataset") for prompt in prompts]).items():
+        metrics |= {f"set_{name}/{dataset}": value for name, value in _select_metrics(set_outcomes).items()}
     return metrics
 
 
-def _by(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> dict[str, list[Outcome]]:
-    """Outcomes by the name (task or set) of their prompt, in the order of names; prompts without one are left out."""
-    found: dict[str, list[Outcome]] = {name: [] for name in sorted({name for name in names if name is not None})}
+def _split_outcomes(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> dict[str, list[Outcome]]:
+    """Split outcomes by the name (task or set) of their prompt, sorted by name.
+
+    Prompts without a name are left out.
+    """
+    by_name: dict[str, list[Outcome]] = {name: [] for name in sorted({name for name in names if name is not None})}
     for name, group in zip(names, outcomes, strict=True):
         if name is not None:
-            found[name] += group
-    return found
+            by_name[name] += group
+    return by_name
 
 
-def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    measured = compute_rollout_metrics(outcomes)
-    return {name: measured[name] for name in VALIDATION_METRICS if name in measured}
+def _select_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    metrics = compute_rollout_metrics(outcomes)
+    return {name: metrics[name] for name in VALIDATION_METRICS if name in metrics}
 
 
 def update_early_stop(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
-    """Update early stopping with a validation; a validation without the metric (no response was judged) is ignored."""
+    """Update early stopping with the metrics of a validation.
+
+    A validation without the metric (no response was scored) is ignored.
+    """
     if not config.enabled or config.metric_name not in metrics:
         return
     value = metrics[config.metric_name]
     sign = 1.0 if config.higher_is_better else -1.0
-    improved = state["best"] is None or sign * (value - state["best"]) > config.min_delta
-    if improved:
+    has_improved = state["best"] is None or sign * (value - state["best"]) > config.min_delta
+    if has_improved:
         state["best"] = value
     state["last"] = value
-    state["waited"] = 0 if improved else state["waited"] + 1
+    state["waited"] = 0 if has_improved else state["waited"] + 1
 
 
 def find_stop_reason(state: EarlyStopState, config: EarlyStopConfig) -> str | None:
-    """Message that says why training ends early; None: training goes on."""
+    """Say why training ends early; None: training goes on."""
     if not config.enabled or state["last"] is None:
         return None
     name, last = config.metric_name, state["last"]
     if config.threshold is not None:
-        reached = last >= config.threshold if config.higher_is_better else last <= config.threshold
-        if reached:
+        is_reached = last >= config.threshold if config.higher_is_better else last <= config.threshold
+        if is_reached:
             return f"{name} is {last:g}, which reaches early_stop.threshold={config.threshold:g}"
     if config.patience is not None and state["waited"] >= config.patience:
         return f"{name} has not improved on {state['best']:g} for {state['waited']} validations"

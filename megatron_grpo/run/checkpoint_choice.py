@@ -14,7 +14,7 @@ from megatron_grpo.run.directory import CONFIG_FILE, DATA_FILE, VALUE_FOLDER, re
 
 
 def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
-    """Find the checkpoint to start from, with the models and adapters that the run trains.
+    """Find the checkpoint to start from, and check it against the run.
 
     Raises:
         ConfigError: checkpointing.resume selects no usable checkpoint, one without the value model of PPO, or one of a
@@ -36,7 +36,10 @@ def find_start_checkpoint(checkpointer: Checkpointer, config: Config, stop: Even
 
 
 def _describe_data_difference(checkpoint: Path, config: Config) -> str | None:
-    """Say how the data differs from that of a checkpoint's run; None: it does not, or that is not known."""
+    """Say how the data differs from that of a checkpoint's run.
+
+    None: it does not, or that is not known.
+    """
     try:
         before = read_identity(checkpoint.parent.parent / DATA_FILE)
     except ValueError as error:
@@ -77,7 +80,10 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def _describe_adapters(checkpoint: Path) -> str | None:
-    """Describe the adapters of a checkpoint's run; None: the checkpoint is not in a run's folder."""
+    """Describe the adapters of a checkpoint's run.
+
+    None: the checkpoint is not in a run's folder.
+    """
     try:
         lora = read_config_file(checkpoint.parent.parent / CONFIG_FILE)["policy"]["lora"]
         return LoraConfig(**lora).description

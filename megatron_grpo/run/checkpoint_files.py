@@ -49,7 +49,10 @@ class LaterFormatError(RunError):
 
 
 def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
-    """Atomically write a JSON object, a key a line; the first line is the digest of the rest."""
+    """Atomically write a JSON object, a key a line.
+
+    The first line is the digest of the others.
+    """
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{lines}\n}}\n".encode()
     line = f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'
@@ -75,7 +78,7 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def missing_file_errors(path: Path) -> Iterator[None]:
-    """Turn the absence of a file that the body reads into a CheckpointError that names it."""
+    """Turn the absence of a file into a CheckpointError that names it."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +105,7 @@ def _make_record(path: Path, is_cancelled: IsCancelled) -> dict[str, Any]:
 
 
 def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
-    """Call function(path, is_cancelled) for every path in threads; an error or Ctrl-C cancels all of them."""
+    """Call a function for every path in threads; an error cancels all."""
     has_failed = Event()
     pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")
     try:
@@ -115,7 +118,7 @@ def _map_in_threads(function: Callable[[Path, IsCancelled], T], paths: Sequence[
 
 
 def finalize(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
-    """Complete a folder that has the models: add the driver's files, and sync all to disk.
+    """Complete a folder that has the models, and sync it to disk.
 
     Args:
         folder: folder of the checkpoint, perhaps under a temporary name.
@@ -242,7 +245,10 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
 
 
 def _verify_without_manifest(folder: Path) -> str:
-    """Check that no file of a checkpoint from before manifests is missing or empty; returns a remark for the user."""
+    """Check a checkpoint from before manifests; returns a remark.
+
+    None of its files may be missing or empty.
+    """
     with missing_file_errors(folder):
         if not any(folder.iterdir()):
             raise CheckpointError(f"{folder} is empty")

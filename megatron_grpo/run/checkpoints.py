@@ -107,7 +107,7 @@ class Checkpointer:
         return path
 
     def list_steps(self) -> list[int]:
-        """List the steps of the run's checkpoints in ascending order; their files are not verified."""
+        """List the steps of the run's checkpoints, ascending and not verified."""
         names = (path.name.removeprefix("step_") for path in self.folder.glob("step_*"))
         return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
@@ -199,7 +199,7 @@ class Checkpointer:
 
     @contextmanager
     def _writing(self, step: int, folder: Path) -> Iterator[None]:
-        """Turn an error of the body's file operations into a RunError that names the checkpoint.
+        """Turn a file error of the body into a RunError.
 
         After any error nothing is pending, and the incomplete folder is removed, which leaves room for the summary on a
         full disk.
@@ -231,11 +231,14 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _find_newest_intact(self, stop: Event | None) -> Path | None:
-        """Find the newest intact checkpoint, and set the damaged ones above it aside; None: the run saved nothing.
+        """Find the newest intact checkpoint, and set later ones aside.
+
+        Returns:
+            None: the run has saved nothing.
 
         Raises:
             ConfigError: there are checkpoints, all damaged. Nothing is renamed then: a second try must not find an
-                empty folder and begin anew over the run's files.
+                empty folder and begin anew over the files of the run.
         """
         damaged: dict[int, CheckpointError] = {}
         for step in reversed(self.list_steps()):
@@ -289,7 +292,7 @@ class Checkpointer:
         return sorted(self.folder.glob(f"{_DAMAGED}*"))
 
     def _set_aside(self, step: int) -> str:
-        """Rename a damaged checkpoint, so that it is neither found nor deleted; returns words for a message."""
+        """Rename a damaged checkpoint; returns words for a message."""
         if self._look_only:
             return "would be set aside"
         target, number = self.folder / f"{_DAMAGED}{step}", 1
@@ -312,7 +315,7 @@ class Checkpointer:
                 self._remove(step)
 
     def rank(self, steps: Sequence[int]) -> list[int]:
-        """Sort the steps of checkpoints that can be read, the best first; of equal ones the newest."""
+        """Sort the steps of readable checkpoints, the best first."""
         scores = {step: score for step in steps if (score := self._compute_score(step)) is not None}
         return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
@@ -325,7 +328,10 @@ class Checkpointer:
             shutil.rmtree(temporary)
 
     def _compute_score(self, step: int) -> float | None:
-        """Compute the score of a checkpoint, higher is better; None: unreadable, so it is not deleted."""
+        """Compute the score of a checkpoint; higher is better.
+
+        None: the checkpoint cannot be read, so it is not deleted.
+        """
         if self.config.metric_name is None:
             return float(step)
         try:

@@ -48,9 +48,10 @@ All other keys may change between start and resume."""
 
 @contextmanager
 def lock_run_directory(path: str) -> Iterator[Path]:
-    """Create or reopen a run's folder and lock it; a new folder is removed if it stays empty.
+    """Create or reopen a run's folder and lock it.
 
-    Only the user who starts the run may look into a new folder: it holds prompts, responses and weights.
+    A new folder is removed if it stays empty. Only the user who starts the run may look into it: it holds prompts,
+    responses and weights.
 
     Raises:
         RunError: another driver holds the lock, or the folder cannot be written.
@@ -94,7 +95,7 @@ def is_in_use(path: str) -> bool:
 
 
 def _remove_if_unused(folder: Path, new_folders: Sequence[Path], unused_files: Set[str]) -> None:
-    """Remove the folders that a start made if they have at most the unused files."""
+    """Remove new folders that have at most the unused files."""
     if folder not in new_folders or not folder.is_dir() or not unused_files >= set(os.listdir(folder)):
         return
     shutil.rmtree(folder / LOGS_FOLDER, ignore_errors=True)
@@ -170,7 +171,7 @@ def read_config_file(file: Path) -> dict[str, Any]:
 
 
 def compare_with_last_start(folder: Path, config: Config) -> list[str]:
-    """List the changes since the last start of the folder's run, a line for each key.
+    """List the changes since the run's last start, a line for each key.
 
     Raises:
         ConfigError: the folder belongs to another run, or its configuration cannot be read.
@@ -200,9 +201,10 @@ def compare_with_last_start(folder: Path, config: Config) -> list[str]:
 
 
 def _describe_model_difference(folder: Path, path: str, config: Config) -> str | None:
-    """Say why the model is not the run's, whose path was `path`; None: it is.
+    """Say why the model is not the one of the run; None: it is.
 
-    Models are compared by their content, and by their paths where one of the contents is not known.
+    Models are compared by their content, and by their paths where one of the contents is not known; `path` is that of
+    the run.
     """
     now, subject = config.policy.model.path, f"policy.model.path={config.policy.model.path}"
     try:
@@ -217,7 +219,10 @@ def _describe_model_difference(folder: Path, path: str, config: Config) -> str |
 
 
 def _compute_digest(config: Config) -> str | None:
-    """Compute the digest of the policy's model; None: it is not on this machine yet, or the recipe makes it anew."""
+    """Compute the digest of the policy's model.
+
+    None: it is not on this machine yet, or the recipe makes it anew.
+    """
     path = config.policy.model.path
     is_elsewhere = path == MISSING or is_made_before_run(config, path)
     model = None if is_elsewhere else find_local_folder(path)
@@ -246,7 +251,10 @@ def compare_data(folder: Path, config: Config) -> list[str]:
 
 
 def _compare_data_paths(folder: Path, config: Config) -> list[str]:
-    """Compare the paths of the data for a run whose folder has no digests, as those of earlier versions."""
+    """Compare the paths of the data, for a folder without digests.
+
+    Folders of earlier versions have none.
+    """
     try:
         path = dict(flatten(read_config_file(folder / CONFIG_FILE))).get("data.train_path")
     except FileNotFoundError:

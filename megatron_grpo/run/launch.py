@@ -43,7 +43,7 @@ class Models:
 
 
 def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
-    """Begin to start the policy, the value model of PPO and the engines; the stack ends them."""
+    """Begin to start models and engines; the stack ends them."""
     colocated = config.generation.is_colocated and config.needs_generation
     engines, value_model = config.generation.parallel, config.value_model
     generation: VllmGeneration | None = None
@@ -76,7 +76,10 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
 
 
 def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
-    """Begin to start engines alone, with the weights of the model folder; the stack ends them."""
+    """Begin to start engines alone; the stack ends them.
+
+    They have the weights of the model folder.
+    """
     generation = replace(config.generation, placement="separate")  # there is no policy to share devices with
     cluster.reserve(None, generation.parallel)
     return _start_generation(replace(config, generation=generation), folder, cluster, stack)
@@ -99,7 +102,7 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: 
 
 
 def make_policy_settings(config: Config, folder: Path) -> RankSettings:
-    """Make the settings of the policy's ranks; `folder` has the model in Hugging Face format."""
+    """Make the settings of the policy's ranks; `folder` has the model."""
     return RankSettings(
         config=config.policy,
         shape=read_model_shape(folder),

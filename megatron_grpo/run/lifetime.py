@@ -104,7 +104,7 @@ class Startup:
 
 @contextmanager
 def open_run(config: Config, user_objects: UserObjects | None = None, began: float | None = None) -> Iterator[Startup]:
-    """Lock the run's folder and start Ray; leaving the context ends all of Ray's processes.
+    """Lock the run's folder and start Ray; leaving the context ends it.
 
     Args:
         config: the run's configuration, checked.

@@ -15,7 +15,7 @@ CARD = "README.md"
 
 
 def write_model_card(output: Path, base: str, checkpoint: Path, *, adapters: bool) -> None:
-    """Write the card of a model: its origin, its training and the metrics of its checkpoint.
+    """Write a model's card: its origin, its training and its metrics.
 
     Args:
         output: folder of the exported model.

@@ -18,12 +18,15 @@ from megatron_grpo.run.directory import CONFIG_FILE, read_config_file
 
 
 def is_composition(name: str) -> bool:
-    """Tell whether an argument of this name chooses an option of a group, or adds a folder of options."""
+    """Tell whether an argument of this name composes a configuration.
+
+    It chooses an option of a group, or adds a folder of options.
+    """
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *list_config_groups()}
 
 
 def load_run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
-    """Load the configuration with which a run was last started, with some keys changed.
+    """Load the configuration of a run's last start, with some keys changed.
 
     Args:
         run_dir: folder of the run.
@@ -65,7 +68,10 @@ def override_values(values: dict[str, Any], overrides: Sequence[str], source: st
 
 
 def _set_value(values: dict[str, Any], override: str, algorithm: str) -> None:
-    """Apply section.key=VALUE (in YAML) to a run's configuration; shared loop keys are stored under its algorithm."""
+    """Apply section.key=VALUE (in YAML) to a configuration.
+
+    Shared loop keys are stored under the run's algorithm.
+    """
     name, _, text = override.partition("=")
     *sections, last = translate_key(algorithm, name).split(".")
     node: Any = values

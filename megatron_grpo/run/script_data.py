@@ -69,7 +69,7 @@ class ScriptData:
         return self._aside / name
 
     def select_file(self, file: Path, argument: str) -> Path:
-        """Select the file to read a dataset from: one with the same rows in the run's folder, else `file`.
+        """Select the file to read a dataset from.
 
         Args:
             file: a file written at a path of `reserve_path`; other files are the user's own, and are returned.
@@ -120,7 +120,9 @@ class ScriptData:
 
     @contextmanager
     def move_in(self) -> Iterator[None]:
-        """Move the files into the run's folder; a start that is refused in the body removes them.
+        """Move the files into the run's folder.
+
+        A start that is refused in the body removes them.
 
         Raises:
             ConfigError: run_dir has a run that began with other rows.

@@ -11,10 +11,15 @@ from megatron_grpo.config.errors import RunError
 
 
 class Callback:
-    """Base class of callbacks, which the driver calls between the stages of a run and waits for."""
+    """Base class of callbacks, which the driver calls between stages."""
 
     def on_start(self, step: int, run_dir: Path) -> None:
-        """Called when all processes are up; `step`: steps so far, 0 unless the run resumes."""
+        """Called when all processes are up.
+
+        Args:
+            step: steps so far, 0 unless the run resumes.
+            run_dir: the run's folder.
+        """
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | Literal["save"] | None:
         """Called after a step was logged.
@@ -36,7 +41,10 @@ class Callback:
         """Called when a checkpoint is complete in `folder`."""
 
     def on_end(self, step: int) -> None:
-        """Called when training has ended and its last checkpoint is written; not called after a failure."""
+        """Called when training has ended and its last checkpoint is written.
+
+        It is not called after a failure.
+        """
 
 
 class Callbacks:

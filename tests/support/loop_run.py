@@ -63,13 +63,13 @@ class Run:
         self.callbacks = Callbacks()
         self.write: Callable[[Path], None] = lambda _: None
         """What writes the model of a checkpoint into its folder."""
+        model = SimpleNamespace(save_checkpoint=lambda folder, background: self.write(Path(folder)))
+        self.models: dict[str, Any] = {"megatron": model}
         self.report = StepReport(SOUND, {}, {}, [])
 
+    @property
     def loader_state(self) -> dict[str, Any]:
         return {"position": self.used, "epoch": 0}
-
-    def models(self) -> dict[str, Any]:
-        return {"megatron": SimpleNamespace(save_checkpoint=lambda folder, background: self.write(Path(folder)))}
 
     def train(self, *, steps: int = 99, error: Exception | None = None) -> None:
         """So many steps, then one that samples and fails; without an error the data is used up there."""

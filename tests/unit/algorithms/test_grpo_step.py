@@ -152,7 +152,7 @@ def test_a_penalty_in_the_reward_has_to_be_finite_also_where_there_is_no_loss(tm
     run = Run(tmp_path, "grpo.overlong_filtering=true", *kl)
     run.trajectories[3] = replace(run.trajectories[3], stop_reason="length")
     run.policy.logprobs = {3: -math.inf}
-    with pytest.raises(RunError, match=r"an entry of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
+    with pytest.raises(RunError, match=r"a value of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
         run.step()
     assert json.loads((tmp_path / "non_finite_step_1.json").read_text())["prompt_ids"] == [1]
     assert run.policy.lessons == []
@@ -170,7 +170,7 @@ def test_a_reference_that_is_not_finite_stops_the_step(tmp_path: Path) -> None:
     run = Run(tmp_path, "loss_fn.reference_policy_kl_penalty=0.1")
     run.policy.logprobs = {3: -math.inf}
     with pytest.raises(
-        RunError, match=r"an entry of reference_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"
+        RunError, match=r"a value of reference_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"
     ):
         run.step()
     assert [line for line in run.log if line.endswith("says")] == ["reference says"]
@@ -181,7 +181,7 @@ def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     """Rewards that float32 can hold, and whose difference it cannot."""
     run = Run(tmp_path, "grpo.normalize_rewards=false")
     run.trajectories[2].reward, run.trajectories[3].reward = 3e38, -3e38
-    with pytest.raises(RunError, match=r"an entry of advantages is not finite for 2 response\(s\) to prompt\(s\) 1"):
+    with pytest.raises(RunError, match=r"a value of advantages is not finite for 2 response\(s\) to prompt\(s\) 1"):
         run.step()
     assert run.policy.lessons == []
     assert [step for step, _, _ in run.run.dumps.held] == [1], "its rollouts are written without a lesson"

@@ -106,7 +106,7 @@ def test_where_they_have_to_be_finite(
         assert list(tmp_path.iterdir()) == []
         return
     with pytest.raises(
-        RunError, match=rf"an entry of {entry} is not finite for 1 response\(s\) to prompt\(s\) {number}"
+        RunError, match=rf"a value of {entry} is not finite for 1 response\(s\) to prompt\(s\) {number}"
     ):
         stage.run()
     assert fake_ray.gets == 1, "one shard's numbers come to the driver, for the file"

@@ -109,7 +109,7 @@ def test_only_what_is_looked_at_has_to_be_finite(shards: list[list[int]], tmp_pa
     check.require_finite("prev_logprobs", np.array([True, True, True]), batch)
     assert list(tmp_path.iterdir()) == []
     assert (rollouts.fetched, fake_ray.gets) == ([], 0)
-    with pytest.raises(RunError, match=r"an entry of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
+    with pytest.raises(RunError, match=r"a value of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
         check.require_finite("prev_logprobs", np.array([True, False, True]), batch)
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["prev_logprobs"] == [["-Infinity", "-Infinity", "NaN"]]

@@ -102,7 +102,7 @@ def test_without_a_penalty_the_distance_to_the_reference_is_only_reported(tmp_pa
 def test_values_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     run, log = make_run(tmp_path)
     run.value.number = float("nan")
-    with pytest.raises(RunError, match="an entry of values is not finite"):
+    with pytest.raises(RunError, match="a value of values is not finite"):
         step(run)
     assert log == ["value says"]
     assert [step for step, _, _ in run.dumps.held] == [1], "its rollouts are written without advantages"
@@ -137,7 +137,7 @@ def test_advantages_that_are_not_finite_stop_the_step(in_loss: bool, tmp_path: P
     if not in_loss:  # the second response was cut off
         assert step(run).metrics["valid_tokens"] == 5
         return
-    with pytest.raises(RunError, match=r"an entry of advantages is not finite for 1 response\(s\) to prompt\(s\) 1"):
+    with pytest.raises(RunError, match=r"a value of advantages is not finite for 1 response\(s\) to prompt\(s\) 1"):
         step(run)
     assert log == ["value says"]
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())

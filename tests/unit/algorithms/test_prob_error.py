@@ -31,7 +31,7 @@ def without_ray(fake_ray: FakeRay) -> FakeRay:
 
 
 def bounds(*overrides: str, layers: int = 28) -> NoiseBounds:
-    return NoiseBounds.of(compose_config(["+exp=quickstart", *overrides]), replace(SHAPE, layers=layers))
+    return NoiseBounds.from_config(compose_config(["+exp=quickstart", *overrides]), replace(SHAPE, layers=layers))
 
 
 def row(excess: float, worst: float | None = None, divergence: float = 0.0) -> dict[str, float]:

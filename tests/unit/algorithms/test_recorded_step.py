@@ -70,7 +70,7 @@ def test_it_is_the_recorded_step(overrides: list[str], tmp_path: Path) -> None:
     assert lessons(second) == lessons(first)
     assert read.metrics == without_refit(sampled)
     assert second.run.state == first.run.state
-    assert second.run.loader_state() == first.run.loader_state()
+    assert second.run.loader_state == first.run.loader_state
     assert second.run.dumps.facts == first.run.dumps.facts, "what trains on a recording is a recording"
     assert not set(REFIT) & read.metrics.keys()
     assert "recording" in read.timing
