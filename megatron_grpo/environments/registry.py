@@ -29,8 +29,8 @@ def create_environment(
     """Make the configured environment; imports only the modules that it needs.
 
     Args:
-        config: the environment's section of the configuration.
-        settings: settings of the run; None: the defaults.
+        config: the environment's section.
+        settings: settings of the run, if any.
         rewards: reward functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
 
     Raises:

@@ -32,11 +32,6 @@ class Retriever:
                 self._postings[term].append((index, count))
         self._mean_length = sum(self._lengths) / max(len(self._lengths), 1)
 
-    @staticmethod
-    def from_file(path: str | Path) -> Retriever:
-        """Read documents from a file (`read_documents`)."""
-        return Retriever(read_documents(path))
-
     def search(self, query: str, count: int) -> list[str]:
         """Find up to `count` documents that share a term, best first.
 

@@ -37,10 +37,7 @@ def load_reward_function(path: str) -> RewardFunction:
 def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
     """Import the callable at package.module.name, or package.module.object.name.
 
-    Args:
-        kind: its kind, for messages.
-        path: the import path.
-        instance: make an instance of a class.
+    With `instance`, a class is instantiated. `kind` is for messages.
 
     Raises:
         RunError: the import fails, or the object is not callable.

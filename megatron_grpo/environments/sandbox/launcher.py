@@ -119,11 +119,11 @@ def _end_descendants() -> None:
 
 def _run_apart(spec: dict[str, Any], status_fd: int, watch: MemoryWatch | None) -> int:
     """Run the program in new namespaces, which end with their process 1."""
-    mapped = _enter_namespaces()
+    has_user_map = _enter_namespaces()
     child = os.fork()
     if child == 0:
         try:
-            _run_first_process(spec, mapped)
+            _run_first_process(spec, has_user_map)
         except OSError as error:
             os.write(status_fd, f"refused {error}\n".encode())
         os._exit(NOT_FOUND)
@@ -135,7 +135,7 @@ def _enter_namespaces() -> bool:
     """Enter new namespaces; True if with a user namespace."""
     try:
         kernel.unshare(kernel.NAMESPACES)
-    except PermissionError:
+    except PermissionError:  # every user except root needs a user namespace
         user, group = os.getuid(), os.getgid()
         kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
         _map_user(PROGRAM, user, group)
@@ -148,14 +148,14 @@ def _map_user(inside: int, user: int, group: int) -> None:
         write(f"/proc/self/{name}", text)
 
 
-def _run_first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
+def _run_first_process(spec: dict[str, Any], has_user_map: bool) -> NoReturn:
     """Run process 1: make the file system, start the program, wait."""
     kernel.die_with_parent(signal.SIGKILL)
     _join_cgroup(spec)
     kernel.unshare(kernel.CLONE_NEWNS)  # here, because the launcher reads the machine's own /proc
-    user = PROGRAM if mapped else NOBODY
+    user = PROGRAM if has_user_map else NOBODY
     enter_root(spec["readable"], spec["folder_bytes"], user, with_zero=_is_counted(spec))
-    if not mapped:
+    if not has_user_map:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)

@@ -138,20 +138,13 @@ class Peer(Codec):
         self._class_numbers: dict[type, int] = {}
         self.classes: dict[int, Any] = {}
         """Proxies of classes, by the number of the class in the other process."""
+        # Number of the running test; 0 before the first. Proxies of earlier tests are invalid, except those with age 0.
         self.age = 0
-        """Number of the running test; 0 before the first.
-
-        Proxies of an earlier test are invalid, except those from before the first.
-        """
 
     # Messages
 
     def send(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            ValueError: it is too large.
-        """
+        """Send a message; ValueError if it is too large."""
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a value of {len(data)} bytes is too large for a test; it may have {MAX_MESSAGE_BYTES}")

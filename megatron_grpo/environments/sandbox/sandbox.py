@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ class Sandbox:
         """
         Args:
             config: limits, and the folders that programs may read.
-            level: level of isolation; None: the required one.
+            level: None: the required level.
             python: interpreter of Python programs; None: the current one, without its virtual environment's packages.
         """
         self.level: Level = level or config.required
@@ -107,6 +107,8 @@ class Sandbox:
 
     def run_tests(self, program: str, tests: Mapping[str, Any], *, every: bool, allow: bool) -> ProgramResult:
         """Run Python tests and a program, in two sandboxes.
+
+        The process of the program never has the tests.
 
         Args:
             program: source of the program.
@@ -194,41 +196,26 @@ class Sandbox:
             cgroup.close()
 
 
+@dataclass(eq=False)
 class _ProgramWatch:
     """Watches one running program."""
 
-    def __init__(
-        self,
-        launcher: subprocess.Popen[bytes],
-        config: SandboxConfig,
-        start: float,
-        helpers: int,
-        cgroup: MemoryCgroup | None,
-    ) -> None:
-        """
-        Args:
-            launcher: process that runs the program.
-            config: limits.
-            start: time.monotonic() when the start began.
-            helpers: number of processes below the launcher that do not belong to the program, at most.
-            cgroup: memory cgroup of the program; None: the launcher watches the memory.
-        """
-        self._launcher, self._config, self._start = launcher, config, start
-        self._helpers, self._cgroup = helpers, cgroup
-        self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self._status = bytearray()
+    launcher: subprocess.Popen[bytes]
+    config: SandboxConfig
+    start: float  # time.monotonic() when the start began
+    helpers: int  # limit of processes below the launcher that do not belong to the program
+    cgroup: MemoryCgroup | None  # None: the launcher watches the memory
+    _output: dict[str, bytearray] = field(default_factory=lambda: {"stdout": bytearray(), "stderr": bytearray()})
+    _status: bytearray = field(default_factory=bytearray)
 
     def wait(self, status: Any) -> ProgramResult:
-        """Wait for the program's end, and kill it at a limit.
-
-        `status` is the launcher's status pipe.
-        """
+        """Wait for the program's end, and kill it at a limit; `status` is a pipe."""
         exceeded: Ending | None = None
         with selectors.DefaultSelector() as selector:
-            pipes: dict[str, Any] = {"stdout": self._launcher.stdout, "stderr": self._launcher.stderr, "status": status}
+            pipes: dict[str, Any] = {"stdout": self.launcher.stdout, "stderr": self.launcher.stderr, "status": status}
             for name, pipe in pipes.items():
                 selector.register(pipe, selectors.EVENT_READ, name)
-            deadline = self._start + self._config.wall_time_s
+            deadline = self.start + self.config.wall_time_s
             next_check = 0.0
             while selector.get_map():
                 now = time.monotonic()
@@ -237,26 +224,26 @@ class _ProgramWatch:
                     limit = self._find_exceeded_limit(now, deadline)
                     if limit is not None and exceeded is None:
                         exceeded, deadline = limit, now + ENDING_S
-                        self._launcher.send_signal(signal.SIGTERM)
+                        self.launcher.send_signal(signal.SIGTERM)
                     elif limit == "wall time":
-                        self._launcher.kill()
+                        self.launcher.kill()
                         break  # remaining processes may keep the pipes open forever
                 self._read(selector, WATCH_S)
-        self._launcher.wait()
+        self.launcher.wait()
         return self._make_result(exceeded)
 
     def _find_exceeded_limit(self, now: float, deadline: float) -> Ending | None:
         if now >= deadline:
             return "wall time"
-        if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
+        if sum(map(len, self._output.values())) > self.config.output_kb * _KIB:
             return "output"
-        living = list_descendants(self._launcher.pid)
-        if len(living) > self._config.processes + self._helpers + 1:  # one process may be ending
+        living = list_descendants(self.launcher.pid)
+        if len(living) > self.config.processes + self.helpers + 1:  # one process may be ending
             return "processes"
-        return "memory" if self._cgroup is not None and self._cgroup.has_exceeded_limit() else None
+        return "memory" if self.cgroup is not None and self.cgroup.has_exceeded_limit() else None
 
     def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
-        room = self._config.output_kb * _KIB + 1
+        room = self.config.output_kb * _KIB + 1
         for key, _ in selector.select(timeout_s):
             data = os.read(key.fd, 65536)
             if not data:
@@ -273,13 +260,11 @@ class _ProgramWatch:
             last_line = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
             raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (details, last_line)))}")
         code = int(details) if status else 128 + signal.SIGKILL
-        if exceeded is None and (
-            status == "memory" or (self._cgroup is not None and self._cgroup.has_exceeded_limit())
-        ):
+        if exceeded is None and (status == "memory" or (self.cgroup is not None and self.cgroup.has_exceeded_limit())):
             exceeded = "memory"  # reported by the launcher, or exceeded since the last check
         ending: Ending = "cpu time" if exceeded is None and code == 128 + signal.SIGXCPU else exceeded or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
-        seconds = time.monotonic() - self._start
+        seconds = time.monotonic() - self.start
         return ProgramResult(ending=ending, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
 
 

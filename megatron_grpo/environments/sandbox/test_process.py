@@ -228,24 +228,24 @@ def _write_line(report: int, line: Any) -> None:
 
 def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
     """Run the tests in order and report each."""
-    plan = spec["tests"]
+    prepared = spec["tests"]
     module = ModuleType("__main__")
     vars(module).update(peer.names)
     peer.names = vars(module)
     sys.modules["__main__"] = module
-    if plan["uses_unittest"]:
+    if prepared["uses_unittest"]:
         _prepare_unittest(peer)
-    for name, origin in plan["own"].items():
+    for name, origin in prepared["own"].items():
         owner, _, attribute = origin.partition(":")
         peer.names[name] = getattr(import_module(owner), attribute) if attribute else import_module(owner)
-    peer.program_names = frozenset(plan["names"])
-    peer.send(["names", 0, plan["names"]])
+    peer.program_names = frozenset(prepared["names"])
+    peer.send(["names", 0, prepared["names"]])
     failure, values = peer.receive()
     reported: set[str] = set()
-    for number, test in enumerate(() if failure else plan["tests"]):
+    for number, test in enumerate(() if failure else prepared["tests"]):
         peer.stopped = peer.untrusted = ""
         peer.requests = 0
-        passed = _run_test(plan, number, test, peer, values)
+        passed = _run_test(prepared["shared"], number, test, peer, values)
         _write_line(report, [number, passed, peer.requests > 0, "" if peer.untrusted in reported else peer.untrusted])
         reported.add(peer.untrusted)
         if not passed and test["counted"] and not spec["every"]:
@@ -254,10 +254,10 @@ def _run_all(spec: dict[str, Any], peer: Tests, report: int) -> None:
     _write_line(report, {"touched": bool(peer.touched), "equal_outputs": equal})
 
 
-def _run_test(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
+def _run_test(shared: bool, number: int, test: dict[str, Any], peer: Tests, values: dict[str, Any]) -> bool:
     """Run a test; True if it raises nothing."""
     try:
-        if number == 0 or not plan["shared"]:
+        if number == 0 or not shared:
             peer.begin(number + 1, values)
         exec(compile(test["text"], "test.py", "exec"), peer.names)
         for name in test["collected"]:
@@ -265,7 +265,7 @@ def _run_test(plan: dict[str, Any], number: int, test: dict[str, Any], peer: Tes
     except BaseException:  # noqa: BLE001 - any exception fails a test
         return False
     finally:
-        if not plan["shared"]:
+        if not shared:
             peer.end()
     return not peer.stopped
 

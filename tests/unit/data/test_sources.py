@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import DataConfig, DatasetConfig, TaskConfig
 from megatron_grpo.data.rows import SetReport, examine_set
 from megatron_grpo.data.sources import open_source
-from megatron_grpo.environments.tools import Retriever
+from megatron_grpo.environments.retriever import Retriever, read_documents
 
 ROWS = [{"prompt": f"{n}?", "answer": f"{n:03d}", "level": str(n % 3)} for n in range(12)]
 KINDS = {"math": "math"}
@@ -157,4 +157,4 @@ def test_a_row_of_jsonl_ends_at_a_newline_alone(tmp_path: Path, mark: str) -> No
     documents = tmp_path / "documents.jsonl"
     documents.write_bytes("".join(json.dumps(f"{mark}cat {n}", ensure_ascii=False) + "\n" for n in range(3)).encode())
     if mark >= " ":
-        assert len(Retriever.from_file(documents).search("cat", 9)) == 3
+        assert len(Retriever(read_documents(documents)).search("cat", 9)) == 3

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.environments.retriever import Retriever, split_terms
+from megatron_grpo.environments.retriever import Retriever, read_documents, split_terms
 from megatron_grpo.environments.tools import ToolEnvironment
 
 
@@ -49,12 +49,12 @@ def test_documents_are_ranked_by_bm25(documents: list[str], query: str) -> None:
 
 def test_documents_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n"two words"\n')
-    assert Retriever.from_file(tmp_path / "a.jsonl").search("words", 5) == ["two words"]
+    assert Retriever(read_documents(tmp_path / "a.jsonl")).search("words", 5) == ["two words"]
     (tmp_path / "a.txt").write_text("first part\nof one\n\n\nsecond part")
-    assert Retriever.from_file(tmp_path / "a.txt").search("first", 5) == ["first part\nof one"]
+    assert Retriever(read_documents(tmp_path / "a.txt")).search("first", 5) == ["first part\nof one"]
     (tmp_path / "b.jsonl").write_text("3\n")
     with pytest.raises(ValueError, match=r"b.jsonl:1 is neither"):
-        Retriever.from_file(tmp_path / "b.jsonl")
+        Retriever(read_documents(tmp_path / "b.jsonl"))
 
 
 SEPARATORS = ("\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e")
@@ -67,7 +67,7 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path, end: str, encoding: str) 
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     assert sum(len(line.splitlines()) for line in lines) > len(lines), "str.splitlines would cut them"
     (tmp_path / "docs.jsonl").write_bytes(end.join([*lines, "", '"dogs"']).encode(encoding))
-    retriever = Retriever.from_file(tmp_path / "docs.jsonl")
+    retriever = Retriever(read_documents(tmp_path / "docs.jsonl"))
     assert sorted(retriever.search("cats", 99)) == sorted(texts)
     assert retriever.search("DOGS", 99) == ["dogs"]
 

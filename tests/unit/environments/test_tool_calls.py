@@ -12,7 +12,7 @@ from megatron_grpo.data.prompt_renderer import PromptFormat, PromptRenderer
 from megatron_grpo.data.tokenizer import load_tokenizer
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.tool_calls import write_call
+from megatron_grpo.environments.tools import write_call
 from tests.support.released.table import BY_NAME
 
 PARSERS = {
