@@ -38,7 +38,7 @@ from megatron_grpo.batch.trajectory import Trajectory  # noqa: E402
 from megatron_grpo.models.source import fetch_model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
-from megatron_grpo.rollouts.shards import concatenate_trajectories  # noqa: E402
+from megatron_grpo.rollouts.partitions import concatenate_trajectories  # noqa: E402
 
 WARM_UP_STEPS = 3
 

@@ -290,4 +290,4 @@ class Oversampling(SampleBuffer):
     def _record_arrivals(self) -> None:
         for complete in self._rollouts.list_complete(self._pending):
             self._buffer.put(complete)
-        self._pending = [batch for batch in self._pending if batch.calls]
+        self._pending = [batch for batch in self._pending if batch.streams]

@@ -37,7 +37,8 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.conversation_checks import load_examined_prompts
 from megatron_grpo.preflight.environment_checks import check_scoring
 from megatron_grpo.prepare.models import prepare
-from megatron_grpo.rollouts.pool import RolloutPool, refuse_to_restore
+from megatron_grpo.rollouts.lost_engines import RestoreEngines, refuse_to_restore
+from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_engines, record_start
 from megatron_grpo.run.launch import (
@@ -133,7 +134,7 @@ def _start_processes(config: Config, folder: Path, startup: Startup, stack: Exit
     """Begin to start all processes at the same time."""
     models: Models | None = None
     transport: WeightTransport | None = None
-    restore = refuse_to_restore
+    restore: RestoreEngines = refuse_to_restore
     if config.debug.train:
         models = start_models(config, folder, startup.cluster, stack)
         generation = models.generation

@@ -23,8 +23,8 @@ from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.advantages import gdpo_advantages, gdpo_scores, has_signal, scale_rewards, shape_rewards
+from megatron_grpo.rollouts.partitions import compute_over_tokens
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.shards import compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     if config.value_model is not None:
         arguments, fields = (*arguments, batch.in_loss), (*fields, "values")
         if config.ppo.calculate_advantages_on_gpu:
-            new_fields, is_finite = compute(compute_ppo_token_advantages, batch, fields, arguments)
+            new_fields, is_finite = compute_over_tokens(compute_ppo_token_advantages, batch, fields, arguments)
             batch.fields |= new_fields
         else:
             is_finite = rollouts.compute(compute_ppo_token_advantages, batch, fields, *arguments)

@@ -32,30 +32,30 @@ class Conversation:
         engine: EngineClient,
         settings: SamplingSettings,
         renderer: PromptRenderer,
-        seed: Callable[[int], int],
-        longest: int,
+        compute_seed: Callable[[int], int],
+        max_length: int,
     ) -> None:
         """
         Args:
             engine: engine that samples the responses.
             settings: how tokens are drawn.
             renderer: makes the tokens of the task's conversations.
-            seed: function from a response's number to its seed.
-            longest: most tokens of prompts and responses together.
+            compute_seed: function from a response's number to its seed.
+            max_length: most tokens of prompts and responses together.
         """
         self.pieces: list[NDArray[np.int32]] = []
-        """Given and sampled tokens, alternating, [tokens] each, int32."""
+        """Context and sampled tokens, alternating, [tokens] each, int32."""
         self.outputs: list[GenerationOutput] = []
         self.failure: Exception | None = None
         """The engine's error in the last call; the agent learns only that its call failed."""
         self.settings = settings
         self._engine, self._renderer = engine, renderer
-        self._seed, self._longest = seed, longest
-        self._known: list[ChatMessage] | str | None = None
-        """The conversation so far in the form of the last call, messages or text; None: the call had token ids."""
-        self._one_at_a_time = asyncio.Lock()
-        self._asking: asyncio.Task[GenerationOutput] | None = None
-        self._over = False
+        self._compute_seed, self._max_length = compute_seed, max_length
+        # The conversation so far in the form of the last call, messages or text; None: the call had token ids.
+        self._history: list[ChatMessage] | str | None = None
+        self._lock = asyncio.Lock()  # calls are answered one after the other
+        self._sampling: asyncio.Task[GenerationOutput] | None = None
+        self._is_over = False
 
     @property
     def length(self) -> int:
@@ -63,10 +63,10 @@ class Conversation:
         return sum(len(piece) for piece in self.pieces)
 
     def end(self) -> None:
-        """End the rollout: cancel a call under way, and refuse further calls."""
-        self._over = True
-        if self._asking is not None:
-            self._asking.cancel()
+        """End the rollout: cancel the current call, and refuse further calls."""
+        self._is_over = True
+        if self._sampling is not None:
+            self._sampling.cancel()
 
     async def chat(
         self,
@@ -78,7 +78,7 @@ class Conversation:
         """Sample the model's next message.
 
         Args:
-            messages: the whole conversation, with the model's own messages unchanged.
+            messages: all messages so far, with the model's own unchanged.
             tools: tools for the chat template; None: those of the task.
             max_tokens: most tokens of the answer; None: the run's limit.
             variables: further variables of the chat template, which replace the task's.
@@ -86,33 +86,37 @@ class Conversation:
         Raises:
             BadCallError: the call does not continue the previous one, or there is no room for a response.
         """
-        async with self._one_at_a_time:
-            output = await self._sample(self._chat_piece(messages, tools, variables), max_tokens)
-            self._known = [*messages, {"role": "assistant", "content": output.text}]
+        async with self._lock:
+            output = await self._sample(self._encode_messages(messages, tools, variables), max_tokens)
+            self._history = [*messages, {"role": "assistant", "content": output.text}]
             return output
 
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
-        """Sample the response to a text or to token ids; in later calls these begin with the conversation so far.
+        """Sample the response to a text or to token ids.
+
+        Args:
+            prompt: text or token ids; in later calls these begin with the conversation so far.
+            max_tokens: most tokens of the answer; None: the run's limit.
 
         Raises:
             BadCallError: the call does not continue the previous one, or there is no room for a response.
         """
-        async with self._one_at_a_time:
-            output = await self._sample(self._completion_piece(prompt), max_tokens)
-            self._known = prompt + output.text if isinstance(prompt, str) else None
+        async with self._lock:
+            output = await self._sample(self._encode_prompt(prompt), max_tokens)
+            self._history = prompt + output.text if isinstance(prompt, str) else None
             return output
 
-    def _chat_piece(
+    def _encode_messages(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[ChatMessage] | None,
         variables: Mapping[str, Any] | None,
     ) -> list[int]:
-        """Token ids that a call adds to the conversation."""
-        renderer, known = self._renderer, self._known
+        """Make the token ids that a call adds to the conversation."""
+        renderer, history = self._renderer, self._history
         if not renderer.has_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
-        if self.outputs and not (isinstance(known, list) and _continues(messages, known)):
+        if self.outputs and not (isinstance(history, list) and _continues(messages, history)):
             raise BadCallError(
                 "does not continue the rollout's conversation: each call has to repeat all messages so far, the "
                 "model's as they were answered, and add some; a rollout is trained on as one sequence"
@@ -120,8 +124,8 @@ class Conversation:
         try:
             if not self.outputs:
                 return renderer.encode_rendered(renderer.render(messages, tools=tools, variables=variables))
-            assert isinstance(known, list), "checked above"
-            earlier, later = known[:-1], messages[len(known) :]
+            assert isinstance(history, list), "checked above"
+            earlier, later = history[:-1], messages[len(history) :]
             return renderer.encode_continuation(earlier, later, self._last_token, tools=tools, variables=variables)
         except Exception as error:  # noqa: BLE001 - a template may raise anything about an agent's messages
             raise BadCallError(f"the chat template refuses these messages: {error}") from None
@@ -130,70 +134,70 @@ class Conversation:
     def _last_token(self) -> int:
         return int(self.outputs[-1].token_ids[-1])
 
-    def _completion_piece(self, prompt: str | Sequence[int]) -> list[int]:
+    def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Make the token ids that a call adds to the conversation."""
         if isinstance(prompt, str):
             if not self.outputs:
-                return self._encode(self._renderer.encode_plain, prompt)
-            if not isinstance(self._known, str) or not prompt.startswith(self._known):
+                return self._encode_text(self._renderer.encode_plain, prompt)
+            if not isinstance(self._history, str) or not prompt.startswith(self._history):
                 raise BadCallError("does not begin with the prompt and the response of the call before")
-            return self._encode(self._renderer.encode_after, prompt[len(self._known) :], self._last_token)
+            return self._encode_text(self._renderer.encode_after, prompt[len(self._history) :], self._last_token)
         tokens = len(self._renderer.tokenizer)
         if any(not 0 <= token < tokens for token in prompt):
             raise BadCallError(f"has token ids outside the model's vocabulary of {tokens} tokens")
-        known = np.concatenate(self.pieces).tolist() if self.pieces else []
-        if list(prompt[: len(known)]) != known:
+        history = np.concatenate(self.pieces).tolist() if self.pieces else []
+        if list(prompt[: len(history)]) != history:
             raise BadCallError("does not begin with the tokens of the prompt and the response of the call before")
-        return list(prompt[len(known) :])
+        return list(prompt[len(history) :])
 
     async def _sample(self, piece: list[int], max_tokens: int | None) -> GenerationOutput:
         if not piece and not self.outputs:
             raise BadCallError("the prompt is empty")
-        given = np.array(piece, dtype=np.int32)
-        room = self._longest - self.length - len(given)
+        context = np.array(piece, dtype=np.int32)
+        room = self._max_length - self.length - len(context)
         if room < 1:
             raise BadCallError(
-                f"{self.length + len(given)} tokens leave no room within policy.max_total_sequence_length="
-                f"{self._longest}"
+                f"{self.length + len(context)} tokens leave no room within policy.max_total_sequence_length="
+                f"{self._max_length}"
             )
         request = GenerationRequest(
-            prompt_ids=np.concatenate([*self.pieces, given]),
-            seed=self._seed(len(self.outputs)),
+            prompt_ids=np.concatenate([*self.pieces, context]),
+            seed=self._compute_seed(len(self.outputs)),
             max_new_tokens=room if max_tokens is None else min(max_tokens, room),
         )
-        if self._over:
+        if self._is_over:
             raise BadCallError(OVER)
-        self._asking = asyncio.create_task(self._engine.generate(request, self.settings))
+        self._sampling = asyncio.create_task(self._engine.generate(request, self.settings))
         try:
-            output = await self._asking
+            output = await self._sampling
         except asyncio.CancelledError:
-            if self._over:
+            if self._is_over:
                 raise BadCallError(OVER) from None
             raise
         except Exception as error:  # the rollout fails with this error even if the agent continues
             self.failure = error
             raise
         self.failure = None  # the agent, or its client, has repeated the call
-        self.pieces += [given, output.token_ids]
+        self.pieces += [context, output.token_ids]
         self.outputs.append(output)
         return output
 
-    def _encode(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    def _encode_text(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
         try:
             return encode(*arguments)
         except (TypeError, ValueError) as error:  # half a surrogate pair, which JSON allows
             raise BadCallError(f"the text cannot be tokenized: {error}") from None
 
 
-def _continues(messages: Sequence[ChatMessage], known: Sequence[ChatMessage]) -> bool:
-    """Whether messages begin with the known messages and add at least one."""
-    same = all(_said(one) == _said(other) for one, other in zip(messages, known, strict=False))
-    return len(messages) > len(known) and same
+def _continues(messages: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
+    """True if the messages begin with the history and add at least one."""
+    pairs = zip(messages, history, strict=False)
+    is_repeated = all(_normalize(message) == _normalize(earlier) for message, earlier in pairs)
+    return len(messages) > len(history) and is_repeated
 
 
-def _said(message: ChatMessage) -> dict[str, Any]:
-    """Fields of a message without empty ones, because clients send back empty fields that they received.
-
-    Content in text parts equals the same text, which some clients make parts of.
-    """
+def _normalize(message: ChatMessage) -> dict[str, Any]:
+    """Drop empty fields of a message, and join the parts of its text."""
+    # Clients send back empty fields that they received, and some make parts of a text.
     fields = {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}
     return fields | ({"content": join_content(fields["content"])} if are_text_parts(fields.get("content")) else {})

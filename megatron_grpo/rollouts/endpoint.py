@@ -1,4 +1,7 @@
-"""The OpenAI-compatible endpoint of a rollout worker, at which agents call the run's engines, one URL per rollout."""
+"""The OpenAI-compatible endpoint of a rollout worker, at which agents call the run's engines.
+
+Each rollout has a URL of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 MODEL = "policy"
 """Name of the model in requests and answers."""
 IDLE_CONNECTIONS = 512
-"""Most open connections without a request under way; beyond it, the oldest are closed."""
+"""Most open connections without a request; beyond it, the oldest are closed."""
 
-_OF_EVERY_CALL = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
-_OF_CHAT = {*_OF_EVERY_CALL, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"}
-_OF_COMPLETIONS = {*_OF_EVERY_CALL, "prompt"}
+_COMMON_FIELDS = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
+_CHAT_FIELDS = {*_COMMON_FIELDS, "messages", "max_completion_tokens", "tools", "chat_template_kwargs"}
+_COMPLETION_FIELDS = {*_COMMON_FIELDS, "prompt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +46,17 @@ class EndpointSettings:
     port: int
     """Port of the endpoint; 0: any free port."""
     token: str | None = field(repr=False)
-    """Bearer token; None: no token is required, because only this machine reaches the endpoint."""
+    """Bearer token; None: none is required, because only this machine reaches the endpoint."""
     tokenizer: Any = field(repr=False)
     """Folder with the tokenizer, or the tokenizer that a script passed."""
 
-    def of_worker(self, index: int) -> EndpointSettings:
-        """Settings of the worker with this index; workers listen on consecutive ports."""
+    def for_worker(self, index: int) -> EndpointSettings:
+        """Give the worker with this index a port; workers listen on consecutive ports."""
         return replace(self, port=self.port + index) if self.port else self
 
 
 def make_endpoint_settings(config: EndpointConfig, tokenizer: Any) -> EndpointSettings | None:
-    """Settings of the endpoints from generation.endpoint; None: endpoints are not enabled."""
+    """Make the settings of endpoints from generation.endpoint; None: they are not enabled."""
     if not config.enabled:
         return None
     return EndpointSettings(host=config.host, port=config.port, token=read_token(), tokenizer=tokenizer)
@@ -67,25 +70,23 @@ class Endpoint:
         self._open: dict[str, Conversation] = {}
         self.tokenizer: Any = None
         """The model's tokenizer, from transformers; set by `start`."""
-        self._renderers: dict[str, PromptRenderer] = {}
-        """Renderer of each task whose agents have called."""
+        self._renderers: dict[str, PromptRenderer] = {}  # of each task whose agents have called
         self.port = 0
         """Port on which the endpoint listens; set by `start`."""
+        # Connections are aiohttp's protocols.
         self._busy: set[Any] = set()
-        """Connections with a request under way, as aiohttp's protocols."""
-        self._idle: dict[Any, float] = {}
-        """Connections without a request, each with the time at which it was first seen so."""
+        self._idle_since: dict[Any, float] = {}
 
     async def start(self) -> None:
         """Load the tokenizer and listen; SamplingError when the address cannot be used."""
         tokenizer = self._settings.tokenizer
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_access])
         for base in ("/v1", "/rollouts/{rollout}/v1"):
-            app.router.add_get(f"{base}/models", self._models)
-            app.router.add_post(f"{base}/chat/completions", partial(self._answered, known=_OF_CHAT))
-            app.router.add_post(f"{base}/completions", partial(self._answered, known=_OF_COMPLETIONS))
-        app.cleanup_ctx.append(self._closing_idle)
+            app.router.add_get(f"{base}/models", self._list_models)
+            app.router.add_post(f"{base}/chat/completions", partial(self._answer_call, accepted=_CHAT_FIELDS))
+            app.router.add_post(f"{base}/completions", partial(self._answer_call, accepted=_COMPLETION_FIELDS))
+        app.cleanup_ctx.append(self._close_idle_connections)
         self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
         site = web.TCPSite(self.runner, self._settings.host, self._settings.port)
@@ -96,84 +97,90 @@ class Endpoint:
             raise SamplingError(f"the endpoint cannot listen at {where}: {error.strerror or error}") from None
         self.port = self.runner.addresses[0][1]
 
-    def renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
-        """The renderer of a task's conversations."""
+    def get_renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
+        """Get the renderer of a task's conversations."""
         return self._renderers.setdefault(task, PromptRenderer(self.tokenizer, prompts))
 
     @contextmanager
-    def opened(self, conversation: Conversation) -> Iterator[ModelAccess]:
+    def open_rollout(self, conversation: Conversation) -> Iterator[ModelAccess]:
         """Open a rollout to an agent's calls while the body runs; yields its address."""
         name = secrets.token_urlsafe(16)
         self._open[name] = conversation
         try:
-            url = f"http://{_reached_at(self._settings.host)}:{self.port}/rollouts/{name}/v1"
+            url = f"http://{_make_url_host(self._settings.host)}:{self.port}/rollouts/{name}/v1"
             yield ModelAccess(url, self._settings.token or "none", MODEL)
         finally:
             del self._open[name]
             conversation.end()
 
-    async def _closing_idle(self, _: web.Application) -> AsyncIterator[None]:
-        """Close connections, while the server runs, that send no whole request in time, or are too many."""
-        closing = asyncio.create_task(self._close_idle())
+    async def _close_idle_connections(self, _: web.Application) -> AsyncIterator[None]:
+        """Close idle connections while the server runs."""
+        task = asyncio.create_task(self._watch_connections())
         yield
-        closing.cancel()
+        task.cancel()
 
-    async def _close_idle(self) -> None:
+    async def _watch_connections(self) -> None:
+        """Close connections that send no complete request in time, or are too many."""
         while True:
             await asyncio.sleep(REQUEST_S / 10)
             now = time.monotonic()
             server = self.runner.server
             connections = [] if server is None else server.connections
-            self._idle = {one: self._idle.get(one, now) for one in connections if one not in self._busy}
-            too_many = len(self._idle) - IDLE_CONNECTIONS
-            for number, (one, since) in enumerate(sorted(self._idle.items(), key=lambda item: item[1])):
-                if number < too_many or now - since >= REQUEST_S:
-                    one.force_close()
+            self._idle_since = {
+                connection: self._idle_since.get(connection, now)
+                for connection in connections
+                if connection not in self._busy
+            }
+            excess = len(self._idle_since) - IDLE_CONNECTIONS
+            oldest_first = sorted(self._idle_since.items(), key=lambda pair: pair[1])
+            for number, (connection, since) in enumerate(oldest_first):
+                if number < excess or now - since >= REQUEST_S:
+                    connection.force_close()
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-        self._idle.pop(request.protocol, None)
+    async def _check_access(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        self._idle_since.pop(request.protocol, None)
         self._busy.add(request.protocol)
         try:
             headers = {name.lower(): value for name, value in request.headers.items()}
-            refused = find_refusal(request.method, headers, self._settings.token, (self._settings.host,))
-            return await handler(request) if refused is None else _error(*refused)
+            refusal = find_refusal(request.method, headers, self._settings.token, (self._settings.host,))
+            return await handler(request) if refusal is None else _make_error(*refusal)
         except web.HTTPException as error:
-            return _error(error.status, error.reason)
+            return _make_error(error.status, error.reason)
         finally:
             self._busy.discard(request.protocol)
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
-    async def _answered(self, request: web.Request, known: set[str]) -> web.Response:
+    async def _answer_call(self, request: web.Request, accepted: set[str]) -> web.Response:
         name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""
         conversation = self._open.get(name)
         if conversation is None:
-            return _error(404, "no open rollout has this name; ask at the base URL that the agent was given")
+            return _make_error(404, "no open rollout has this name; ask at the base URL that the agent was given")
         try:
-            call = await _content(request)
-            _require_plain(call, known, conversation.settings)
+            call = await _read_json(request)
+            _require_valid_call(call, accepted, conversation.settings)
             limit = call.get("max_completion_tokens") or call.get("max_tokens")
-            if "messages" in known:
+            if "messages" in accepted:
                 variables = call.get("chat_template_kwargs")
                 output = await conversation.chat(call["messages"], call.get("tools"), limit, variables)
             else:
                 output = await conversation.complete(call["prompt"], limit)
-            return web.json_response(self._answer(output, call, conversation))
+            return web.json_response(self._make_answer(output, call, conversation))
         except web.HTTPException:
             raise
         except BadCallError as error:
-            return _error(400, str(error))
+            return _make_error(400, str(error))
         except Exception as error:  # noqa: BLE001 - the rollout fails with the error that the conversation keeps
-            return _error(500, str(error))
+            return _make_error(500, str(error))
 
-    def _answer(self, output: GenerationOutput, call: Any, conversation: Conversation) -> dict[str, Any]:
+    def _make_answer(self, output: GenerationOutput, call: Any, conversation: Conversation) -> dict[str, Any]:
         """Make the answer to a call, with the sampled token ids beside the text."""
         token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
         choice: dict[str, Any] = {"index": 0, "finish_reason": output.stop_reason, "token_ids": token_ids}
         if "messages" in call:
-            kind = "chat.completion"
+            object_name = "chat.completion"
             choice["message"] = {"role": "assistant", "content": output.text}
             if call.get("logprobs"):
                 texts = [self.tokenizer.decode([token]) for token in token_ids]
@@ -184,13 +191,13 @@ class Endpoint:
                     ]
                 }
         else:
-            kind = "text_completion"
+            object_name = "text_completion"
             choice["text"], choice["logprobs"] = output.text, {"token_logprobs": logprobs}
         sampled = len(token_ids)
         prompt = conversation.length - sampled
         return {
-            "id": f"{kind}-{len(conversation.outputs)}",
-            "object": kind,
+            "id": f"{object_name}-{len(conversation.outputs)}",
+            "object": object_name,
             "created": int(time.time()),
             "model": MODEL,
             "choices": [choice],
@@ -198,8 +205,8 @@ class Endpoint:
         }
 
 
-async def _content(request: web.Request) -> Any:
-    """The parsed body of a request.
+async def _read_json(request: web.Request) -> Any:
+    """Read and parse the body of a request.
 
     Raises:
         web.HTTPException: the body is too large, or is not complete in time.
@@ -218,37 +225,37 @@ async def _content(request: web.Request) -> Any:
         raise BadCallError(f"the request is not JSON: {error}") from None
 
 
-def _reached_at(host: str) -> str:
-    """Host for the URL of a server that listens on `host`."""
+def _make_url_host(host: str) -> str:
+    """Make the host in the URL of a server that listens on `host`."""
     if host in ("0.0.0.0", "::"):  # the server listens on all addresses of the machine
         host = find_node_address()
     return f"[{host}]" if ":" in host else host
 
 
-def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> None:
-    """Raise BadCallError for a malformed call, or one that asks for other sampling than the run's."""
+def _require_valid_call(call: Any, accepted: set[str], settings: SamplingSettings) -> None:
+    """Raise BadCallError if a call is malformed, or asks for other sampling than the run's."""
     if not isinstance(call, dict):
         raise BadCallError("the request is not a JSON object")
-    given = {name: value for name, value in call.items() if value is not None}
-    unknown = ", ".join(sorted(given.keys() - known))
+    fields = {name: value for name, value in call.items() if value is not None}
+    unknown = ", ".join(sorted(fields.keys() - accepted))
     if unknown:
         raise BadCallError(f"{unknown}: not accepted; the run's configuration (generation) decides how rollouts sample")
     for name, value in (("n", 1), ("stream", False), ("temperature", settings.temperature), ("top_p", settings.top_p)):
-        if name in given and given[name] != value:
-            raise BadCallError(f"{name}={given[name]}: every call of this run has {value}; leave it out")
+        if name in fields and fields[name] != value:
+            raise BadCallError(f"{name}={fields[name]}: every call of this run has {value}; leave it out")
     for name in ("max_tokens", "max_completion_tokens"):
-        if name in given and (type(given[name]) is not int or given[name] < 1):
-            raise BadCallError(f"{name}={given[name]}: give a number above 0")
-    if "messages" in known:
-        _require_chat(given)
-    elif not isinstance(given.get("prompt"), str) and not _are(int, given.get("prompt")):
+        if name in fields and (type(fields[name]) is not int or fields[name] < 1):
+            raise BadCallError(f"{name}={fields[name]}: give a number above 0")
+    if "messages" in accepted:
+        _require_valid_chat(fields)
+    elif not isinstance(fields.get("prompt"), str) and not _is_list_of(int, fields.get("prompt")):
         raise BadCallError("prompt: give a text or a list of token ids")
 
 
-def _require_chat(call: dict[str, Any]) -> None:
-    """Raise BadCallError for malformed messages, tools or variables of the chat template; nulls are left out."""
+def _require_valid_chat(call: dict[str, Any]) -> None:
+    """Raise BadCallError for malformed messages, tools or variables of the chat template."""
     for name in ("messages", "tools"):
-        if not _are(dict, call.get(name) or ([{}] if name == "tools" else None)):
+        if not _is_list_of(dict, call.get(name) or ([{}] if name == "tools" else None)):
             raise BadCallError(f"{name}: give a list of objects")
     for number, message in enumerate(call["messages"], start=1):
         if not isinstance(message.get("role"), str):
@@ -259,11 +266,11 @@ def _require_chat(call: dict[str, Any]) -> None:
         raise BadCallError(f"chat_template_kwargs: {text}")
 
 
-def _are(kind: type, values: Any) -> bool:
-    """Whether `values` is a non-empty list whose items all have this type."""
-    return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
+def _is_list_of(value_type: type, values: Any) -> bool:
+    """True for a non-empty list of values of this type."""
+    return isinstance(values, list) and bool(values) and all(type(value) is value_type for value in values)
 
 
-def _error(status: int, text: str) -> web.Response:
+def _make_error(status: int, text: str) -> web.Response:
     error = {"message": text, "type": "invalid_request_error", "code": status}
     return web.json_response({"error": error}, status=status)

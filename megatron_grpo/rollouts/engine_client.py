@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, groupby
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 from ray.exceptions import RayError
 
 from megatron_grpo.batch.generation_requests import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.cluster.actor_calls import call_actor, stream_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, is_lost, wrap_for_pickling
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.cluster.process_names import ENGINE_NAME
 from megatron_grpo.config.errors import EngineLostError, SamplingError
+from megatron_grpo.generation.engine_interface import Engine
 from megatron_grpo.rollouts.failures import RolloutFailure
 
 LOOK_S = 0.5
@@ -32,7 +34,7 @@ class _OpenRequest:
     call: str = ""
     """Name of the call in which the request was sent; empty: not sent yet."""
     index: int = 0
-    """Position of the request in the call in which it was sent."""
+    """Index of the request in this call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class EngineLoss:
     restarts: int
     """Number of earlier replacements of the engine."""
     reason: str
+    is_final: bool = False
+    """True if the engine is not replaced."""
 
 
 class EngineClient:
@@ -53,29 +57,28 @@ class EngineClient:
     def __init__(self, actor: Any, index: int, user: str) -> None:
         """
         Args:
-            actor: Ray actor with `generate` and `abort` (see `VllmEngine`).
+            actor: Ray actor (`Engine`).
             index: number of the engine, for messages.
             user: name of the calling process, which makes the names of its calls unique.
         """
         self.name, self.number = ENGINE_NAME(index), index
         self.load = 0
-        """Number of rollouts that are placed on this engine and still sampling."""
+        """Number of rollouts that are assigned to this engine and still sampling."""
         self.loss: EngineLoss | None = None
         """The current loss of the engine; None: it is not lost."""
+        self.losses: asyncio.Queue[EngineClient] = asyncio.Queue()
+        """Queue into which the client puts itself when its engine is lost; `Engines` gives its clients a common one."""
         self.restarts = 0
         """Number of replacements of the engine."""
-        self.since = 0.0
+        self.replaced_at = 0.0
         """Time of the last replacement, on the clock of the event loop."""
-        self.on_loss: Callable[[], None] = lambda: None
-        """Called when the engine is lost."""
         self._actor = actor
-        self._given_up: str | None = None
-        self._usable = asyncio.Event()
-        self._usable.set()
+        self._settled = asyncio.Event()  # not set while a lost engine may still be replaced
+        self._settled.set()
         self._look: asyncio.Task[None] | None = None
         self._calls = (f"{user}.{number}" for number in count())
-        self._leaving: list[_OpenRequest] = []
-        self._waiting: set[asyncio.Future[GenerationOutput]] = set()
+        self._unsent: list[_OpenRequest] = []
+        self._pending: set[asyncio.Future[GenerationOutput]] = set()
         self._aborted: list[_OpenRequest] = []
         self._streams: set[asyncio.Task[None]] = set()
 
@@ -84,62 +87,60 @@ class EngineClient:
 
         Raises:
             RolloutFailure: the engine ended this request without a response.
-            EngineLostError: the engine is lost; `replaced` waits for its replacement.
+            EngineLostError: the engine is lost; `wait_replaced` waits for its replacement.
             SamplingError: the engine failed, or is lost and not replaced.
         """
-        if self._given_up is not None:
-            raise SamplingError(self._given_up)
         if self.loss is not None:
-            raise EngineLostError(self.loss.reason)
+            raise SamplingError(self.loss.reason) if self.loss.is_final else EngineLostError(self.loss.reason)
         loop = asyncio.get_running_loop()
-        asked = _OpenRequest(request, settings, loop.create_future())
-        if not self._leaving:
+        open_request = _OpenRequest(request, settings, loop.create_future())
+        if not self._unsent:
             loop.call_soon(self._send)
-        self._leaving.append(asked)
-        self._waiting.add(asked.answer)
+        self._unsent.append(open_request)
+        self._pending.add(open_request.answer)
         try:
-            return await asked.answer
+            return await open_request.answer
         except asyncio.CancelledError:
-            self._abort(asked)
+            self._abort(open_request)
             raise
         finally:
-            self._waiting.discard(asked.answer)
+            self._pending.discard(open_request.answer)
 
     @property
-    def busy(self) -> bool:
-        """Whether a caller waits for a response."""
-        return bool(self._waiting)
+    def is_busy(self) -> bool:
+        """True while a caller waits for a response."""
+        return bool(self._pending)
 
     def lose(self, reason: str) -> None:
         """Mark the engine as lost: all waiting callers get an EngineLostError."""
         if self.loss is None:
             self.loss = EngineLoss(self.restarts, reason)
-            self._usable.clear()
-            _fail(self._waiting, EngineLostError(reason))
-            self.on_loss()
+            self._settled.clear()
+            _fail(self._pending, EngineLostError(reason))
+            self.losses.put_nowait(self)
 
     def replace(self, actor: Any) -> None:
-        """Use this actor from now on; callers that still wait for the previous one get an EngineLostError."""
+        """Use this actor from now on; callers of the previous one get an EngineLostError."""
         self._actor, self.loss = actor, None
         self.restarts += 1
-        self.since = asyncio.get_running_loop().time()
-        _fail(self._waiting, EngineLostError(f"{self.name} was replaced"))
-        self._usable.set()
+        self.replaced_at = asyncio.get_running_loop().time()
+        _fail(self._pending, EngineLostError(f"{self.name} was replaced"))
+        self._settled.set()
 
     def give_up(self, reason: str) -> None:
-        """Record that the engine is not replaced: callers get a SamplingError with this text from now on."""
-        self._given_up = reason
-        _fail(self._waiting, SamplingError(reason))
-        self._usable.set()
+        """Record that the engine is not replaced: callers get a SamplingError from now on."""
+        self.loss = EngineLoss(self.restarts, reason, is_final=True)
+        _fail(self._pending, SamplingError(reason))
+        self._settled.set()
 
-    async def replaced(self) -> None:
+    async def wait_replaced(self) -> None:
         """Wait until the engine is usable; SamplingError if it is not replaced."""
-        await self._usable.wait()
-        if self._given_up is not None:
-            raise SamplingError(self._given_up)
+        await self._settled.wait()
+        if self.loss is not None and self.loss.is_final:
+            raise SamplingError(self.loss.reason)
 
     async def is_lost(self) -> bool:
-        """Check whether an overdue engine is lost; an engine with a hanging process counts as lost."""
+        """Check whether an overdue engine is lost; one with a hanging process counts as lost."""
         if self.loss is None:
             if self._look is None or self._look.done():
                 self._look = asyncio.create_task(self._look_for_hanging())
@@ -153,48 +154,49 @@ class EngineClient:
             self.lose(f"generation: {self.name} did not answer in time{hanging}")
 
     def _send(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        leaving = [asked for asked in leaving if not asked.answer.done()]
-        for _, run in groupby(leaving, key=lambda asked: asked.settings):
+        unsent, self._unsent = self._unsent, []
+        unsent = [request for request in unsent if not request.answer.done()]
+        for _, run in groupby(unsent, key=lambda request: request.settings):
             stream = asyncio.create_task(self._stream(next(self._calls), list(run)))
             self._streams.add(stream)
             stream.add_done_callback(self._streams.discard)
 
-    async def _stream(self, call: str, asked: list[_OpenRequest]) -> None:
-        for index, one in enumerate(asked):
-            one.call, one.index = call, index
+    async def _stream(self, call: str, requests: list[_OpenRequest]) -> None:
+        """Send requests with the same settings in one call, and give each its answer."""
+        for index, request in enumerate(requests):
+            request.call, request.index = call, index
         restarts = self.restarts
         try:
-            requests = wrap_for_pickling([one.request for one in asked])
-            stream = self._actor.generate.options(num_returns="streaming").remote(requests, asked[0].settings, call)
+            message = wrap_for_pickling([request.request for request in requests])
+            stream = stream_actor(self._actor, Engine.generate, message, requests[0].settings, call)
             async for reference in stream:
                 for index, output in await reference:
-                    answer = asked[index].answer
+                    answer = requests[index].answer
                     if isinstance(output, str):
                         _fail([answer], RolloutFailure(output))
                     elif not answer.done():
                         answer.set_result(output)
         except RayError as error:
-            others = await asyncio.to_thread(report_hanging, [self.name])
-            reason = f"generation: {self.name} {explain_error(error)}{others}"
+            hanging = await asyncio.to_thread(report_hanging, [self.name])
+            reason = f"generation: {self.name} {explain_error(error)}{hanging}"
             if is_lost(error) and restarts == self.restarts:
                 self.lose(reason)
-            _fail((one.answer for one in asked), SamplingError(reason))
+            _fail((request.answer for request in requests), SamplingError(reason))
         finally:
             text = f"generation: {self.name} ended a call without an answer"
-            _fail((one.answer for one in asked), SamplingError(text))
+            _fail((request.answer for request in requests), SamplingError(text))
 
-    def _abort(self, asked: _OpenRequest) -> None:
-        if not asked.call:
+    def _abort(self, request: _OpenRequest) -> None:
+        if not request.call:
             return  # not sent yet: `_send` leaves it out
         if not self._aborted:
             asyncio.get_running_loop().call_soon(self._send_aborts)
-        self._aborted.append(asked)
+        self._aborted.append(request)
 
     def _send_aborts(self) -> None:
         aborted, self._aborted = self._aborted, []
-        for call, run in groupby(aborted, key=lambda asked: asked.call):
-            self._actor.abort.remote(call, [asked.index for asked in run])
+        for call, run in groupby(aborted, key=lambda request: request.call):
+            call_actor(self._actor, Engine.abort, call, [request.index for request in run])
 
 
 def _fail(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception) -> None:
@@ -205,75 +207,80 @@ def _fail(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception)
 
 
 class Engines:
-    """The engines of a rollout worker, and the placement of rollouts on them."""
+    """The engines of a rollout worker, and the assignment of rollouts to them."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.clients = list(clients)
-        self._changed = asyncio.Event()
+        self._losses: asyncio.Queue[EngineClient] = asyncio.Queue()
         for client in self.clients:
-            client.on_loss = self._changed.set
+            client.losses = self._losses
 
-    def by_number(self, number: int) -> EngineClient:
-        """The client of the engine with this number."""
+    def find(self, number: int) -> EngineClient:
+        """Find the client of the engine with this number."""
         return next(client for client in self.clients if client.number == number)
 
-    def place(self, sizes: Sequence[int]) -> list[EngineClient]:
-        """Choose an engine for each group of rollouts, so that loads become as equal as groups allow.
+    def assign(self, group_sizes: Sequence[int]) -> list[EngineClient]:
+        """Choose an engine for each group of rollouts, and count it in the engine's load.
 
-        A group stays on one engine, for the prefix cache, and neighbouring groups share an engine; among equally loaded
-        engines the first ones are filled first. Each client's `load` is increased by the rollouts placed on it.
+        Loads become as equal as groups allow. A group stays on one engine, for the prefix cache, and neighbouring
+        groups share an engine; among equally loaded engines the first ones are filled first.
 
         Args:
-            sizes: rollouts of each group.
+            group_sizes: rollouts of each group.
         """
         loads = [client.load for client in self.clients]
-        if len(sizes) == 1:
+        if len(group_sizes) == 1:
             client = self.clients[loads.index(min(loads))]
-            client.load += sizes[0]
+            client.load += group_sizes[0]
             return [client]
-        level = _water_level(loads, sum(sizes))
+        # Rollouts fill the engines' free capacity below a common level, one engine after the other; a group goes to the
+        # engine in whose capacity its middle lies.
+        level = _compute_water_level(loads, sum(group_sizes))
         ends = list(accumulate(max(0.0, level - load) for load in loads))
-        placed, begin = [], 0
-        for size in sizes:
+        assigned, begin = [], 0
+        for size in group_sizes:
             client = self.clients[min(bisect_left(ends, begin + size / 2), len(ends) - 1)]
             client.load += size
-            placed.append(client)
+            assigned.append(client)
             begin += size
-        return placed
+        return assigned
 
     async def lose_overdue(self, deadline_s: float) -> None:
-        """Mark engines as lost whose responses are overdue, counted from now or from the engine's replacement.
+        """Mark engines as lost whose responses are overdue, until it is cancelled.
 
-        Runs until it is cancelled. The stacks of overdue engines are read on a thread, because that takes seconds.
+        Args:
+            deadline_s: seconds for a response, counted from now or from the engine's replacement.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
             await asyncio.sleep(min(LOOK_S, deadline_s))
-            passed = loop.time() - deadline_s
-            slow = [client for client in self.clients if client.busy and max(began, client.since) <= passed]
+            limit = loop.time() - deadline_s
+            slow = [client for client in self.clients if client.is_busy and max(began, client.replaced_at) <= limit]
             if not slow:
                 continue
             restarts = [client.restarts for client in slow]
-            reason = str(
-                await asyncio.to_thread(build_overdue_error, "generation", [client.name for client in slow], deadline_s)
-            )
-            for client, before in zip(slow, restarts, strict=True):
-                if client.restarts == before:
+            names = [client.name for client in slow]
+            # On a thread, because reading the stacks of overdue engines takes seconds.
+            reason = str(await asyncio.to_thread(build_overdue_error, "generation", names, deadline_s))
+            for client, restarts_before in zip(slow, restarts, strict=True):
+                if client.restarts == restarts_before:
                     client.lose(reason)
 
-    async def losses(self) -> dict[int, EngineLoss]:
-        """Wait for a loss that was not returned before; returns all lost engines by number."""
+    async def wait_for_losses(self) -> dict[int, EngineLoss]:
+        """Wait for losses that were not returned before; returns them by number of the engine."""
         while True:
-            await self._changed.wait()
-            self._changed.clear()
-            found = {client.number: client.loss for client in self.clients if client.loss is not None}
-            if found:
-                return found
+            clients = [await self._losses.get()]
+            while not self._losses.empty():
+                clients.append(self._losses.get_nowait())
+            # A refit may have replaced an engine meanwhile.
+            losses = {client.number: client.loss for client in clients if client.loss is not None}
+            if losses:
+                return losses
 
 
-def _water_level(loads: Sequence[int], amount: int) -> float:
-    """Common level that the least loaded engines reach when `amount` rollouts are added to `loads` (water filling)."""
+def _compute_water_level(loads: Sequence[int], amount: int) -> float:
+    """Compute the level that `loads` reach when `amount` rollouts fill the lowest ones."""
     lowest: list[int] = []
     for load in sorted(loads):
         if lowest and (sum(lowest) + amount) / len(lowest) <= load:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayError
 
+from megatron_grpo.cluster.actor_calls import call_actor
 from megatron_grpo.cluster.futures import build_overdue_error, explain_error, wrap_for_pickling
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
@@ -37,11 +38,11 @@ class _Call:
     """Method of `EnvironmentWorker`."""
     arguments: tuple[Any, ...]
     answer: asyncio.Future[Any]
-    alone: bool = False
-    """Whether the call is sent by itself, as the last attempt."""
+    is_alone: bool = False
+    """True if the call is sent by itself, as the last attempt."""
 
     def settle(self, outcome: Any) -> None:
-        """Set the result or exception of the call, unless it is answered or its caller is cancelled."""
+        """Set the result or exception, unless the call is answered or its caller is cancelled."""
         if self.answer.done():
             return
         if isinstance(outcome, Exception):
@@ -58,39 +59,45 @@ class EnvironmentClient:
     """
 
     def __init__(self, handle: EnvironmentHandle) -> None:
-        self.multi_turn = self.agent = False
+        self.is_multi_turn = self.has_agent = False
         self.reads_token_ids = False
         self.remarks: list[str] = []
         """Replacements of processes and their reasons, for the log of the run."""
         self.leave_out_suspects, self.prompts = handle.config.leave_out_suspects, handle.settings.prompts
         self._handle = handle
         self._queue: deque[_Call] = deque()
-        self._work = asyncio.Event()
-        self._broken: SamplingError | None = None
+        self._has_work = asyncio.Event()
+        self._error: SamplingError | None = None  # set once a process could not be replaced
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Wait until every process is up; SamplingError if one does not start."""
         for process in await asyncio.gather(*map(self._wait_ready, self._handle.actors)):
-            self.multi_turn, self.agent = process.status.multi_turn, process.status.has_agent
+            self.is_multi_turn, self.has_agent = process.status.multi_turn, process.status.has_agent
             self.reads_token_ids = process.status.reads_token_ids
-            self._keep(self._serve(process))
+            self._start_task(self._serve(process))
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
         """Return the first state of a rollout; None in a single-turn environment."""
-        if not self.multi_turn:
+        if not self.is_multi_turn:
             return None
         return await self._ask_or_fail(EnvironmentWorker.reset, prompt, extra_env_info)
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn:
-        """Return the turn after a response, given its last token too; a single-turn environment ends the rollout."""
-        if not self.multi_turn:
+        """Return the turn after a response; a single-turn environment ends the rollout.
+
+        Args:
+            state: state after the last turn.
+            response: the model's text.
+            last_token: last token of the response.
+        """
+        if not self.is_multi_turn:
             return Turn()
         return await self._ask_or_fail(EnvironmentWorker.step, state, response, last_token)
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
-        """Run the environment's agent, with a process to itself, and return the state of the rollout."""
-        return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, alone=True)
+        """Run the agent, with a process to itself, and return the state of the rollout."""
+        return await self._ask_or_fail(EnvironmentWorker.act, prompt, extra_env_info, access, is_alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
         """Return for each sample a score, or the reason why a second attempt failed too.
@@ -105,7 +112,7 @@ class EnvironmentClient:
 
     async def _score_alone(self, request: EnvironmentRequest) -> Scored:
         try:
-            scored = await self._ask(EnvironmentWorker.score, [request], alone=True)
+            scored = await self._ask(EnvironmentWorker.score, [request], is_alone=True)
         except RolloutFailure as failure:
             return str(failure)
         return scored[0]
@@ -114,51 +121,55 @@ class EnvironmentClient:
         self,
         method: Callable[[EnvironmentWorker, *Arguments], Answer | str],
         *arguments: *Arguments,
-        alone: bool = False,
+        is_alone: bool = False,
     ) -> Answer:
+        """Return the answer to a call, after a second attempt alone; RolloutFailure if that fails too."""
         try:
-            answer = await self._ask(method, *arguments, alone=alone)
+            answer = await self._ask(method, *arguments, is_alone=is_alone)
         except RolloutFailure:
-            if alone:
+            if is_alone:
                 raise
-            answer = await self._ask(method, *arguments, alone=True)
+            answer = await self._ask(method, *arguments, is_alone=True)
         if isinstance(answer, str):
             raise RolloutFailure(answer)
         return answer
 
     async def _ask(
-        self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, alone: bool = False
+        self, method: Callable[[EnvironmentWorker, *Arguments], Answer], *arguments: *Arguments, is_alone: bool = False
     ) -> Answer:
-        """Return the answer to a call; RolloutFailure: its process was lost, perhaps because of a call sent with it."""
-        if self._broken is not None:
-            raise self._broken
-        call = _Call(method, arguments, asyncio.get_running_loop().create_future(), alone)
+        """Return the answer to a call; RolloutFailure if its process was lost.
+
+        A call that was sent with it may have caused that.
+        """
+        if self._error is not None:
+            raise self._error
+        call = _Call(method, arguments, asyncio.get_running_loop().create_future(), is_alone)
         self._queue.append(call)
-        self._work.set()
+        self._has_work.set()
         answer: Answer = await call.answer
         return answer
 
-    def _take(self) -> list[_Call]:
-        """Take the next calls for one process: its share of the queue, or a single call that must be sent by itself."""
+    def _take_calls(self) -> list[_Call]:
+        """Take a process's share of the queue, or one call that must be sent by itself."""
         while self._queue and self._queue[0].answer.done():
             self._queue.popleft()  # its caller is cancelled
-        taken: list[_Call] = []
+        calls: list[_Call] = []
         share = -(-len(self._queue) // len(self._handle.actors))
-        while self._queue and len(taken) < share and not (taken and self._queue[0].alone):
-            taken.append(self._queue.popleft())
-            if taken[-1].alone:
+        while self._queue and len(calls) < share and not (calls and self._queue[0].is_alone):
+            calls.append(self._queue.popleft())
+            if calls[-1].is_alone:
                 break
         if not self._queue:
-            self._work.clear()
-        return taken
+            self._has_work.clear()
+        return calls
 
     async def _serve(self, process: EnvironmentProcess) -> None:
         """Send calls to one process, and replace it when it fails."""
         calls: list[_Call] = []
         try:
             while True:
-                await self._work.wait()
-                calls = self._take()
+                await self._has_work.wait()
+                calls = self._take_calls()
                 reason = await self._run(process, calls) if calls else None
                 if reason is not None:
                     process.kill()
@@ -167,26 +178,26 @@ class EnvironmentClient:
                     process = await self._wait_ready(self._handle.spawn())
         except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
-            broken = error if isinstance(error, SamplingError) else SamplingError(text)
-            self._broken = broken
+            sampling_error = error if isinstance(error, SamplingError) else SamplingError(text)
+            self._error = sampling_error
             for call in [*calls, *self._queue]:
-                call.settle(broken)
+                call.settle(sampling_error)
 
     async def _run(self, process: EnvironmentProcess, calls: list[_Call]) -> str | None:
-        """Send calls to a process; None: it answered; else the reason why it did not."""
+        """Send calls to a process; returns the reason why it did not answer, or None."""
         name, timeout_s, pid = self._handle.name, self._handle.config.timeout_s, process.status.pid
+        process_name = f"environment {name} worker {pid}"
         jobs = wrap_for_pickling([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):
-                answers = await process.actor.run.remote(jobs)
+                answers = await call_actor(process.actor, EnvironmentWorker.run, jobs)
         except TimeoutError:
-            who = f"environment {name} worker {pid}"
-            late = await asyncio.to_thread(build_overdue_error, "scoring", [who], timeout_s)
-            logger.warning("%s", late)
-            self.remarks.append(f"{late}; another process takes its place")
+            error_text = await asyncio.to_thread(build_overdue_error, "scoring", [process_name], timeout_s)
+            logger.warning("%s", error_text)
+            self.remarks.append(f"{error_text}; another process takes its place")
             return f"environment {name}: no answer within env.{name}.timeout_s={timeout_s:g} s"
         except RayActorError:
-            self.remarks.append(f"environment {name} worker {pid} ended; another process takes its place")
+            self.remarks.append(f"{process_name} ended; another process takes its place")
             return f"environment {name}: its process ended over this response"
         except RayError as error:  # for example an answer that cannot be pickled, or a lack of memory
             return f"environment {name}: its process {explain_error(error)}"
@@ -195,11 +206,10 @@ class EnvironmentClient:
         return None
 
     async def _wait_ready(self, actor: Any) -> EnvironmentProcess:
-        """Wait until a process is up."""
         name = self._handle.name
         try:
             async with asyncio.timeout(STARTUP_S):
-                status: EnvironmentStatus = await actor.start.remote()
+                status: EnvironmentStatus = await call_actor(actor, EnvironmentWorker.start)
         except TimeoutError:
             text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
             raise SamplingError(text) from None
@@ -207,7 +217,7 @@ class EnvironmentClient:
             raise SamplingError(f"environment {name}: a process {explain_error(error)} as it started") from error
         return EnvironmentProcess(actor, status)
 
-    def _keep(self, work: Any) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop itself holds tasks only weakly
         task.add_done_callback(self._tasks.discard)

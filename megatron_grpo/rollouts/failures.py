@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_grpo.batch.trajectory import Outcome
 from megatron_grpo.config.errors import SamplingError
 
-REASONS_SHOWN = 3
+LISTED_REASONS = 3
 
 
 class RolloutFailure(Exception):  # noqa: N818 - a status of a rollout, not an error of the run
@@ -16,8 +16,8 @@ class RolloutFailure(Exception):  # noqa: N818 - a status of a rollout, not an e
 
 
 def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float) -> None:
-    """Raise SamplingError with the reasons if more than this fraction of rollouts failed."""
-    failed = [one for one in outcomes if one.failure is not None]
+    """Raise SamplingError with the reasons if more rollouts than this fraction failed."""
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if len(failed) <= max_failed_fraction * len(outcomes):
         return
     raise SamplingError(
@@ -27,10 +27,10 @@ def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float
 
 
 def describe_failures(failed: Sequence[Outcome]) -> str:
-    """Reasons why rollouts failed, most frequent first, each with the data row of one example."""
+    """List the most frequent reasons, each with the data row of one example."""
     rows: dict[str, int] = {}
-    for one in failed:
-        rows.setdefault(str(one.failure), one.prompt_idx)
-    counted = Counter(str(one.failure) for one in failed).most_common()
-    shown = "; ".join(f"{count} x {reason}, row {rows[reason]}" for reason, count in counted[:REASONS_SHOWN])
-    return shown + (f"; and {len(counted) - REASONS_SHOWN} other reasons" if len(counted) > REASONS_SHOWN else "")
+    for outcome in failed:
+        rows.setdefault(str(outcome.failure), outcome.prompt_idx)
+    reasons = Counter(str(outcome.failure) for outcome in failed).most_common()
+    text = "; ".join(f"{count} x {reason}, row {rows[reason]}" for reason, count in reasons[:LISTED_REASONS])
+    return text + (f"; and {len(reasons) - LISTED_REASONS} other reasons" if len(reasons) > LISTED_REASONS else "")

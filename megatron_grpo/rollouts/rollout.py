@@ -25,8 +25,7 @@ from megatron_grpo.rollouts.rollout_settings import RolloutSettings, compute_sam
 
 ATTEMPTS = 2
 """Attempts at a rollout, and at scoring it."""
-_USUAL_SHARE = 0.25
-"""Share of the median length of a group, below which a rewarded response is unusually short."""
+_SHORT_SHARE = 0.25  # of the median length of a group, below which a rewarded response is unusually short
 
 
 class GroupRollout:
@@ -39,7 +38,7 @@ class GroupRollout:
         settings: RolloutSettings,
         engines: Engines,
         environment: EnvironmentClient,
-        agents: Endpoint | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
         """
         Args:
@@ -48,25 +47,28 @@ class GroupRollout:
             settings: samples of the prompt, sampling settings, seeds and deadlines.
             engines: the worker's engines, from which a second attempt gets another one.
             environment: environment of the prompt's task.
-            agents: endpoint at which the environment's agent calls the model; None: the environment has no agent.
+            endpoint: endpoint at which the environment's agent calls the model; None: the environment has no agent.
         """
         self._group, self._datum, self._settings = group, datum, settings
-        self._engines, self._environment, self._agents = engines, environment, agents
+        self._engines, self._environment, self._endpoint = engines, environment, endpoint
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
         self._prompt_ids = np.array(ids, dtype=np.int32)
+        # Each sample with the state of the environment after the last turn.
         self._sampled: list[tuple[Trajectory, Any]] = []
-        """Each sample with the state of the environment after the last turn."""
         self._deadline = 0.0
 
     async def sample(self, engine: EngineClient) -> None:
-        """Run the turns of every sample, first on this engine, whose load already includes these samples.
+        """Run the turns of every sample, first on this engine.
+
+        Args:
+            engine: engine whose load already includes these samples.
 
         Raises:
             SamplingError: an engine failed.
         """
         self._deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
         samples = [
-            asyncio.create_task(self._one(number, engine)) for number in range(self._settings.samples_per_prompt)
+            asyncio.create_task(self._run_sample(number, engine)) for number in range(self._settings.samples_per_prompt)
         ]
         try:
             self._sampled = await asyncio.gather(*samples)
@@ -81,31 +83,31 @@ class GroupRollout:
         Raises:
             SamplingError: a process of the environment could not be replaced.
         """
-        whole = [(one, state) for one, state in self._sampled if one.failure is None]
-        if whole:
-            for (one, _), scored in zip(whole, await self._scored(whole), strict=True):
+        sampled = [(trajectory, state) for trajectory, state in self._sampled if trajectory.failure is None]
+        if sampled:
+            for (trajectory, _), scored in zip(sampled, await self._request_scores(sampled), strict=True):
                 if isinstance(scored, str):
-                    _fail(one, scored)
+                    _fail(trajectory, scored)
                 else:
-                    one.reward, one.correct = scored.reward, scored.correct
-                    one.reward_parts, one.reward_errors = scored.parts, scored.errors
-                    one.reward_metrics, one.notes = scored.metrics, scored.notes
-            judge([one for one, _ in whole], self._environment.leave_out_suspects)
-        return [one for one, _ in self._sampled]
+                    trajectory.reward, trajectory.correct = scored.reward, scored.correct
+                    trajectory.reward_parts, trajectory.reward_errors = scored.parts, scored.errors
+                    trajectory.reward_metrics, trajectory.notes = scored.metrics, scored.notes
+            flag_suspicious([trajectory for trajectory, _ in sampled], self._environment.leave_out_suspects)
+        return [trajectory for trajectory, _ in self._sampled]
 
-    async def _scored(self, samples: list[tuple[Trajectory, Any]]) -> list[Scored]:
-        wants_ids = self._environment.reads_token_ids
+    async def _request_scores(self, sampled: list[tuple[Trajectory, Any]]) -> list[Scored]:
+        needs_ids = self._environment.reads_token_ids
         requests = [
             EnvironmentRequest(
                 prompt=self._datum["prompt"],
-                response=one.response,
-                stop_reason=one.stop_reason,
+                response=trajectory.response,
+                stop_reason=trajectory.stop_reason,
                 extra_env_info=self._datum["extra_env_info"],
                 state=state,
-                response_ids=one.response_ids if wants_ids else None,
+                response_ids=trajectory.response_ids if needs_ids else None,
                 trainer_state=self._settings.trainer_state,
             )
-            for one, state in samples
+            for trajectory, state in sampled
         ]
         deadline = self._deadline
         for _ in range(ATTEMPTS):
@@ -115,44 +117,45 @@ class GroupRollout:
             except TimeoutError:
                 deadline = asyncio.get_running_loop().time() + self._settings.timeout_s
         task, limit = self._datum["task_name"], self._settings.timeout_s
-        return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(samples)
+        return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(sampled)
 
-    async def _one(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
+    async def _run_sample(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample; if it fails, try again with equal seeds."""
-        reason = ""
+        timeout_s, reason = self._settings.timeout_s, ""
         try:
             for attempt in range(ATTEMPTS):
                 if attempt:
-                    # Place before releasing the failed engine's load: otherwise a stuck engine would look idle.
-                    failed_on, (engine,) = engine, self._engines.place([1])
-                    failed_on.load -= 1
+                    # The next engine is picked before the failed engine's load is lowered: otherwise a stuck engine
+                    # would look idle, and would be picked again.
+                    failed_engine, (engine,) = engine, self._engines.assign([1])
+                    failed_engine.load -= 1
                 try:
                     return await self._attempt(sample, engine)
                 except TimeoutError:
-                    reason = f"{engine.name} did not finish it within rollouts.timeout_s={self._settings.timeout_s:g} s"
+                    reason = f"{engine.name} did not finish it within rollouts.timeout_s={timeout_s:g} s"
                 except RolloutFailure as failure:
                     reason = str(failure)
         finally:
             engine.load -= 1
-        failed = self._trajectory(sample, [self._prompt_ids], [], "stop")
-        _fail(failed, reason)
-        return failed, None
+        trajectory = self._make_trajectory(sample, [self._prompt_ids], [], "stop")
+        _fail(trajectory, reason)
+        return trajectory, None
 
     async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
-        """Make one attempt at a sample; it starts over, with equal seeds, whenever the engine is replaced."""
-        turns = self._turns_of_environment if self._agents is None else self._turns_of_agent
+        """Attempt a sample once; it starts over, with equal seeds, when the engine is replaced."""
+        run_turns = self._run_turns if self._endpoint is None else self._run_agent
         while True:
             try:
                 async with asyncio.timeout(self._settings.timeout_s):
-                    return await turns(sample, engine)
+                    return await run_turns(sample, engine)
             except TimeoutError:
                 if not await engine.is_lost():
                     raise
             except EngineLostError:
                 pass
-            await engine.replaced()
+            await engine.wait_replaced()
 
-    async def _turns_of_environment(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
+    async def _run_turns(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample in which the environment answers the responses."""
         datum, settings = self._datum, self._settings
         state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
@@ -160,8 +163,8 @@ class GroupRollout:
         outputs: list[GenerationOutput] = []
         while True:
             request = GenerationRequest(
-                prompt_ids=_joined(pieces),
-                seed=self._seed(sample, len(outputs)),
+                prompt_ids=_concatenate(pieces),
+                seed=self._compute_seed(sample, len(outputs)),
                 max_new_tokens=settings.max_total_sequence_length - length,
             )
             output = await engine.generate(request, settings.sampling)
@@ -170,50 +173,59 @@ class GroupRollout:
             state = turn.state
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
-            full = not turn.done and length >= settings.max_total_sequence_length
-            stop_reason: StopReason = "length" if full else output.stop_reason
+            is_full = not turn.done and length >= settings.max_total_sequence_length
+            stop_reason: StopReason = "length" if is_full else output.stop_reason
             if turn.done or stop_reason == "length" or len(outputs) == settings.max_turns:
-                return self._trajectory(sample, pieces, outputs, stop_reason), state
+                return self._make_trajectory(sample, pieces, outputs, stop_reason), state
             pieces.append(turn.observation)
 
-    async def _turns_of_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
+    async def _run_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """Run one sample in which the environment's agent calls the model."""
         datum, settings = self._datum, self._settings
-        assert self._agents is not None
-        talk = Conversation(
+        assert self._endpoint is not None
+        conversation = Conversation(
             engine,
             settings.sampling,
-            self._agents.renderer(datum["task_name"], self._environment.prompts),
-            lambda turn: self._seed(sample, turn),
+            self._endpoint.get_renderer(datum["task_name"], self._environment.prompts),
+            lambda turn: self._compute_seed(sample, turn),
             settings.max_total_sequence_length,
         )
-        with self._agents.opened(talk) as access:
+        with self._endpoint.open_rollout(conversation) as access:
             try:
                 state = await self._environment.act(datum["prompt"], datum["extra_env_info"], access)
             except RolloutFailure as failure:
-                raise talk.failure or failure from None
-        if talk.failure is not None:  # the agent swallowed the failure, so its result is discarded
-            raise talk.failure
-        if not talk.outputs:
+                raise conversation.failure or failure from None
+        if conversation.failure is not None:  # the agent swallowed the failure, so its result is discarded
+            raise conversation.failure
+        if not conversation.outputs:
             raise RolloutFailure(f"environment {datum['task_name']}: its agent ended without asking the model")
-        return self._trajectory(sample, talk.pieces, talk.outputs, talk.outputs[-1].stop_reason), state
+        outputs = conversation.outputs
+        return self._make_trajectory(sample, conversation.pieces, outputs, outputs[-1].stop_reason), state
 
-    def _seed(self, sample: int, turn: int) -> int:
-        return compute_sample_seed(self._settings.run_seed, self._settings.step, self._datum["idx"], sample, turn)
+    def _compute_seed(self, sample: int, turn: int) -> int:
+        settings = self._settings
+        return compute_sample_seed(settings.run_seed, settings.step, self._datum["idx"], sample, turn)
 
-    def _trajectory(
+    def _make_trajectory(
         self,
         sample: int,
         pieces: list[NDArray[np.int32]],
         outputs: list[GenerationOutput],
         stop_reason: StopReason,
     ) -> Trajectory:
-        """Make a trajectory of alternating given and sampled pieces ([tokens] each, int32); `outputs`: sampled ones."""
+        """Make a trajectory of alternating context and sampled pieces.
+
+        Args:
+            sample: number of the sample in its group.
+            pieces: token ids of prompt or observation and of responses in turn, [tokens] each, int32.
+            outputs: the responses.
+            stop_reason: why the last response ended.
+        """
         spans: list[Span] = []
         routed: NDArray[Any] | None = None
         start = 0
-        for given, output in zip(pieces[::2], outputs, strict=False):
-            start += len(given)
+        for context, output in zip(pieces[::2], outputs, strict=False):
+            start += len(context)
             spans += [Span(start + span.start, start + span.end, span.version) for span in output.spans]
             start += len(output.token_ids)
             if routed is None or output.routed is None:
@@ -224,9 +236,9 @@ class GroupRollout:
             prompt_idx=self._datum["idx"],
             group=self._group,
             sample=sample,
-            token_ids=_joined(pieces),
+            token_ids=_concatenate(pieces),
             spans=spans,
-            logprobs=_joined([output.logprobs for output in outputs] or [np.empty(0, dtype=np.float32)]),
+            logprobs=_concatenate([output.logprobs for output in outputs] or [np.empty(0, dtype=np.float32)]),
             response="".join(output.text for output in outputs),
             stop_reason=stop_reason,
             loss_multiplier=self._datum["loss_multiplier"],
@@ -239,32 +251,33 @@ def _fail(trajectory: Trajectory, reason: str) -> None:
     trajectory.failure, trajectory.reward, trajectory.correct, trajectory.reward_parts = reason, None, None, {}
 
 
-def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
-    """Concatenate arrays [tokens] of one dtype; a single array is not copied."""
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+def _concatenate(pieces: list[NDArray[Any]]) -> NDArray[Any]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)  # a single piece is not copied
 
 
-def judge(group: Sequence[Trajectory], leave_out: Collection[str]) -> None:
-    """Add the figure of unusually short responses to a scored group, and take the rewards of suspect responses away.
+def flag_suspicious(group: Sequence[Trajectory], leave_out: Collection[str]) -> None:
+    """Flag rewarded responses far shorter than the group's median; remove suspect rewards.
 
     A response without a reward is in no baseline and not in the loss. It counts as incorrect: nothing shows that it is
     right.
 
     Args:
-        group: the samples of one prompt, scored; those without a reward, such as failed ones, are not judged.
+        group: the samples of one prompt, scored; those without a reward, such as failed ones, are not flagged.
         leave_out: names of figures (without suspect/); responses with one of these above 0 lose their reward.
     """
-    scored = [(one, one.reward) for one in group if one.reward is not None]
+    scored = [(trajectory, trajectory.reward) for trajectory in group if trajectory.reward is not None]
     if len(scored) >= LEAST_COMPARED:
-        usual = median(one.response_tokens for one, _ in scored)
+        median_tokens = median(trajectory.response_tokens for trajectory, _ in scored)
         mean = fmean(reward for _, reward in scored)
-        for one, reward in scored:
-            is_rewarded = reward > mean if one.correct is None else one.correct
-            is_short = is_rewarded and one.response_tokens < _USUAL_SHARE * usual
-            one.reward_metrics = one.reward_metrics | {SUSPECT_PREFIX + UNUSUALLY_SHORT: float(is_short)}
-    for one, reward in scored if leave_out else ():
-        found = [name for name in list_suspicions(one.reward_metrics) if name in leave_out]
-        one.reward_metrics = one.reward_metrics | {REWARD_REMOVED: float(bool(found))}
-        if found:
-            one.notes = one.notes | {"left out": f"suspect by {', '.join(found)}; its reward was {reward:g}"}
-            one.reward, one.reward_parts, one.correct = None, {}, None if one.correct is None else False
+        for trajectory, reward in scored:
+            is_rewarded = reward > mean if trajectory.correct is None else trajectory.correct
+            is_short = is_rewarded and trajectory.response_tokens < _SHORT_SHARE * median_tokens
+            trajectory.reward_metrics = trajectory.reward_metrics | {SUSPECT_PREFIX + UNUSUALLY_SHORT: float(is_short)}
+    for trajectory, reward in scored if leave_out else ():
+        suspicions = [name for name in list_suspicions(trajectory.reward_metrics) if name in leave_out]
+        trajectory.reward_metrics = trajectory.reward_metrics | {REWARD_REMOVED: float(bool(suspicions))}
+        if suspicions:
+            note = f"suspect by {', '.join(suspicions)}; its reward was {reward:g}"
+            trajectory.notes = trajectory.notes | {"left out": note}
+            trajectory.reward, trajectory.reward_parts = None, {}
+            trajectory.correct = None if trajectory.correct is None else False

@@ -1,4 +1,4 @@
-"""Metrics of a set of outcomes: reward, length, truncation, comparison within groups, rewards by function, age."""
+"""Metrics of a set of outcomes: rewards, lengths, comparison within groups, age."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ from megatron_grpo.config.metric_names import TASK_METRICS
 
 
 def compute_rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Reward, accuracy and length statistics of a set of outcomes.
+    """Compute reward, accuracy and length statistics.
 
     reward and accuracy are means over the responses that have one, and are left out if none has.
     """
-    rewards = [one.reward for one in outcomes if one.reward is not None]
-    judged = [one.correct for one in outcomes if one.correct is not None]
+    rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+    correct = [outcome.correct for outcome in outcomes if outcome.correct is not None]
     lengths = [float(outcome.response_tokens) for outcome in outcomes]
     return {
         **({"reward": fmean(rewards)} if rewards else {}),
-        **({"accuracy": fmean(judged)} if judged else {}),
+        **({"accuracy": fmean(correct)} if correct else {}),
         "response_length": fmean(lengths),
         "response_length_max": max(lengths),
         "truncation_rate": fmean(outcome.truncated for outcome in outcomes),
-        "weight_version": float(max(one.version for one in outcomes)),
+        "weight_version": float(max(outcome.version for outcome in outcomes)),
     }
 
 
 def compute_task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[str, float]:
-    """task_reward/NAME, task_accuracy/NAME and task_response_length/NAME: means over the responses of one environment.
+    """Compute task_reward/NAME, task_accuracy/NAME and task_response_length/NAME.
 
-    Empty if `tasks`, the names of the run's environments, has only one name.
+    They are means over the responses of one environment; there are none if `tasks`, the names of the run's
+    environments, has only one name.
     """
     metrics: dict[str, float] = {}
     for task in tasks if len(tasks) > 1 else ():
-        own = [one for one in outcomes if one.task_name == task]
-        measured = compute_rollout_metrics(own) if own else {}
-        metrics |= {f"task_{name}/{task}": measured[name] for name in TASK_METRICS if name in measured}
+        of_task = [outcome for outcome in outcomes if outcome.task_name == task]
+        task_metrics = compute_rollout_metrics(of_task) if of_task else {}
+        metrics |= {f"task_{name}/{task}": task_metrics[name] for name in TASK_METRICS if name in task_metrics}
     return metrics
 
 
 def compute_length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Percentiles of the response length in tokens, linearly interpolated, and the share of untruncated responses."""
+    """Compute percentiles of the response length, and the share of untruncated responses."""
     lengths = torch.tensor([float(outcome.response_tokens) for outcome in outcomes])
+    # Percentiles are in tokens, linearly interpolated.
     metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in (50, 90, 99)}
     metrics["natural_termination_rate"] = fmean(not outcome.truncated for outcome in outcomes)
     return metrics
 
 
 def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
-    """Metrics that compare the samples of a prompt, which are neighbours in `outcomes`.
+    """Compare the samples of each prompt, which are neighbours in `outcomes`.
 
     Returns:
         reward_std: mean of the groups' standard deviations (divisor n - 1), as in TRL; with one sample per prompt, the
@@ -64,30 +66,32 @@ def compute_group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) 
     """
     starts = range(0, len(outcomes), samples_per_prompt)
     groups = [outcomes[start : start + samples_per_prompt] for start in starts]
-    by_group = [[one.reward for one in group if one.reward is not None] for group in groups]
+    by_group = [[outcome.reward for outcome in group if outcome.reward is not None] for group in groups]
     if samples_per_prompt == 1:
         by_group = [[reward for rewards in by_group for reward in rewards]]
     # stdev is exact but slow, so it is computed once per distinct multiset of rewards.
-    known = {rewards: stdev(rewards) for rewards in {tuple(sorted(one)) for one in by_group if len(one) > 1}}
-    deviations = [known[tuple(sorted(one))] for one in by_group if len(one) > 1]
+    multisets = [tuple(sorted(rewards)) for rewards in by_group if len(rewards) > 1]
+    deviation_of = {rewards: stdev(rewards) for rewards in set(multisets)}
+    deviations = [deviation_of[rewards] for rewards in multisets]
     metrics = {"reward_std": fmean(deviations)} if deviations else {}
-    judged = [group for group in groups if all(one.correct is not None for one in group)]
-    right = [sum(bool(one.correct) for one in group) for group in judged]
-    if not right:
+    judged = [group for group in groups if all(outcome.correct is not None for outcome in group)]
+    counts = [sum(bool(outcome.correct) for outcome in group) for group in judged]
+    if not counts:
         return metrics
     return metrics | {
-        "groups_all_wrong": fmean(count == 0 for count in right),
-        "groups_mixed": fmean(0 < count < samples_per_prompt for count in right),
-        "groups_all_right": fmean(count == samples_per_prompt for count in right),
+        "groups_all_wrong": fmean(count == 0 for count in counts),
+        "groups_mixed": fmean(0 < count < samples_per_prompt for count in counts),
+        "groups_all_right": fmean(count == samples_per_prompt for count in counts),
     }
 
 
 def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) of each function's rewards.
+    """Compute reward/NAME and reward_std/NAME of each reward function.
 
-    With reward functions also unscored_rate, the share of responses that no function scored; with failures that
-    env.NAME.on_reward_error=none ignores also reward_errors, their number. Figures that environments report are
-    env/NAME or suspect/NAME, and means over the responses that have them; of very many, only the first MOST_FIGURES.
+    They are the mean and the standard deviation (divisor n - 1) of its rewards. With reward functions also
+    unscored_rate, the share of responses that no function scored; with failures that env.NAME.on_reward_error=none
+    ignores also reward_errors, their number. Figures that environments report are env/NAME or suspect/NAME, and means
+    over the responses that have them; of very many, only the first MAX_METRICS.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     reported: defaultdict[str, list[float]] = defaultdict(list)
@@ -99,15 +103,15 @@ def compute_reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, fl
     unscored = fmean(outcome.is_unscored for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
-    left_out = {*islice(filter(is_environment_metric, reported), MAX_METRICS, None)}
-    figures = {name: fmean(values) for name, values in reported.items() if name not in left_out}
+    omitted = {*islice(filter(is_environment_metric, reported), MAX_METRICS, None)}
+    figures = {name: fmean(values) for name, values in reported.items() if name not in omitted}
     errors = sum(outcome.reward_errors for outcome in outcomes)
     counted = {"reward_errors": float(errors)} if errors else {}
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
 
 
 def compute_age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
-    """Age of trajectories when a step takes them, and number of weight versions from which each was sampled.
+    """Compute the age of trajectories, and the number of weight versions of each.
 
     Args:
         outcomes: outcomes that the step trains on; failed rollouts without a token do not count.
@@ -117,9 +121,9 @@ def compute_age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, 
         trajectory_age and trajectory_age_max: steps since the weights of a trajectory's oldest token;
         trajectory_versions and trajectory_versions_max. All 0 without a token.
     """
-    drawn = [one for one in outcomes if one.versions]
-    ages = [float(version - one.oldest_version) for one in drawn] or [0.0]
-    versions = [float(one.versions) for one in drawn] or [0.0]
+    sampled = [outcome for outcome in outcomes if outcome.versions]
+    ages = [float(version - outcome.oldest_version) for outcome in sampled] or [0.0]
+    versions = [float(outcome.versions) for outcome in sampled] or [0.0]
     return {
         "trajectory_age": fmean(ages),
         "trajectory_age_max": max(ages),

@@ -12,7 +12,18 @@ from megatron_grpo.data.scores import TrainerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """The common settings of the rollouts of one generation batch."""
+    """The common settings of the rollouts of one generation batch.
+
+    Example:
+        RolloutSettings(
+            samples_per_prompt=8,
+            sampling=SamplingSettings(max_new_tokens=512, temperature=1.0),
+            run_seed=42,
+            step=7,
+            max_total_sequence_length=1024,
+            timeout_s=600.0,
+        )
+    """
 
     samples_per_prompt: int
     sampling: SamplingSettings
@@ -30,10 +41,9 @@ class RolloutSettings:
 
 
 def compute_sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
-    """Seed of one response, which depends only on its identity, so that a resume or another layout draws equal tokens.
+    """Compute the seed of one response, in [0, 2^62).
 
-    Returns:
-        An integer in [0, 2^62).
+    It depends only on the response's identity, so that a resume or another layout draws equal tokens.
     """
     identity = struct.pack("<4q", run_seed, step, prompt_idx, sample) + (struct.pack("<q", turn) if turn else b"")
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 2

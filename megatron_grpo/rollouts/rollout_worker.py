@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.batch.rollout_files import StepFacts, StepRecord
+from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
@@ -14,12 +20,15 @@ from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.environments.environment_processes import EnvironmentHandle
 from megatron_grpo.generation.vllm_requests import iterate_finished
+from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.rollouts.engine_client import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
+from megatron_grpo.rollouts.partitions import TokenFunction, build_partitions, compute_over_tokens
 from megatron_grpo.rollouts.rollout import GroupRollout
+from megatron_grpo.rollouts.rollout_dump import dump_rollouts, load_rollouts
 from megatron_grpo.rollouts.rollout_settings import RolloutSettings
-from megatron_grpo.rollouts.shards import Collected, collected
+from megatron_grpo.rollouts.stored_groups import PackedGroups, store_groups
 
 
 class RolloutWorker:
@@ -34,19 +43,26 @@ class RolloutWorker:
         generation_timeout_s: float,
         endpoint: EndpointSettings | None,
     ) -> None:
-        """`engines` and `environments`: this worker's share, by number and by task name (`RolloutWorkers.start`)."""
+        """
+        Args:
+            index: number of the worker.
+            engines: its engines, by number.
+            environments: its processes of each environment, by task name.
+            generation_timeout_s: deadline of a response.
+            endpoint: settings of its endpoint for agents; None: there is none.
+        """
         begin_process_log(WORKER_NAME(index))
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, n, f"worker{index}") for n, actor in engines.items()])
         self._environments = {name: EnvironmentClient(handle) for name, handle in environments.items()}
         self._endpoint = None if endpoint is None else Endpoint(endpoint)
-        self._generated: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._sampled: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)  # by number of the batch
+        # Complete groups, by numbers of batch and prompt, until `hand_over` takes them.
         self._complete: dict[tuple[int, int], list[Trajectory]] = {}
-        """Complete groups, by numbers of batch and prompt, until `hand_over` takes them."""
 
     @phase("start")
-    async def ready(self) -> None:
-        """Wait until the processes of every environment are up; SamplingError if one does not start."""
+    async def start(self) -> None:
+        """Wait until every environment is up; SamplingError if a process does not start."""
         await asyncio.gather(*(client.start() for client in self._environments.values()))
         if self._endpoint is not None:
             await self._endpoint.start()
@@ -54,12 +70,12 @@ class RolloutWorker:
     async def collect(
         self, batch: int, settings: RolloutSettings, prompts: list[tuple[int, DatumSpec]]
     ) -> AsyncIterator[list[int]]:
-        """Sample and score responses to prompts; each group is kept here until `hand_over` takes it.
+        """Sample and score responses to prompts; each group is kept here until `hand_over`.
 
         It is called as a streaming generator of Ray.
 
         Args:
-            batch: number of the batch among those that the driver has begun (`PendingBatch.batch`).
+            batch: number of the batch among those that the driver has begun (`PendingBatch.number`).
             settings: samples of each prompt, sampling settings, seeds and deadlines.
             prompts: prompts with their numbers in the batch.
 
@@ -69,65 +85,99 @@ class RolloutWorker:
         Raises:
             SamplingError: an engine failed, or a process of an environment could not be replaced.
         """
-        generated, left = self._generated[batch], len(prompts)
+        sampled, groups_to_sample = self._sampled[batch], len(prompts)
         deadline = asyncio.create_task(self._engines.lose_overdue(self._generation_timeout_s))
 
-        async def through(group: GroupRollout, engine: EngineClient) -> list[Trajectory]:
-            nonlocal left
+        async def run_group(group: GroupRollout, engine: EngineClient) -> list[Trajectory]:
+            nonlocal groups_to_sample
             await group.sample(engine)
-            left -= 1
-            if not left:
+            groups_to_sample -= 1
+            if not groups_to_sample:
                 deadline.cancel()
-                generated.set()
+                sampled.set()
             return await group.score()
 
-        waiting: dict[asyncio.Task[list[Trajectory]], int] = {}
+        pending: dict[asyncio.Task[list[Trajectory]], int] = {}
         try:
-            engines = self._engines.place([settings.samples_per_prompt] * len(prompts))
+            engines = self._engines.assign([settings.samples_per_prompt] * len(prompts))
             for (number, datum), engine in zip(prompts, engines, strict=True):
                 environment = self._environments[datum["task_name"]]
-                agents = self._endpoint if environment.agent else None
-                group = GroupRollout(number, datum, settings, self._engines, environment, agents)
-                waiting[asyncio.create_task(through(group, engine))] = number
+                endpoint = self._endpoint if environment.has_agent else None
+                group = GroupRollout(number, datum, settings, self._engines, environment, endpoint)
+                pending[asyncio.create_task(run_group(group, engine))] = number
             with phase("rollouts"):
-                async for done in iterate_finished(waiting):
-                    for number, task in done.items():
+                async for finished in iterate_finished(pending):
+                    for number, task in finished.items():
                         self._complete[batch, number] = task.result()
-                    yield list(done)
+                    yield list(finished)
         finally:
             deadline.cancel()
-            generated.set()
-            for task in waiting:
+            sampled.set()
+            for task in pending:
                 task.cancel()
 
-    async def hand_over(self, complete: list[tuple[int, int]]) -> Collected:
-        """Return complete groups, given by numbers of batch and prompt, and forget them.
+    async def hand_over(self, complete: list[tuple[int, int]]) -> tuple[PackedGroups, list[str]]:
+        """Return complete groups, and forget them.
 
-        `collect` cannot yield the groups: references inside a value that a generator yields do not keep objects alive.
+        Why `collect` does not yield the groups: Ray frees objects whose only reference is inside a value of a streaming
+        generator.
+
+        Args:
+            complete: numbers of batch and prompt of each group.
+
+        Returns:
+            The groups; and events for the log of the run, such as the replacement of an environment process.
         """
         remarks = [text for client in self._environments.values() for text in client.remarks]
         for client in self._environments.values():
             client.remarks.clear()
-        return collected([self._complete.pop(key) for key in complete], remarks)
+        return store_groups([self._complete.pop(key) for key in complete]).to_message(), remarks
 
-    async def generated(self, batch: int) -> None:
+    async def wait_sampled(self, batch: int) -> None:
         """Wait until the sampling of a batch is complete or has failed."""
-        await self._generated[batch].wait()
-        del self._generated[batch]
+        await self._sampled[batch].wait()
+        del self._sampled[batch]
 
-    async def lost_engines(self) -> dict[int, EngineLoss]:
-        """Wait until engines are lost; returns losses by number. Rollouts wait until these are replaced or given up."""
-        return await self._engines.losses()
+    async def wait_for_losses(self) -> dict[int, EngineLoss]:
+        """Wait until engines are lost; returns losses by number.
+
+        Rollouts on these engines wait until the engines are replaced or given up.
+        """
+        return await self._engines.wait_for_losses()
 
     async def replace_engine(self, number: int, actor: Any) -> None:
-        """Use another actor in place of an engine; requests that the previous one has not answered are sent again."""
-        self._engines.by_number(number).replace(actor)
+        """Use another actor as this engine; unanswered requests are sent again."""
+        self._engines.find(number).replace(actor)
 
     async def give_up_engine(self, number: int, reason: str) -> None:
         """Let rollouts on an engine fail with this text, because the engine is not replaced."""
-        self._engines.by_number(number).give_up(reason)
+        self._engines.find(number).give_up(reason)
 
-    async def on_thread(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function of shards.py on a thread of this worker, in the phase `what`; returns its result."""
-        with phase(what):
-            return await asyncio.to_thread(function, *arguments)
+    # These run on a thread, so that rollouts continue meanwhile.
+
+    @phase("build partitions")
+    async def build_partitions(
+        self, groups: PackedGroups, located: Sequence[NDArray[np.int32]], routed: RoutedForm | None
+    ) -> tuple[NDArray[Any], ...]:
+        """Build the arrays of partitions (`partitions.build_partitions`)."""
+        return await asyncio.to_thread(build_partitions, groups, located, routed)
+
+    @phase("compute")
+    async def compute(
+        self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], arguments: Sequence[Any]
+    ) -> tuple[dict[str, list[Any]], Any]:
+        """Run a function over the tokens of a step (`partitions.compute_over_tokens`)."""
+        return await asyncio.to_thread(compute_over_tokens, fn, batch, fields, arguments)
+
+    @phase("read rollouts")
+    async def load(self, file: Path) -> tuple[StepFacts, PackedGroups]:
+        """Read a step's file of rollouts into the object store."""
+        facts, groups = await asyncio.to_thread(load_rollouts, file)
+        return facts, groups.to_message()
+
+    @phase("write rollouts")
+    async def dump(
+        self, groups: PackedGroups, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
+    ) -> None:
+        """Write a step's file of rollouts (`rollout_dump.dump_rollouts`)."""
+        await asyncio.to_thread(dump_rollouts, groups, chosen, batch, file, record)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,37 +16,27 @@ from ray.exceptions import RayError, RayTaskError
 from megatron_grpo.batch.rollout_files import StepFacts, StepRecord, locate_rollouts_file
 from megatron_grpo.batch.step_batch import StepBatch
 from megatron_grpo.batch.trajectory import SampledGroup, Trajectory
+from megatron_grpo.cluster.actor_calls import Arguments, Method, call_actor, call_actor_for_many
 from megatron_grpo.cluster.futures import explain_error, gather
 from megatron_grpo.cluster.process_names import WORKER_NAME
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.environments.environment_processes import STARTUP_S, EnvironmentPool
 from megatron_grpo.models.routed_experts import RoutedForm
 from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.partitions import TokenFunction, list_rollout_fields, locate_sequences
+from megatron_grpo.rollouts.rollout_dump import choose_evenly
 from megatron_grpo.rollouts.rollout_worker import RolloutWorker
-from megatron_grpo.rollouts.shards import (
-    Compute,
-    build_partitions,
-    bundled,
-    collected,
-    compute,
-    dump,
-    evenly_chosen,
-    fetched,
-    groups_of,
-    load,
-    partition_fields,
-    places_of,
-)
+from megatron_grpo.rollouts.stored_groups import pack_groups, store_groups
 
 ENGINES_PER_WORKER = 8
 
-Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 class RolloutWorkers:
     """The actors of a `RolloutPool`, and what they do with stored tokens.
 
-    Workers build shards, compute over tokens and write files; the driver holds only references to tokens.
+    Workers build partitions, compute over tokens and write files; the driver holds only references to tokens.
     """
 
     def __init__(
@@ -63,7 +52,7 @@ class RolloutWorkers:
         """
         Args:
             number: count of workers; None: one for every ENGINES_PER_WORKER engines.
-            engines: Ray actors with `generate` and `abort`, in the order of their numbers; empty: nothing is sampled.
+            engines: Ray actors (`Engine`), in the order of their numbers; empty: nothing is sampled.
             environments: pools of environment processes by task name, not yet started.
             timeout_s: deadline for sampling one generation batch, and for each call on its tokens.
             routed: form of the experts that engines return, or None.
@@ -73,9 +62,8 @@ class RolloutWorkers:
         self._number, self.engines, self._environments = number, engines, environments
         self._timeout_s, self._routed = timeout_s, routed
         self.actors: list[Any] = []
-        self._engines_of: list[range] = []
-        """By worker, the numbers of the engines that it uses."""
-        self._shares: list[float] = []
+        self._engines_of: list[range] = []  # by worker, the numbers of its engines
+        self._shares: list[float] = []  # of the prompts, by worker
         self._turn = count()
         self._starting: dict[int, Any] = {}
         self._started_at = 0.0
@@ -85,33 +73,28 @@ class RolloutWorkers:
         self._started_at = time.monotonic()
         engines = len(self.engines)
         workers = self._number or max(1, round(engines / ENGINES_PER_WORKER))
-        handles = {name: one.start(workers) for name, one in self._environments.items()}
+        handles = {name: environment.start(workers) for name, environment in self._environments.items()}
         # Each worker gets neighbouring engines; with more workers than engines, workers share engines.
         starts = [engines * worker // workers for worker in range(workers + 1)]
         self._engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
-        users = [sum(engine in one for one in self._engines_of) for engine in range(engines)]
-        self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self._engines_of]
+        users = [sum(engine in numbers for numbers in self._engines_of) for engine in range(engines)]
+        self._shares = [sum(1 / users[engine] for engine in numbers) / max(engines, 1) for numbers in self._engines_of]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
         for index, numbers in enumerate(self._engines_of):
             worker = actor.remote(
                 index,
                 engines={number: self.engines[number] for number in numbers},
-                environments={name: shares[index] for name, shares in handles.items()},
+                environments={name: by_worker[index] for name, by_worker in handles.items()},
                 generation_timeout_s=self._timeout_s,
-                endpoint=None if self._endpoint is None else self._endpoint.of_worker(index),
+                endpoint=None if self._endpoint is None else self._endpoint.for_worker(index),
             )
             self.actors.append(worker)
-        self._starting = {number: worker.ready.remote() for number, worker in enumerate(self.actors)}
+        self._starting = {number: call_actor(worker, RolloutWorker.start) for number, worker in enumerate(self.actors)}
 
     def wait_ready(self) -> None:
-        """Wait until every worker and its environments are up; RunError if that takes over STARTUP_S from `start`."""
-        left = STARTUP_S - (time.monotonic() - self._started_at)
-        self._gather(self._starting, max(left, 0.0), "start of rollouts")
-
-    def _share_out(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Divide items among the workers in proportion to their engines; each part is contiguous."""
-        bounds = [round(len(items) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
-        return [list(items[begin:end]) for begin, end in pairwise(bounds)]
+        """Wait until workers and environments are up; RunError if STARTUP_S from `start` pass."""
+        remaining_s = STARTUP_S - (time.monotonic() - self._started_at)
+        self._gather(self._starting, max(remaining_s, 0.0), "start of rollouts")
 
     def shutdown(self) -> None:
         """End the workers; idempotent."""
@@ -119,78 +102,65 @@ class RolloutWorkers:
             ray.kill(worker)
         self.actors = []
 
-    @staticmethod
-    def _gather(calls: Mapping[int, Any], deadline_s: float, what: str) -> list[Any]:
-        """Wait for the answers to calls, given by number of the worker; returns them in the order of the calls.
-
-        Raises:
-            SamplingError: a worker failed or missed the deadline.
-            RunError: a worker raised this error itself; its class and message are kept.
-        """
-        names = [WORKER_NAME(worker) for worker in calls]
-        try:
-            return gather(list(calls.values()), deadline_s=deadline_s, phase_name=what, name=names.__getitem__)
-        except RunError as error:
-            cause = error.__cause__
-            if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
-                raise type(cause.cause)(str(cause.cause)) from None
-            raise SamplingError(str(error)) from error
-
     def build_partitions(
-        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
+        self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Any]]:
-        """Make the workers put the tokens of a step into the object store, one array per shard and field.
+        """Make the workers store the tokens of a step, one array per partition and field.
 
         Returns at once. Fetching an array waits until it is stored, and raises if its worker failed.
 
         Args:
             groups: rollouts of the step, a group for each prompt.
-            sequences: per shard [sequences of the shard], int64: numbers of its sequences, ascending; sequences are
-                numbered group by group.
+            partitions: indices of the sequences of each partition, int64, ascending, group by group.
 
         Returns:
-            By name of the field, per shard a reference to an array [tokens of the shard]: token_ids (int32), sampled
+            By field, for each partition a reference to an array [tokens of the partition]: token_ids (int32), sampled
             (bool: the token was sampled, not given), generation_logprobs (float32, 0 where not sampled); with recorded
-            routing also routed_experts, [tokens of the shard, experts recorded per token].
+            routing also routed_experts, [tokens of the partition, experts recorded per token].
         """
-        fields = partition_fields(self._routed)
-        shards = places_of(sequences, [len(group.outcomes) for group in groups])
-        workers = len(self.actors)
-        dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
-        built: dict[str, list[Any]] = {name: [None] * len(shards) for name in fields}
-        for worker, mine in zip(self.actors, dealt, strict=False):
-            needed = sorted({group for shard in mine for group, _ in shards[shard]})
-            number = {group: position for position, group in enumerate(needed)}
+        fields = list_rollout_fields(self._routed)
+        located = locate_sequences(partitions, [len(group.outcomes) for group in groups])
+        workers = min(len(self.actors), len(partitions))
+        stored: dict[str, list[Any]] = {name: [None] * len(partitions) for name in fields}
+        for number, worker in enumerate(self.actors[:workers]):
+            assigned = range(number, len(partitions), workers)
+            needed = sorted({group for partition in assigned for group, _ in located[partition]})
+            position = {group: index for index, group in enumerate(needed)}
             # Arrays instead of tuples, because Ray calls back into Python for every tuple that it pickles.
-            local = [
-                np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
-                for shard in mine
+            among_needed = [
+                np.array([(position[group], sample) for group, sample in located[partition]], dtype=np.int32).reshape(
+                    -1, 2
+                )
+                for partition in assigned
             ]
-            call = worker.on_thread.options(num_returns=len(fields) * len(mine))
-            bundles = bundled([groups[group] for group in needed])
-            references = iter(call.remote("build shards", build_partitions, bundles, local, self._routed))
-            for shard in mine:
+            packed = pack_groups([groups[group] for group in needed])
+            results = len(fields) * len(assigned)
+            references = iter(
+                call_actor_for_many(worker, results, RolloutWorker.build_partitions, packed, among_needed, self._routed)
+            )
+            for partition in assigned:
                 for name in fields:
-                    built[name][shard] = next(references)
-        return built
+                    stored[name][partition] = next(references)
+        return stored
 
-    def compute(
-        self,
-        fn: Compute,
-        batch: StepBatch,
-        fields: Sequence[str],
-        *args: Any,
-    ) -> Any:
-        """Run `compute` of shards.py in a worker, add the entries that it returns to the batch, and return its summary.
+    def compute(self, fn: TokenFunction, batch: StepBatch, fields: Sequence[str], *args: Any) -> Any:
+        """Run a function over a step's tokens in a worker, and add the new fields to the batch.
 
-        `fn` must be importable in the worker.
+        Args:
+            fn: called with the lengths, the arrays of `fields` and `args`; it must be importable in the worker.
+            batch: the step's batch.
+            fields: names of the fields that the function reads.
+            args: further arguments of the function.
+
+        Returns:
+            The summary that the function returns beside the new fields.
 
         Raises:
             RunError: the function raised, or the worker failed.
         """
-        call = self._begin("compute", compute, fn, batch, list(fields), args)
-        ((added, summary),) = self._gather(call, self._timeout_s, "computation over a step's tokens")
-        batch.fields |= added
+        call = self._call_next(RolloutWorker.compute, fn, batch, list(fields), args)
+        ((new_fields, summary),) = self._gather(call, self._timeout_s, "computation over a step's tokens")
+        batch.fields |= new_fields
         return summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
@@ -200,25 +170,28 @@ class RolloutWorkers:
             RunError: a trajectory was lost with its worker, or did not arrive in time.
         """
         try:
-            return fetched(bundled(groups), self._timeout_s)
+            return pack_groups(groups).fetch(self._timeout_s)
         except RayError as error:
             raise RunError(
                 f"the trajectories of {len(groups)} groups cannot be fetched: {explain_error(error)}"
             ) from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
-        """Put trajectories into the object store; returns their groups in the form of `RolloutPool.collect`."""
-        return groups_of(replace(collected(groups, []), outcomes=[[one.outcome for one in group] for group in groups]))
+        """Put trajectories into the object store; returns groups as `RolloutPool.collect` does."""
+        return store_groups(groups).unpack()
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        """Read a step's rollouts from the file of an earlier run: facts of their sampling, and one group per prompt.
+        """Read a step's rollouts from the file of an earlier run.
+
+        Returns:
+            Facts of their sampling, and one group per prompt.
 
         Raises:
             RunError: the file cannot be read in time.
         """
-        call = self._begin("read rollouts", load, file)
-        ((facts, collected),) = self._gather(call, self._timeout_s, "reading of rollouts")
-        return facts, groups_of(collected)
+        call = self._call_next(RolloutWorker.load, file)
+        ((facts, packed),) = self._gather(call, self._timeout_s, "reading of rollouts")
+        return facts, packed.unpack()
 
     def dump(
         self,
@@ -230,12 +203,12 @@ class RolloutWorkers:
         *,
         sample: int | None = None,
     ) -> Any:
-        """Make a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver continues.
+        """Begin to write the rollouts of a step into rollouts/step_N.parquet.
 
         Args:
             step: number of the training step, for the file's name.
-            groups: rollouts of the step; the column `group` of the file is a group's position here.
-            batch: the step's batch, whose advantages and log-probabilities are written where they are known; None: the
+            groups: rollouts of the step; the column `group` of the file is a group's index here.
+            batch: the step's batch, whose advantages and log-probabilities are written as far as it has them; None: the
                 run does not train.
             run_dir: the run's folder.
             record: facts of the step for the file.
@@ -244,15 +217,39 @@ class RolloutWorkers:
         Returns:
             The argument of `wait_dump`.
         """
-        chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
+        chosen = choose_evenly([len(group.outcomes) for group in groups], sample)
         file = locate_rollouts_file(run_dir, step)
-        return self._begin("write rollouts", dump, bundled(groups), chosen, batch, file, record)
+        return self._call_next(RolloutWorker.dump, pack_groups(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
         """Wait until the file of a `dump` is written; RunError if that fails."""
         self._gather(dump, self._timeout_s, "writing of rollouts")
 
-    def _begin(self, what: str, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
-        """Begin `RolloutWorker.on_thread` in the next worker (round robin); returns the call by the worker's number."""
+    def _share_out(self, values: Sequence[Value]) -> list[list[Value]]:
+        """Divide values among the workers in proportion to their engines; each part is contiguous."""
+        bounds = [round(len(values) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
+        return [list(values[begin:end]) for begin, end in pairwise(bounds)]
+
+    def _call_next(
+        self, method: Method[Arguments], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> dict[int, Any]:
+        """Call a method of the next worker (round robin); returns the call by the worker's number."""
         worker = next(self._turn) % len(self.actors)
-        return {worker: self.actors[worker].on_thread.remote(what, function, *arguments)}
+        return {worker: call_actor(self.actors[worker], method, *args, **kwargs)}
+
+    @staticmethod
+    def _gather(calls: Mapping[int, Any], deadline_s: float, phase_name: str) -> list[Any]:
+        """Wait for the answers to calls, given by number of the worker; keeps their order.
+
+        Raises:
+            SamplingError: a worker failed or missed the deadline.
+            RunError: a worker raised this error itself; its class and message are kept.
+        """
+        names = [WORKER_NAME(worker) for worker in calls]
+        try:
+            return gather(list(calls.values()), deadline_s=deadline_s, phase_name=phase_name, name=names.__getitem__)
+        except RunError as error:
+            cause = error.__cause__
+            if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
+                raise type(cause.cause)(str(cause.cause)) from None
+            raise SamplingError(str(error)) from error

@@ -103,7 +103,7 @@ def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Comple
     begun = rollouts.begin({10 + number: one for number, one in enumerate(prompts)}, settings)
     came: list[CompletePrompt] = []
     since = time.monotonic()
-    while begun.calls:
+    while begun.streams:
         rollouts.wait_for_groups([begun], since)
         came += rollouts.list_complete([begun])
     assert begun.is_done()

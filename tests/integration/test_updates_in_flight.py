@@ -188,7 +188,7 @@ def _while_publishing(
 
     async def scene() -> list[GenerationOutput]:
         pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
-        placed = zip(pool.place([1] * len(requests)), requests, strict=True)
+        placed = zip(pool.assign([1] * len(requests)), requests, strict=True)
         calls = [client.generate(one, SETTINGS) for client, one in placed]
         first = asyncio.gather(*calls[::2])
         await asyncio.sleep(0.1)

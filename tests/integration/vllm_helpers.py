@@ -198,7 +198,7 @@ def generate(
 
     async def ask() -> list[GenerationOutput]:
         pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
-        placed = pool.place([1] * len(requests))
+        placed = pool.assign([1] * len(requests))
         asked = (client.generate(one, settings) for client, one in zip(placed, requests, strict=True))
         async with asyncio.timeout(timeout_s):
             return await asyncio.gather(*asked)

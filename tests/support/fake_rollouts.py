@@ -63,7 +63,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     """Stands in for Ray in those places of the driver's code that ask the object store themselves."""
     fake = FakeRay()
     monkeypatch.setattr("megatron_grpo.cluster.futures.ray", SimpleNamespace(get=fake.get_all))
-    monkeypatch.setattr("megatron_grpo.rollouts.shards.ray", SimpleNamespace(put=fake.put))
+    monkeypatch.setattr("megatron_grpo.rollouts.partitions.ray", SimpleNamespace(put=fake.put))
     return fake
 
 
@@ -107,8 +107,8 @@ class FakeRollouts:
         asked = {name: getattr(settings, name) for name in ("samples_per_prompt", "sampling", "run_seed", "step")}
         self.asked.append({"rows": [prompt["idx"] for prompt in prompts.values()], **asked})
         groups = self.put(self.answers(list(prompts.values()), settings.samples_per_prompt))
-        calls = dict(zip(prompts, groups, strict=False))
-        return SimpleNamespace(groups=groups, calls=calls, complete=[], is_done=lambda: True)
+        streams = dict(zip(prompts, groups, strict=False))
+        return SimpleNamespace(groups=groups, streams=streams, complete=[], is_done=lambda: True)
 
     def finish(self, under_way: SimpleNamespace, timer: StepTimer) -> list[SampledGroup]:
         with timer.phase("generation"):
@@ -117,7 +117,7 @@ class FakeRollouts:
     def list_complete(self, batches: Sequence[SimpleNamespace]) -> list[CompletePrompt]:
         found = [number for one in batches for number in one.complete]
         for one in batches:
-            self.complete |= {number: one.calls.pop(number) for number in one.complete}
+            self.complete |= {number: one.streams.pop(number) for number in one.complete}
             one.complete = []
         return [CompletePrompt(batch=0, number=number, worker=0) for number in found]
 
@@ -126,7 +126,7 @@ class FakeRollouts:
 
     def wait_for_groups(self, batches: Sequence[SimpleNamespace], since: float) -> None:
         """One more prompt is complete, whichever `next_complete` chooses of those that are left."""
-        left = [(number, one) for one in batches for number in one.calls]
+        left = [(number, one) for one in batches for number in one.streams]
         number, chosen = left[self.next_complete(len(left))]
         chosen.complete.append(number)
 
@@ -141,11 +141,11 @@ class FakeRollouts:
         return [group.objects_ref.get() for group in groups]
 
     def build_partitions(
-        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
+        self, groups: Sequence[SampledGroup], partitions: Sequence[NDArray[np.int64]]
     ) -> dict[str, list[Reference]]:
         trajectories = [one for group in groups for one in group.objects_ref.get()]
         built: dict[str, list[Reference]] = {name: [] for name in _entries(trajectories[0])}
-        for numbers in sequences:
+        for numbers in partitions:
             rows = [_entries(trajectories[number]) for number in numbers]
             for name, references in built.items():
                 values = [value for row in rows for value in row[name]]

@@ -18,7 +18,7 @@ from megatron_grpo.batch.trajectory import Trajectory
 from megatron_grpo.config.schema import Config
 from megatron_grpo.losses.divergence import kl_estimate
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
-from megatron_grpo.rollouts.shards import compute
+from megatron_grpo.rollouts.partitions import compute_over_tokens
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, split
 from tests.support.ppo_batch import VALUES, advantages_of, make_config, make_trajectories
 from tests.support.trajectories import failed_trajectory, make_trajectory
@@ -149,7 +149,7 @@ def test_the_driver_computes_what_a_worker_does() -> None:
         arguments = (config, rewards, batch.response_tokens, batch.in_loss)
         entries = ("sampled", "values")
         if in_driver:
-            references, finite = compute(compute_token_advantages, batch, entries, arguments)
+            references, finite = compute_over_tokens(compute_token_advantages, batch, entries, arguments)
             batch.fields |= references
         else:
             finite = rollouts.compute(compute_token_advantages, batch, entries, *arguments)

@@ -24,7 +24,7 @@ from megatron_grpo.environments.reward_functions import RewardFunctionEnvironmen
 from megatron_grpo.observability.page.write import write_report
 from megatron_grpo.observability.run_files import read_lines
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.rollouts.rollout import judge
+from megatron_grpo.rollouts.rollout import flag_suspicious
 from tests.support.trajectories import make_trajectory
 
 HOSTILE = (
@@ -53,7 +53,7 @@ def step_metrics_of(scores: list[EnvironmentReturn]) -> dict[str, float]:
     ]
     for trajectory, score in zip(group, scores, strict=True):
         trajectory.reward_metrics = score.metrics
-    judge(group, ["touched"])
+    flag_suspicious(group, ["touched"])
     sampled = [trajectory.outcome for trajectory in group]
     config = Config()
     config.grpo.num_generations_per_prompt = 8

@@ -43,11 +43,11 @@ class Tokens:
 class Host:
     """Gives agents the conversation itself."""
 
-    def renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
+    def get_renderer(self, task: str, prompts: PromptFormat) -> PromptRenderer:
         return PromptRenderer(Tokens(), prompts)
 
     @contextmanager
-    def opened(self, conversation: Conversation) -> Iterator[Any]:
+    def open_rollout(self, conversation: Conversation) -> Iterator[Any]:
         yield conversation
         conversation.end()
 
@@ -95,7 +95,7 @@ class Engine:
             routed=np.full((len(request.prompt_ids) + 1, 1), len(request.prompt_ids), np.int8),
         )
 
-    def place(self, sizes: list[int]) -> list[Engine]:
+    def assign(self, sizes: list[int]) -> list[Engine]:
         return [self]
 
 

@@ -64,9 +64,9 @@ def ask(model: str, what: Ask, *, token: str | None = "right", key: str | None =
         await endpoint.start()
         engine = Engine()
         engine.failing = failing
-        talk = Conversation(engine, SETTINGS, endpoint.renderer("task", PromptFormat()), lambda turn: turn, 40)
+        talk = Conversation(engine, SETTINGS, endpoint.get_renderer("task", PromptFormat()), lambda turn: turn, 40)
         try:
-            with endpoint.opened(talk) as access:
+            with endpoint.open_rollout(talk) as access:
                 client = AsyncOpenAI(base_url=access.base_url, api_key=key or access.token, max_retries=0)
                 return await what(client, access, endpoint)
         finally:

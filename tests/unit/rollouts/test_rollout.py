@@ -63,7 +63,7 @@ class FakeEngine:
     async def is_lost(self) -> bool:
         return self.hangs
 
-    async def replaced(self) -> None:
+    async def wait_replaced(self) -> None:
         self.restarts += 1
         self.hangs = False
 
@@ -85,7 +85,7 @@ class FakeEngine:
             routed=np.full((len(request.prompt_ids) + 1, 2), number, np.int8) if self.records else None,
         )
 
-    def place(self, sizes: list[int]) -> list[FakeEngine]:
+    def assign(self, sizes: list[int]) -> list[FakeEngine]:
         self.load += sum(sizes)
         return [self]
 
@@ -127,7 +127,7 @@ def run(
 ) -> list[Trajectory]:
     async def scene() -> list[Trajectory]:
         group = GroupRollout(4, DATUM, settings, engine, environment)
-        engine.place([settings.samples_per_prompt])
+        engine.assign([settings.samples_per_prompt])
         await group.sample(engine)
         return await group.score()
 

@@ -22,7 +22,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def remote(**options: Any) -> Callable[[type], Any]:
         call = SimpleNamespace(remote=lambda *_, **__: None)
-        made = SimpleNamespace(ready=call)
+        made = SimpleNamespace(ready=call, start=call)
         asked.append(options)
         return lambda _: SimpleNamespace(remote=lambda *_, **__: made)
 

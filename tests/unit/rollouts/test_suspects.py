@@ -16,7 +16,7 @@ from megatron_grpo.config.schema import AdvantageEstimatorConfig, Config, Enviro
 from megatron_grpo.losses.advantages import group_advantages
 from megatron_grpo.preflight.reward_checks import check_environments
 from megatron_grpo.preflight.rules import find_broken_rules
-from megatron_grpo.rollouts.rollout import judge
+from megatron_grpo.rollouts.rollout import flag_suspicious
 from megatron_grpo.rollouts.rollout_metrics import compute_reward_function_metrics, compute_rollout_metrics
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
@@ -44,7 +44,7 @@ def test_unusually_short_responses_against_a_loop(group: list[Trajectory]) -> No
             deserves = one.reward > fmean(other.reward for other in scored if other.reward is not None)
         expected.append(float(deserves and 4 * one.response_tokens < median(len(other.logprobs) for other in scored)))
     before = [(one.reward, one.correct) for one in group]
-    judge(group, [])
+    flag_suspicious(group, [])
     assert [one.reward_metrics.get(SHORT) for one in group] == expected
     assert [(one.reward, one.correct) for one in group] == before, "nobody is left out unless somebody asks for it"
     assert all("suspects_left_out" not in one.reward_metrics for one in group)
@@ -62,7 +62,7 @@ def group_of_four(**changes: Any) -> list[Trajectory]:
 
 def test_a_suspect_response_teaches_nothing_and_is_no_baseline() -> None:
     group = group_of_four()
-    judge(group, ["touched_harness", "equal_outputs"])
+    flag_suspicious(group, ["touched_harness", "equal_outputs"])
     first, *others = group
     assert (first.reward, first.correct, first.failure) == (None, False, None)
     assert first.notes == {"left out": "suspect by touched_harness; its reward was 1"}
@@ -84,7 +84,7 @@ def test_dynamic_sampling_looks_at_the_others_alone() -> None:
         one.reward, one.correct = 0.0, False
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4, use_dynamic_sampling=True))
     assert score(config, [one.outcome for one in group]).has_signal.tolist() == [True]
-    judge(group, ["touched_harness"])
+    flag_suspicious(group, ["touched_harness"])
     assert score(config, [one.outcome for one in group]).has_signal.tolist() == [False]
 
 
@@ -94,7 +94,7 @@ def test_no_part_of_a_reward_is_left_for_gdpo() -> None:
     estimator = AdvantageEstimatorConfig(name="gdpo")
     config = Config(grpo=GRPOConfig(num_generations_per_prompt=4, adv_estimator=estimator), env={"": environment})
     group = group_of_four(reward_parts={"right": 1.0, "brief": 0.5})
-    judge(group, ["touched_harness"])
+    flag_suspicious(group, ["touched_harness"])
     parts = score(config, [one.outcome for one in group]).reward_parts
     assert parts is not None
     assert parts.isnan().all(dim=0).tolist() == [[True, False, False, False]]
@@ -102,7 +102,7 @@ def test_no_part_of_a_reward_is_left_for_gdpo() -> None:
 
 def test_metrics_tell_how_many_and_no_function_is_blamed() -> None:
     group = group_of_four()
-    judge(group, ["touched_harness"])
+    flag_suspicious(group, ["touched_harness"])
     outcomes = [one.outcome for one in group]
     metrics = compute_reward_function_metrics(outcomes)
     assert metrics["suspects_left_out"] == 0.25
@@ -114,7 +114,7 @@ def test_metrics_tell_how_many_and_no_function_is_blamed() -> None:
 def test_what_is_unusually_short_can_be_left_out() -> None:
     group = [make_trajectory(tokens, sample=i, reward=1.0, correct=None) for i, tokens in enumerate([2, 40, 50, 60])]
     group[1].reward = 0.0
-    judge(group, ["unusually_short"])
+    flag_suspicious(group, ["unusually_short"])
     assert [one.reward for one in group] == [None, 0.0, 1.0, 1.0]
     assert group[0].correct is None
 

@@ -1,4 +1,4 @@
-"""Flat arrays of shards against slices of single sequences."""
+"""Flat arrays of partitions against slices of single sequences."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from megatron_grpo.batch.trajectory import Span
 from megatron_grpo.models.routed_experts import RoutedForm
-from megatron_grpo.rollouts.shards import (
+from megatron_grpo.rollouts.partitions import (
     concatenate_trajectories,
-    evenly_chosen,
     gather_partitions,
-    partition_fields,
-    places_of,
+    list_rollout_fields,
+    locate_sequences,
     split_by_partition,
 )
+from megatron_grpo.rollouts.rollout_dump import choose_evenly
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
 
@@ -43,8 +43,8 @@ def test_routed_experts_stand_at_their_tokens_and_are_unknown_elsewhere() -> Non
     nothing = [-1] * 4
     assert routed.dtype == np.int16
     assert routed.tolist() == [*known.tolist(), nothing, nothing, nothing, *known.tolist(), nothing]
-    assert tuple(concatenate_trajectories(trajectories, form)) == partition_fields(form)
-    assert tuple(concatenate_trajectories(trajectories)) == partition_fields(None)
+    assert tuple(concatenate_trajectories(trajectories, form)) == list_rollout_fields(form)
+    assert tuple(concatenate_trajectories(trajectories)) == list_rollout_fields(None)
     assert concatenate_trajectories([], form)["routed_experts"].shape == (0, 4)
 
 
@@ -68,11 +68,11 @@ def test_gathering_undoes_splitting(lengths: list[int], shards: int, seed: int) 
 def test_places_in_groups_of_any_size() -> None:
     sizes = [2, 0, 3, 1]
     everywhere = [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (3, 0)]
-    assert places_of([np.array([0, 2, 5]), np.array([], dtype=np.int64)], sizes) == [
+    assert locate_sequences([np.array([0, 2, 5]), np.array([], dtype=np.int64)], sizes) == [
         [everywhere[number] for number in (0, 2, 5)],
         [],
     ]
-    assert places_of([np.arange(6)], sizes) == [everywhere]
+    assert locate_sequences([np.arange(6)], sizes) == [everywhere]
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_places_in_groups_of_any_size() -> None:
     ],
 )
 def test_a_choice_is_spread_over_the_step(number: int | None, expected: list[list[int]]) -> None:
-    assert evenly_chosen([2, 3, 1], number) == expected
+    assert choose_evenly([2, 3, 1], number) == expected

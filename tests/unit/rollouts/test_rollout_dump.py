@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import OwnerDiedError
 
 from megatron_grpo.batch.step_batch import StepBatch
-from megatron_grpo.rollouts import shards as dump
-from megatron_grpo.rollouts.shards import learnt_from, learnt_so_far
+from megatron_grpo.rollouts import rollout_dump as dump
+from megatron_grpo.rollouts.rollout_dump import fetch_trained_values, select_trained_values
 from tests.support.trajectories import make_trajectory
 
 LENGTHS = np.array([3, 2])
@@ -49,7 +49,7 @@ def test_what_a_step_knows_by_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dump.ray, "get", list)
-    learnt = learnt_from(learnt_so_far(known(stored, by_response)), 0, make_trajectory(2))
+    learnt = select_trained_values(fetch_trained_values(known(stored, by_response)), 0, make_trajectory(2))
     for found, wanted in ((learnt.advantages, advantages), (learnt.prev_logprobs, prev)):
         assert (None if found is None else found.tolist()) == wanted
 
@@ -59,7 +59,7 @@ def test_what_is_lost_with_the_rank_that_held_it_is_not_known(monkeypatch: pytes
         raise OwnerDiedError("id", "address", "owner")
 
     monkeypatch.setattr(dump.ray, "get", get)
-    learnt = learnt_from(learnt_so_far(known(["prev_logprobs"], [0.5, -0.5])), 0, make_trajectory(2))
+    learnt = select_trained_values(fetch_trained_values(known(["prev_logprobs"], [0.5, -0.5])), 0, make_trajectory(2))
     assert learnt.prev_logprobs is None
     assert learnt.advantages is not None
     assert learnt.advantages.tolist() == [0.5, 0.5]

@@ -84,7 +84,7 @@ def engines(*loads: int) -> Engines:
 )
 def test_groups_go_whole_to_the_least_loaded_engines(loads: list[int], sizes: list[int], expected: list[int]) -> None:
     pool = engines(*loads)
-    placed = [pool.clients.index(client) for client in pool.place(sizes)]
+    placed = [pool.clients.index(client) for client in pool.assign(sizes)]
     assert placed == expected
     added = [sum(size for size, engine in zip(sizes, placed, strict=True) if engine == i) for i in range(len(loads))]
     assert [client.load for client in pool.clients] == [a + b for a, b in zip(loads, added, strict=True)]
@@ -96,7 +96,7 @@ def test_no_engine_gets_more_than_a_group_beyond_its_share() -> None:
         pool = engines(*rng.integers(0, 30, rng.integers(1, 6)).tolist())
         sizes = [int(rng.integers(1, 9))] * int(rng.integers(1, 30))
         before = max(client.load for client in pool.clients)
-        pool.place(sizes)
+        pool.assign(sizes)
         loads = [client.load for client in pool.clients]
         assert max(loads) <= max(before, sum(loads) / len(loads) + sizes[0])
 
@@ -152,7 +152,7 @@ def test_an_engine_that_fails_fails_everybody_who_waits(answered: int) -> None:
         client = EngineClient(actor, 3, "w")
         asked = (client.generate(request(seed), SETTINGS) for seed in (1, 2, 3))
         results = await asyncio.gather(*asked, return_exceptions=True)
-        assert not client.busy
+        assert not client.is_busy
         return results
 
     results = asyncio.run(scene())
@@ -191,7 +191,7 @@ def test_who_stops_waiting_is_aborted() -> None:
             task.cancel()
         await asyncio.wait([*tasks[1:], late])
         await asyncio.sleep(0.01)
-        assert not client.busy
+        assert not client.is_busy
         return actor
 
     actor = asyncio.run(scene())
@@ -206,7 +206,7 @@ def test_at_the_deadline_the_late_engines_are_lost_and_named() -> None:
         asked = [asyncio.create_task(client.generate(request(1), SETTINGS)) for client in pool.clients]
         await asked[0]
         watching = asyncio.create_task(pool.lose_overdue(0.1))
-        losses = await pool.losses()
+        losses = await pool.wait_for_losses()
         watching.cancel()
         return losses, await asyncio.gather(*asked, return_exceptions=True)
 
@@ -244,11 +244,11 @@ def test_what_a_lost_engine_has_not_answered_can_be_asked_of_the_next(error: Exc
         client = EngineClient(old, 0, "w")
         pool = Engines([client])
         asked = [asyncio.create_task(client.generate(request(seed), SETTINGS)) for seed in (1, 2, 3)]
-        losses = await pool.losses()
+        losses = await pool.wait_for_losses()
         first = await asyncio.gather(*asked, return_exceptions=True)
         with pytest.raises(EngineLostError):
             await client.generate(request(4), SETTINGS)
-        waiting = asyncio.create_task(client.replaced())
+        waiting = asyncio.create_task(client.wait_replaced())
         await asyncio.sleep(0)
         assert not waiting.done(), "nobody has taken its place"
         client.replace(new)
@@ -292,7 +292,7 @@ def test_an_engine_that_nobody_replaces_fails_everybody_who_needs_it() -> None:
     async def scene() -> Any:
         client = EngineClient(FakeActor(lambda _: [], then_wait=True), 0, "w")
         client.lose("it burns")
-        waiting = asyncio.create_task(client.replaced())
+        waiting = asyncio.create_task(client.wait_replaced())
         await asyncio.sleep(0)
         client.give_up("it burns; no other")
         return await asyncio.gather(waiting, client.generate(request(1), SETTINGS), return_exceptions=True)

@@ -1,0 +1,95 @@
+"""The driver's replacement of engines that rollout workers have lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_grpo.cluster.actor_calls import call_actor
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.rollouts.rollout_worker import RolloutWorker
+
+RestoreEngines = Callable[[Mapping[int, str]], None]
+"""Function that replaces lost engines, given by number with the reason; raises SamplingError if it cannot."""
+
+
+def refuse_to_restore(lost_engines: Mapping[int, str]) -> None:
+    """Raise SamplingError with the reasons: a `RestoreEngines` that replaces no engine."""
+    raise SamplingError("; ".join(dict.fromkeys(lost_engines.values())))
+
+
+class EngineReplacer:
+    """Replaces the engines that rollout workers report as lost.
+
+    Args:
+        engines: actors in the order of their numbers; `restore` puts replacements into this sequence.
+        restore: replaces engines.
+    """
+
+    def __init__(self, engines: Sequence[Any], restore: RestoreEngines) -> None:
+        self._engines, self._restore = engines, restore
+        self._announced = list(engines)  # the actors that workers use
+        self._restarts = [0] * len(engines)
+        self._users: list[tuple[Any, Sequence[int]]] = []
+        self._reports: dict[Any, Any] = {}  # open calls of `wait_for_losses`, each with its worker
+
+    def watch(self, worker: Any, numbers: Sequence[int]) -> None:
+        """Listen to the reports of a rollout worker, which uses the engines with these numbers."""
+        self._users.append((worker, numbers))
+        self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
+
+    def announce_replacements(self) -> None:
+        """Tell workers about engines that were replaced, for example by a refit."""
+        for number, actor in enumerate(self._engines):
+            if actor is not self._announced[number]:
+                self._announced[number] = actor
+                self._restarts[number] += 1
+                for worker in self._list_users(number):
+                    call_actor(worker, RolloutWorker.replace_engine, number, actor)
+
+    def wait_for_call(self, calls: Sequence[Any], timeout_s: float) -> Any | None:
+        """Wait until one of the calls has ended, or a worker has reported lost engines.
+
+        Lost engines are replaced if possible.
+
+        Args:
+            calls: calls of any workers.
+            timeout_s: most seconds to wait.
+
+        Returns:
+            The call that has ended; None: a worker has reported lost engines.
+
+        Raises:
+            TimeoutError: neither happened in time.
+        """
+        self.announce_replacements()
+        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
+        if not ready:
+            raise TimeoutError
+        if ready[0] not in self._reports:
+            return ready[0]
+        worker, lost_engines = self._reports.pop(ready[0]), {}
+        with suppress(RayError):  # if the worker died, its other calls raise the error
+            losses = ray.get(ready[0])
+            self._reports[call_actor(worker, RolloutWorker.wait_for_losses)] = worker
+            # Another worker may have reported the loss, and the engine may be replaced already.
+            lost_engines = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
+        if lost_engines:
+            self._replace(lost_engines)
+        return None
+
+    def _replace(self, lost_engines: Mapping[int, str]) -> None:
+        try:
+            self._restore(lost_engines)
+        except SamplingError as error:
+            for number in lost_engines:
+                for worker in self._list_users(number):
+                    call_actor(worker, RolloutWorker.give_up_engine, number, str(error))
+        self.announce_replacements()
+
+    def _list_users(self, number: int) -> list[Any]:
+        return [worker for worker, numbers in self._users if number in numbers]
