@@ -66,7 +66,7 @@ def measure(pool: ProcessPoolExecutor, config: Any, shape: Any, expert_skew: flo
     for pending in submit_traces(pool, config, shape, expert_skew=expert_skew):
         found = {"rank": pending.rank, "expert_skew": expert_skew, "layers": pending.layers}
         try:
-            report = pending.result(time.monotonic() + TIMEOUT_S).report
+            report = pending.wait(time.monotonic() + TIMEOUT_S).report
         except RunError as error:
             yield {**found, "error": str(error)}
             continue

@@ -54,7 +54,7 @@ def measure(recipe: str, nodes: int) -> dict[str, Any]:
         }
         for one in (*found.best, *found.failed)
     ]
-    counts = {"legal": found.legal, "too_large": found.too_large, "left": found.left}
+    counts = {"legal": found.legal, "too_large": found.too_large, "left": found.skipped}
     wall = {"wall_s": round(time.monotonic() - began, 1), "cpu_s": round(seconds, 1), "load": os.getloadavg()}
     return {"recipe": recipe, "gpus": 8 * nodes, **wall, **counts, "layouts": layouts}
 

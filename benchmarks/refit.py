@@ -38,7 +38,7 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.generation.engine_arguments import VllmSettings
 from megatron_grpo.generation.engine_group import VllmGeneration
 from megatron_grpo.models.families import read_model_shape
-from megatron_grpo.refit_plan import RefitSummary, refit_summary
+from megatron_grpo.planning.refit_summary import RefitSummary, summarize_refit
 from megatron_grpo.run.launch import make_transport
 from megatron_grpo.trainer.messages import RankSettings
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
@@ -60,7 +60,7 @@ def main() -> None:
         parameters = _make_model(Path(folder), options)
         measured = _refits(Path(folder), options)
         shape = read_model_shape(folder)
-        summary = refit_summary(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
+        summary = summarize_refit(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
     ray.shutdown()
     repeats, engine = options.warmup + options.repeats, _layouts(options)[1]
     links, packed = raw_links(summary, repeats), packing(engine, shape, repeats)

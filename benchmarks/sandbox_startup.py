@@ -135,7 +135,7 @@ def _processor_s() -> float:
 def _without_group(sandbox: Sandbox) -> Start:
     """Our sandbox on a machine that allows no memory cgroup."""
     made = Sandbox(LIMITS, sandbox.level, sandbox.python)
-    made._groups = None
+    made._cgroup_parent = None
     return lambda source: made.run_python(source).stdout
 
 

@@ -68,7 +68,7 @@ def _plan(arguments: Sequence[str]) -> int:
             layouts = search_layouts(config, shape, pool, budget_s=config.plan.search_s)
             found = layouts.best[0].plan if layouts.best else None
         else:
-            found = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
+            found = submit_plan(config, shape, pool).wait(time.monotonic() + config.plan.timeout_s)
             found = with_advice(found, pool)
     if "json" in options:
         shown = found if layouts is None else layouts
@@ -159,10 +159,10 @@ def _calibrate(arguments: Sequence[str]) -> int:
         raise ValueError(f"{run_dir} is a run on CPU; profiles are of GPUs")
     measured = read_measurements(run_dir)
     with start_trace_pool() as pool:
-        plan = submit_plan(config, shape, pool).result(time.monotonic() + config.plan.timeout_s)
+        plan = submit_plan(config, shape, pool).wait(time.monotonic() + config.plan.timeout_s)
     tensors = max(one.phases[one.phase] for one in plan.ranks) / GIB
-    found = fit_hardware(measured, plan.timed_on, plan.hardware, tensors)
-    print("\n".join(found.table()))
+    found = fit_hardware(measured, plan.time_on, plan.hardware, tensors)
+    print("\n".join(found.render_table()))
     file = options.get("out") or Path(f"{plan.hardware.name}_calibrated.yaml")
     write_profile(file, found.hardware, f"{plan.hardware.name}_calibrated")
     print(f"wrote {file}; use it as plan.hardware={file}")

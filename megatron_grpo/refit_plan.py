@@ -72,7 +72,7 @@ def _table(summary: RefitSummary, nccl: dict[str, int], speed: float) -> list[st
         f"planned in {summary.planned_s:.2f} s",
         f"policy:     {_side(summary.sending, 'sends', 'workers')}",
         f"generation: {_side(summary.receiving, 'receives', 'ranks of the policy')}",
-        f"estimated:  {summary.seconds(speed * 1e9):.3f} s at {speed:g} GB/s a rank",
+        f"estimated:  {summary.compute_seconds(speed * 1e9):.3f} s at {speed:g} GB/s a rank",
     ]
     if nccl["communicators"]:
         sizes = (

@@ -43,12 +43,12 @@ _MARGIN = 1.1
 
 
 def with_advice(plan: Plan, pool: ProcessPoolExecutor, *, brief: bool = False) -> Plan:
-    """The plan, with advice if the run does not fit; plan.search_s limits the seconds.
+    """Return the plan, with advice if the run does not fit.
 
     Args:
-        plan: the plan of the run.
-        pool: processes of `trace.tracing`.
-        brief: whether the plan is a brief one, and those of the advice are to be.
+        plan: the plan of the run; its plan.search_s limits the seconds of the search.
+        pool: processes of `trace.start_trace_pool`.
+        brief: whether the plan is a brief one, and the advice's plans are to be.
     """
     if not plan.shortages:
         return plan
@@ -75,8 +75,8 @@ class _Trials:
         """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
-    def plans(self, proposals: Iterable[Changes]) -> Iterator[tuple[Changes, Plan]]:
-        """Plan the proposals that pass the run's checks and were not planned before."""
+    def plan_proposals(self, proposals: Iterable[Changes]) -> Iterator[tuple[Changes, Plan]]:
+        """Plan the proposals that are new and pass the run's checks."""
         pending = []
         for changes in proposals:
             name, config = " ".join(sorted(as_overrides(changes))), apply_changes(self.plan.config, changes)
@@ -87,7 +87,7 @@ class _Trials:
                 pending.append((changes, submit_plan(config, self.plan.shape, self.pool, brief=self._is_brief)))
         for changes, waited in pending:
             try:
-                trial = waited.result(self.deadline)
+                trial = waited.wait(self.deadline)
             except (LateError, ConfigError):
                 return
             except RunError:  # this layout does not build
@@ -100,45 +100,54 @@ class _Trials:
 
     @property
     def _is_brief(self) -> bool:
-        """Whether brief plans show the peak: not around the engines' turns, and not with skewed experts."""
+        """True if brief plans show the peak.
+
+        They leave out the phases around the engines' turns and skewed experts.
+        """
         worst = self.plan.fullest
         return self.brief or (worst.phase in _COMPUTING and worst.expert_skew == 1.0)
 
     def _is_refused_by_arithmetic(self, config: Config) -> bool:
-        """Whether hosts or engines are short of memory, which needs no dry run."""
+        """True if hosts or engines lack memory; that needs no dry run."""
         needed, has = count_host_gib(config, self.plan.shape), find_host_memory(config, self.plan.hardware)
         lacks_room = has_own_engines(config) and find_room_problems(config, self.plan.shape, self.plan.hardware)
         return (has is not None and needed > has) or bool(lacks_room)
 
-    def confirmed(self, changes: Changes, trial: Plan) -> Plan | None:
-        """The whole plan of changes whose brief plan fits; None: it does not fit after all, or is not done in time."""
+    def confirm(self, changes: Changes, trial: Plan) -> Plan | None:
+        """Plan changes in full after their brief plan fits.
+
+        None: they do not fit after all, or the plan is late.
+        """
         if self.brief or not self._is_brief:
             return trial
         try:
-            full_plan = submit_plan(trial.config, self.plan.shape, self.pool).result(self.deadline)
+            full_plan = submit_plan(trial.config, self.plan.shape, self.pool).wait(self.deadline)
         except (LateError, RunError):
             return None
         self.count += 1
         return None if full_plan.shortages else full_plan
 
-    def best(self, proposals: Iterable[Changes]) -> Advice | None:
-        """The advice of the first few proposals among which one fits: of those that fit, the one that frees most."""
+    def find_best(self, proposals: Iterable[Changes]) -> Advice | None:
+        """Advise on the first few proposals among which some fit.
+
+        Of those that fit, the advice is the one that frees most memory.
+        """
         rest = iter(proposals)
         while not self.is_late and (some := list(islice(rest, _TOGETHER))):
             fitting = [
                 (trial.fullest.peak, number, changes, trial)
-                for number, (changes, trial) in enumerate(self.plans(some))
+                for number, (changes, trial) in enumerate(self.plan_proposals(some))
                 if not trial.shortages
             ]
             if fitting:
                 fitting.sort(key=lambda row: (len(row[2]), row[0], row[1]))
                 for _, _, changes, trial in fitting:
-                    full_plan = self.confirmed(changes, trial)
+                    full_plan = self.confirm(changes, trial)
                     if full_plan is not None:
-                        return self.advice(changes, full_plan)
+                        return self.make_advice(changes, full_plan)
         return None
 
-    def advice(self, changes: Changes, trial: Plan) -> Advice:
+    def make_advice(self, changes: Changes, trial: Plan) -> Advice:
         """The advice to make changes with which the run fits."""
         overrides, peak = as_overrides(changes), trial.fullest.peak / GIB
         how = "makes it fit" if len(overrides) == 1 else "together make it fit"
@@ -148,25 +157,28 @@ class _Trials:
 
 
 def _advise_on(trials: _Trials) -> Advice:
-    """Try single keys, then small sets of keys, then all layouts of the same nodes, then more nodes."""
+    """Try single keys, small sets, layouts of these nodes, then more nodes."""
     plan = trials.plan
     of_engines = find_engine_changes(plan)
     if of_engines is not None:
         for proposals in _iterate_proposals(plan, of_engines):
-            advice = trials.best(proposals)
+            advice = trials.find_best(proposals)
             if advice is not None:
                 return advice
     return _iterate_elsewhere(trials)
 
 
 def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Changes]]:
-    """Changes to plan, the smallest sets first; within a size those first that leave the least estimated memory."""
-    if of_engines and not _lacks_more_than_engines(plan):
+    """Yield changes to plan, the smallest sets first.
+
+    Within a size those come first that leave the least estimated memory.
+    """
+    if of_engines and not _needs_more_than_engines(plan):
         yield [of_engines]
     singles, layouts = list(iterate_single_changes(plan)), _iterate_layouts(plan)
     estimate = _Estimate(plan)
     one_key = [change for change in (*singles, *layouts) if len(change) == 1]
-    yield [change | of_engines for change in sorted(one_key, key=estimate.gib)]
+    yield [change | of_engines for change in sorted(one_key, key=estimate.estimate_gib)]
     sets = [first | second for first, second in combinations(singles, 2) if not first.keys() & second.keys()]
     sets += [
         first | second | third
@@ -177,14 +189,18 @@ def _iterate_proposals(plan: Plan, of_engines: Changes) -> Iterator[Iterable[Cha
     sets += [change | layout for change in singles for layout in layouts if not change.keys() & layout.keys()]
     sized = sorted({len(keys) for keys in sets})
     for number in (size for size in sized if size <= _MOST_KEYS):
-        alike = [(estimate.gib(keys), position, keys) for position, keys in enumerate(sets) if len(keys) == number]
+        alike = [
+            (estimate.estimate_gib(keys), position, keys) for position, keys in enumerate(sets) if len(keys) == number
+        ]
         alike = sorted(row for row in alike if row[0] < _MARGIN * plan.hardware.memory_gib)
         yield [keys | of_engines for _, _, keys in alike[: 2 * _TOGETHER]]
     everything = merge_changes(plan)
     yield [everything | of_engines]
     yield [
         everything | layout | of_engines
-        for layout in sorted(layouts, key=lambda layout_keys: estimate.gib(everything | layout_keys))[:_TOGETHER]
+        for layout in sorted(layouts, key=lambda layout_keys: estimate.estimate_gib(everything | layout_keys))[
+            :_TOGETHER
+        ]
     ]
 
 
@@ -192,19 +208,19 @@ def _overlap(*changes: Changes) -> bool:
     return sum(map(len, changes)) > len({key for change in changes for key in change})
 
 
-def _lacks_more_than_engines(plan: Plan) -> bool:
+def _needs_more_than_engines(plan: Plan) -> bool:
     """Whether GPUs of the models or hosts are short too."""
     needed, has = plan.host
     return plan.fullest.peak > plan.hardware.memory_gib * GIB or (has is not None and needed > has)
 
 
 def _iterate_layouts(plan: Plan) -> list[Changes]:
-    """Layouts of the models that do not fit, those with the least estimated memory."""
+    """List layouts of the models that do not fit, the smallest first."""
     has, relevant = plan.hardware.memory_gib * GIB, []
     for section, ranks, shape in _iterate_models(plan):
         if max((rank.peak for rank in ranks), default=0) > has:
             estimate = _Estimate(plan)
-            layouts = sorted(iterate_layout_changes(plan, section, shape), key=estimate.gib)
+            layouts = sorted(iterate_layout_changes(plan, section, shape), key=estimate.estimate_gib)
             relevant += [keys for keys in layouts if len(keys) == 1] + layouts[:_LAYOUTS]
     return relevant
 
@@ -217,13 +233,16 @@ def _iterate_models(plan: Plan) -> Iterator[tuple[str, Sequence[RankMemory], Mod
 
 
 class _Estimate:
-    """Rough GiB of the fullest GPU after changes: arithmetic, scaled by the plan before them."""
+    """Rough GiB of the fullest GPU after changes.
+
+    Arithmetic, scaled by the plan before them.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.worst = plan, plan.fullest
-        self.static, self.others = self._arithmetic({})
+        self.static, self.others = self._estimate_parts({})
 
-    def _arithmetic(self, changes: Changes) -> tuple[float, float]:
+    def _estimate_parts(self, changes: Changes) -> tuple[float, float]:
         config = apply_changes(self.plan.config, changes)
         if self.worst.model != "policy" and config.value_model is not None:
             config = replace(
@@ -231,9 +250,9 @@ class _Estimate:
             )
         return float(count_static_bytes(config, self.plan.shape)), estimate_activation_bytes(config, self.plan.shape)
 
-    def gib(self, changes: Changes) -> float:
+    def estimate_gib(self, changes: Changes) -> float:
         """GiB after changes."""
-        static, activations = self._arithmetic(changes)
+        static, activations = self._estimate_parts(changes)
         worst = self.worst
         tensors = worst.static * static / max(self.static, 1.0)
         rest = (worst.peak - worst.reserve - worst.static) * activations / max(self.others, 1.0)
@@ -241,7 +260,10 @@ class _Estimate:
 
 
 def _iterate_elsewhere(trials: _Trials) -> Advice:
-    """Advice with other layouts of models and engines on the same nodes, or on more of them; or that nothing does."""
+    """Advise on other layouts of models and engines together.
+
+    On the same nodes, or on more of them; or say that nothing fits.
+    """
     plan = trials.plan
     usable = plan.hardware.memory_gib - plan.hardware.reserve_gib
     if usable <= 0:
@@ -249,7 +271,7 @@ def _iterate_elsewhere(trials: _Trials) -> Advice:
         return Advice(text, tried=trials.count)
     everything = apply_changes(plan.config, merge_changes(plan))
     for nodes in iterate_node_counts(everything, plan.shape, plan.hardware, trials.deadline):
-        advice = trials.best(iterate_run_layouts(plan.config, everything, plan.shape, plan.hardware, nodes))
+        advice = trials.find_best(iterate_run_layouts(plan.config, everything, plan.shape, plan.hardware, nodes))
         if advice is not None and nodes == plan.config.cluster.num_nodes:
             return advice
         if advice is not None:

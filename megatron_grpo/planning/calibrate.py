@@ -45,13 +45,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The profile that repeats a run, and how far the plan was off before."""
+    """The profile that repeats a run, and the plan's error before."""
 
     hardware: Hardware
     rows: list[tuple[str, float, float, float]]
     """(name, planned before, measured, planned with the new profile) of each compared figure; seconds or GiB."""
 
-    def table(self) -> list[str]:
+    def render_table(self) -> list[str]:
         """Lines for a terminal."""
         lines = [f"{'':<12}{'planned':>10}{'measured':>10}{'off by':>9}{'calibrated':>12}"]
         for name, before, run, after in self.rows:
@@ -124,7 +124,10 @@ def _time_planned(plan: Callable[[Hardware], StepTimes], phases: tuple[str, ...]
 def _fit_efficiency(
     hardware: Hardware, names: tuple[str, ...], seconds: Callable[[Hardware], float], target: float
 ) -> Hardware:
-    """The profile with one factor on these efficiencies; the nearest limit where no factor reaches the target."""
+    """Fit one factor of these efficiencies to a measured time.
+
+    Where no factor reaches the target, the nearest limit is taken.
+    """
     low, high = _LEAST, _MOST
     for _ in range(40):
         middle = (low * high) ** 0.5

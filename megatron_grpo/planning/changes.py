@@ -46,7 +46,10 @@ def as_overrides(changes: Mapping[str, Any]) -> list[str]:
 
 
 def iterate_single_changes(plan: Plan) -> Iterator[Changes]:
-    """Keys that take tensors off the GPUs, or off the hosts where these are short; other results are rounding alone."""
+    """Yield keys that take tensors off the GPUs or off short hosts.
+
+    Results change by rounding alone.
+    """
     config = plan.config
     yield from _of_model(config, "policy")
     if config.value_model is not None:
@@ -99,7 +102,9 @@ def merge_changes(plan: Plan) -> Changes:
 
 
 def iterate_layout_changes(plan: Plan, section: str, shape: ModelShape) -> Iterator[Changes]:
-    """Other layouts of a model on its GPUs, and on those that are idle: the keys that differ.
+    """Yield the keys of other layouts of a model.
+
+    Layouts use the model's GPUs, and those that are idle.
 
     Args:
         plan: the plan of the run.
@@ -132,10 +137,10 @@ def _list_differences(section: str, before: ParallelConfig, after: ParallelConfi
 
 
 def find_engine_changes(plan: Plan) -> Changes | None:
-    """The fewest keys that give engines room on the GPUs that they have, and the idle ones; None: none do.
+    """Find the fewest keys that give engines room; None: none do.
 
-    An engine takes more of its GPUs, or splits its weights over more of them. On shared GPUs it has to leave room to
-    what the models keep there.
+    An engine takes more of its GPUs' memory, or splits its weights over more of them, idle ones too. On shared GPUs it
+    has to leave room to what the models keep there.
     """
     config, shape, gpu = plan.config, plan.shape, plan.hardware
     if plan.engine is None:
@@ -163,7 +168,10 @@ def find_engine_changes(plan: Plan) -> Changes | None:
 
 
 def _list_memory_shares(plan: Plan) -> list[float]:
-    """Values of gpu_memory_utilization to try: that of the run, and the largest that leaves room to the models."""
+    """List values of gpu_memory_utilization to try.
+
+    They are that of the run, and the largest that leaves room to the models.
+    """
     share, has = plan.config.generation.engine.gpu_memory_utilization, plan.hardware.memory_gib * 2**30
     linked = estimate_nccl_bytes(plan.config, plan.config.policy.parallel.world_size, NCCL_RECEIVING)
     largest = int(100 * (1 - linked / has)) / 100

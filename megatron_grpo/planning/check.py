@@ -17,7 +17,7 @@ from megatron_grpo.preflight.model_file_checks import explain_unusable_model
 
 
 def check_fit(config: Config) -> Iterator[Problem]:
-    """Remarks of --check on a run that does not fit the GPUs of cluster.gpu, or whose layout does not build.
+    """Yield the remarks of --check on a run's memory and layout.
 
     Nothing is planned without cluster.gpu, on CPUs, or when the model is not on this machine. Dry runs take seconds to
     minutes; the plan is a brief one (`submit_plan`), and that of its advice too.
@@ -31,7 +31,7 @@ def check_fit(config: Config) -> Iterator[Problem]:
     subject = f"cluster.gpu={config.cluster.gpu}"
     try:
         with start_trace_pool() as pool:
-            plan = submit_plan(config, shape, pool, brief=True).result(time.monotonic() + config.plan.timeout_s)
+            plan = submit_plan(config, shape, pool, brief=True).wait(time.monotonic() + config.plan.timeout_s)
             plan = with_advice(plan, pool, brief=True)
     except ConfigError as error:
         yield from error.problems

@@ -51,8 +51,8 @@ class PassSeconds:
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by kind of work, hidden messages included."""
 
-    def seconds(self, tokens: float = 1.0, context: float = 1.0) -> float:
-        """Seconds of the pass; the host launches the kernels while earlier ones run.
+    def compute_seconds(self, tokens: float = 1.0, context: float = 1.0) -> float:
+        """Seconds of the pass, with launches that go on meanwhile.
 
         Args:
             tokens: tokens of a microbatch relative to the dry run's.
@@ -80,7 +80,7 @@ class PhaseSeconds:
 
 
 def time_product(hardware: Hardware, work: Work) -> float:
-    """Seconds of a matrix product, or of the products of a layer's experts.
+    """Seconds of a matrix product, or of a layer's expert products.
 
     The larger of memory traffic and arithmetic. Products are computed in tiles of the result: the last wave of tiles
     leaves multiprocessors idle, and every tile has a start and an end that do not depend on the inner dimension.
@@ -96,7 +96,10 @@ def time_product(hardware: Hardware, work: Work) -> float:
 
 
 def _fill_share(rows: float, columns: int, number: int, sms: int, tile: tuple[int, int, float]) -> float:
-    """Share of the peak that kernels of this tile reach on `number` results of [rows, columns]."""
+    """Share of the peak that a tile reaches on `number` results.
+
+    A result is [rows, columns].
+    """
     high, wide = math.ceil(rows / tile[0]), math.ceil(columns / tile[1])
     used = rows / tile[0] / high * columns / tile[1] / wide
     tiles = number * high * wide
@@ -115,7 +118,7 @@ def time_operator(hardware: Hardware, work: Work) -> float:
 
 
 def time_message(hardware: Hardware, work: Work, copies: int = 1) -> float:
-    """Seconds of a message; see `time_collective`, and for a send the link between its two ranks."""
+    """Seconds of a message: a collective, or a send between two ranks."""
     if work.kind == "send":
         first_domain, second_domain = (rank // hardware.gpus_per_domain for rank in work.ranks)
         reached = hardware.efficiency

@@ -42,7 +42,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A GPU of a rank of the policy or of the value model; sizes in bytes."""
+    """The GPU memory of a rank of policy or value model, in bytes."""
 
     stage: int
     rank: int
@@ -145,7 +145,10 @@ def build_rank_memory(
 
 
 def _list_parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
-    """The bytes of a phase by kind. Of a refit, for which a deep rank has no moment of its own, those before it."""
+    """List the bytes of a phase by kind.
+
+    A refit of a deep rank has no moment of its own; the one before it stands for it.
+    """
     moments = [moment for sort, moment in report.moments.items() if sort[0] in (phase, name_phase_before_refit(report))]
     fullest = min(moments, key=lambda moment: abs(sum(moment.values()) - size), default={})
     sizes = {kind: fullest[kind] for kind in STATIC if fullest.get(kind)}
@@ -153,12 +156,15 @@ def _list_parts(report: DryReport, phase: str, size: int) -> dict[str, int]:
 
 
 def _name(kind: str) -> str:
-    """The name of a kind in tables; tensors of no kernel are counted under the phase that made them."""
+    """Name a kind in tables.
+
+    Tensors of no kernel are counted under the phase that made them.
+    """
     return f"other tensors of {kind}" if kind in ("build", "logprobs", "reference", "train", "refit") else kind
 
 
 def list_reserve_parts(config: Config, tensors: int, hardware: Hardware, *, model: str = "policy") -> dict[str, int]:
-    """Bytes of a GPU that a rank of a model needs besides `tensors` bytes of tensors, by their purpose."""
+    """Bytes that a rank needs besides its tensors, by purpose."""
     parts = {
         "CUDA context, cuBLAS, process groups": int(hardware.reserve_gib * GIB),
         "fragmentation": int(hardware.fragmentation * tensors),
@@ -175,6 +181,6 @@ def list_reserve_parts(config: Config, tensors: int, hardware: Hardware, *, mode
 
 
 def count_sleeping_engine(config: Config, hardware: Hardware) -> int:
-    """Bytes that a sleeping engine keeps on a GPU: its own context, and its CUDA graphs."""
+    """Bytes of a sleeping engine: its CUDA context and graphs."""
     graphs = 0.0 if config.generation.engine.enforce_eager else GRAPHS_GIB
     return int((hardware.reserve_gib + graphs) * GIB)

@@ -25,7 +25,7 @@ from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_layouts import RankShard, shard_engine, shard_policy
 from megatron_grpo.planning.dry.kernels import STAGE_SHAPE, ShapedLogprobs, replaced_names
-from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedAttention, ShapedNorm, shaped_layer
+from megatron_grpo.planning.dry.stand_in_layers import Quantizable, ShapedAttention, ShapedNorm, make_shaped_layer
 from megatron_grpo.planning.dry.tracker import DryMode, Moments
 from megatron_grpo.planning.dry.work import Work
 from megatron_grpo.platform.device import Platform
@@ -41,7 +41,7 @@ from megatron_grpo.weight_sync.links import BUFFERS, schedule, split_messages
 from megatron_grpo.weight_sync.reshard import ShardSender
 from megatron_grpo.weight_sync.transfer_plan import aligned, packed_pieces, plan_pieces, wire_dtypes
 
-SHAPED_PARTS = TeParts(shaped_layer, ShapedAttention, ShapedNorm)
+SHAPED_PARTS = TeParts(make_shaped_layer, ShapedAttention, ShapedNorm)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ _ALL_PHASES = frozenset(("train", "logprobs", "reference", "offload", "onload", 
 
 
 def run_phases(config: Config) -> frozenset[str]:
-    """Phases of a step that a run of this configuration has, and its checkpoints."""
+    """Names of the phases of a step, and of its checkpoints."""
     sleeps = config.generation.is_colocated and config.needs_generation
     phases = {
         "train": True,
@@ -91,10 +91,10 @@ def run_dry(
     moves: bool = True,
     phases: Container[str] | None = None,
 ) -> DryReport:
-    """Run the phases of two steps on a rank, whose microbatches are full, and all of whose tokens are sampled.
+    """Run two steps' phases on a rank; microbatches are full.
 
-    The second step shows the peak, since the optimizer's moments appear in the first. A process that calls this cannot
-    use its GPU for Megatron-Core afterwards.
+    All tokens are sampled. The second step shows the peak, since the optimizer's moments appear in the first. A process
+    that calls this cannot use its GPU for Megatron-Core afterwards.
 
     Args:
         config: the run's configuration; `problems` are not checked.
@@ -118,7 +118,10 @@ def run_tracked(
     moves: bool = True,
     phases: Container[str] | None = None,
 ) -> DryReport:
-    """A dry run on fake tensors or, to compare, on real ones; these are not moved to host memory."""
+    """Run dry on fake tensors, or on real ones to compare.
+
+    Real ones are not moved to host memory.
+    """
     mode = DryMode(shape.experts.top_k if shape.experts is not None else 0)
 
     def move(array: NDArray[Any]) -> Tensor:
@@ -162,9 +165,12 @@ def run_tracked(
 
 
 def _without_engine(config: Config) -> PolicyConfig:
-    """The policy's configuration without FP8, which only the shape-only layers imitate, and with the whole optimizer on
-    the device, where the share that belongs on the host is left out of the count. Log-probabilities with a filter hold
-    a chunk's logits, as those of the chunked kernel do."""
+    """The policy's configuration for a dry run.
+
+    FP8 is off, because only the shape-only layers imitate it. The whole optimizer is on the device; the share that
+    belongs on the host is subtracted later. Log-probabilities with a filter hold a chunk's logits, as the chunked
+    kernel does.
+    """
     policy = config.policy
     fp8 = replace(policy.fp8, format="off") if policy.fp8.is_on_device else policy.fp8
     kernel = "chunked" if config.generation.has_training_filter else policy.logprob_kernel
@@ -181,7 +187,7 @@ def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases
     if policy.optimizer.cpu_offload:
         mode.discount(state[: round(len(state) * policy.optimizer.cpu_offload)])
         mode.forget_peaks()
-    work = full_microbatches(rank, policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
+    work = make_full_microbatches(rank, policy.logprob_microbatch_tokens or policy.microbatch_tokens, reference=False)
     if isinstance(rank, ValueRank):
         with mode.phase("values"):
             rank.compute_values(*work)
@@ -194,7 +200,7 @@ def _compute(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases
             rank.compute_reference_logprobs(*work)
             if config.reference.offload:
                 mode.discount(list_reference_weights(rank))
-    batch, microbatches = full_microbatches(rank, policy.microbatch_tokens, reference=reference)
+    batch, microbatches = make_full_microbatches(rank, policy.microbatch_tokens, reference=reference)
     counts = GlobalCounts(
         tokens=float(sum(batch.lengths)), sequences=float(len(batch)), all_sequences=float(len(batch))
     )
@@ -224,7 +230,7 @@ def _move(rank: PolicyRank | ValueRank, config: Config, mode: DryMode, phases: C
 
 
 class DryLinks:
-    """A rank's messages of a refit, which are packed into its buffers and go nowhere (`Links`)."""
+    """A rank's messages of a refit, packed and sent nowhere (`Links`)."""
 
     def __init__(self, config: Config, shape: ModelShape, shards: list[RankShard], rank: int) -> None:
         generation, bucket = config.generation.parallel, int(config.refit.bucket_mib * 2**20)
@@ -245,7 +251,7 @@ class DryLinks:
 
 
 def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
-    """Let the layers that are not to stay in bfloat16 multiply in FP8.
+    """Let layers multiply in FP8, except those that stay in bfloat16.
 
     Except with delayed scales Megatron-Core lets the projection after attention save its input as it came, since
     attention keeps that tensor, its output, anyway.
@@ -260,10 +266,10 @@ def _multiply_in_fp8(rank: ModelRank, fp8: Fp8Config) -> None:
 
 
 def _build_rank(settings: RankSettings, platform: Platform) -> PolicyRank | ValueRank:
-    """Build a rank without numbers, whose microbatches are made of real numbers, outside of the modes.
+    """Build a rank without numbers.
 
-    Only the platform's `move` leaves the numbers behind. The head has the fused kernel's tensors, unless the
-    configuration asks for the chunked kernel.
+    Its microbatches are made of real numbers, outside of the modes; only the platform's `move` leaves the numbers
+    behind. The head has the fused kernel's tensors, unless the configuration asks for the chunked kernel.
     """
     config, shape = settings.config, settings.shape
     maker = MicrobatchMaker(config, shape, platform, scope=_disable_current_modes)
@@ -277,10 +283,11 @@ def _load_nothing(*_: Any) -> None:
     pass
 
 
-def full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
-    """Make microbatches of `most_tokens` tokens in the longest sequences, as many as the pipeline holds at once.
+def make_full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> tuple[TokenBatch, Microbatches]:
+    """Make as many full microbatches as the pipeline holds at once.
 
-    All tokens are sampled. `reference`: whether there are log-probabilities of the reference policy.
+    They have `most_tokens` tokens in the longest sequences, all sampled. `reference`: whether there are
+    log-probabilities of the reference policy.
     """
     config, parallel, is_value = rank.config, rank.config.parallel, rank.shape.value_head is not None
     longest = min(config.max_total_sequence_length, most_tokens)
@@ -306,5 +313,8 @@ def full_microbatches(rank: ModelRank, most_tokens: int, *, reference: bool) -> 
 
 
 def list_reference_weights(rank: ModelRank) -> list[Tensor]:
-    """The weights of the reference policy, which are on the device here even if they are to be on the host."""
+    """List the reference policy's weights.
+
+    They are on the device here even if they are to be on the host.
+    """
     return [parameter for chunk in rank.reference or () for parameter in chunk.parameters()]

@@ -52,7 +52,7 @@ _KEYS = (
 
 
 def iterate_node_counts(config: Config, shape: ModelShape, gpu: Hardware, deadline: float) -> Iterator[int]:
-    """Numbers of nodes on which a run may fit, its own first; those on which no layout can are left out.
+    """Yield numbers of nodes on which a run may fit, its own first.
 
     Args:
         config: the run, with every key that saves memory.
@@ -68,7 +68,10 @@ def iterate_node_counts(config: Config, shape: ModelShape, gpu: Hardware, deadli
 
 
 def _place_on_nodes(config: Config, nodes: int) -> Config:
-    """The run on this many nodes; engines that share GPUs with the policy do so on one node only."""
+    """The run on so many nodes.
+
+    Engines share GPUs with the policy on one node only.
+    """
     placed = config
     if nodes > 1 and config.generation.is_colocated:
         placed = replace(config, generation=replace(config.generation, placement="separate"))
@@ -78,7 +81,10 @@ def _place_on_nodes(config: Config, nodes: int) -> Config:
 def iterate_run_layouts(
     before: Config, config: Config, shape: ModelShape, gpu: Hardware, nodes: int
 ) -> Iterator[Changes]:
-    """Changes of `before` into layouts on this many nodes whose estimated memory fits, with keys that save memory."""
+    """Yield changes into layouts on so many nodes.
+
+    Their estimated memory fits, with keys that save memory.
+    """
     for layout in _iterate_fitting(_place_on_nodes(config, nodes), shape, gpu):
         changes = {
             key: _read_key(layout, key)
@@ -104,7 +110,10 @@ def _read_key(config: Config, key: str) -> Any:
 
 
 def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[Config]:
-    """Layouts of policy and engines whose estimated memory fits, those with the least of each way to share GPUs out."""
+    """Yield layouts of policy and engines whose estimated memory fits.
+
+    Of each way to share GPUs out, those with the least memory.
+    """
     sized: dict[int, list[Config]] = {}
     used: set[int] = set()
     for policy_gpus, engine_gpus in split_gpus(config)[:_SPLITS]:
@@ -123,7 +132,7 @@ def _iterate_fitting(config: Config, shape: ModelShape, gpu: Hardware) -> Iterat
 
 
 def _with_room(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> list[Config]:
-    """Layouts of the policy whose estimated memory fits, those with the least first."""
+    """Layouts of the policy whose estimated memory fits, the smallest first."""
     usable = (gpu.memory_gib - gpu.reserve_gib) / (1 + gpu.fragmentation)
     sized: list[tuple[float, int, Config]] = []
     for layout in iterate_possible_layouts(config, shape, gpus, Refusals()):
@@ -137,7 +146,7 @@ def _with_room(config: Config, shape: ModelShape, gpu: Hardware, gpus: int) -> l
 
 
 def find_least_gib(plan: Plan) -> float:
-    """Least GiB of weights, gradients and optimizer state of the fullest GPU, over layouts on the run's nodes.
+    """Least static GiB of the fullest GPU, over the nodes' layouts.
 
     With every key that saves memory, and on as many GPUs as engines leave that have one GPU.
     """

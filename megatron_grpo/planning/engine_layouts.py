@@ -18,7 +18,10 @@ _STAGES = 8
 
 
 def iterate_engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[GenerationParallelConfig]:
-    """Every way to share GPUs out to engines: those without experts of their own on each rank, and those with."""
+    """Yield every way to share GPUs out to engines.
+
+    Ranks have experts of their own, or not.
+    """
     recipe = config.generation.parallel
     stages = [size for size in range(1, _STAGES + 1) if gpus % size == 0]
     for pipeline in dict.fromkeys([recipe.pipeline] * (gpus % recipe.pipeline == 0) + stages):
@@ -33,7 +36,7 @@ def iterate_engine_layouts(config: Config, shape: ModelShape, gpus: int) -> Iter
 def find_best_engines(
     config: Config, shape: ModelShape, hardware: Hardware, policy_gpus: int, gpus: int, refusals: Refusals
 ) -> Config | None:
-    """The configuration with the engines that answer a step's prompts soonest, on this many GPUs; None: there are none.
+    """The configuration whose engines answer a step's prompts soonest.
 
     Args:
         config: the recipe.
@@ -42,6 +45,9 @@ def find_best_engines(
         policy_gpus: GPUs of the policy, which fills nodes before the engines.
         gpus: GPUs that the engines share out.
         refusals: gets the problems of the layouts that are refused.
+
+    Returns:
+        The configuration; None: no engines fit on this many GPUs.
     """
     best: tuple[float, Config] | None = None
     policy = replace(config.policy, parallel=ParallelConfig(data=policy_gpus))
@@ -55,7 +61,7 @@ def find_best_engines(
             continue
         lacking = find_room_problems(tried, shape, hardware)
         if lacking:
-            refusals.lack_room(_compute_lacking_gib(tried, shape, hardware), lacking[0])
+            refusals.note_lack_of_room(_compute_lacking_gib(tried, shape, hardware), lacking[0])
             continue
         seconds = _time_share(tried, shape, hardware)
         if best is None or seconds < best[0]:
@@ -64,7 +70,7 @@ def find_best_engines(
 
 
 def is_of_engines(problem: Problem) -> bool:
-    """Whether a problem is one of the engines' layout, whatever the policy's is."""
+    """True if a problem is one of the engines' layout alone."""
     return problem.key.startswith("generation.parallel.")
 
 
@@ -72,7 +78,7 @@ def find_room_problems(config: Config, shape: ModelShape, hardware: Hardware) ->
     """The problem of engines whose cache does not hold the longest sequence."""
     size, parallel = size_engine(config, shape, hardware), config.generation.parallel
     longest, share = config.policy.max_total_sequence_length, config.generation.engine.gpu_memory_utilization
-    if size.most_sequences(longest) >= 1:
+    if size.count_sequences(longest) >= 1:
         return []
     stages = f" x pipeline={parallel.pipeline}" if parallel.pipeline > 1 else ""
     weights, activations = size.weight_bytes / 2**30, size.activation_bytes / 2**30
@@ -95,7 +101,7 @@ def _time_share(config: Config, shape: ModelShape, hardware: Hardware) -> float:
     """Seconds of an engine for its share of a step's prompts."""
     lengths, size = find_lengths(config), size_engine(config, shape, hardware)
     most_sequences = max(
-        1, min(config.generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
+        1, min(config.generation.sequences_per_engine, size.count_sequences(float(lengths.totals.mean())))
     )
     share = lengths.responses[:: config.generation.parallel.data]
     copies = config.training_loop.num_generations_per_prompt

@@ -15,10 +15,11 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def count_static_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of weights, gradients and optimizer state of the fullest rank, without padding; with adapters, of weights.
+    """Bytes of weights, gradients and optimizer state of the fullest rank.
 
-    A number trained in bfloat16 takes 2 bytes as weight, 4 as gradient, and 12 in the optimizer: main weight and two
-    moments, which a distributed optimizer splits over replicas. In float32 the weight is the main weight.
+    Padding is left out; with adapters these are the bytes of weights. A number trained in bfloat16 takes 2 bytes as
+    weight, 4 as gradient, and 12 in the optimizer: main weight and two moments, which a distributed optimizer splits
+    over replicas. In float32 the weight is the main weight.
     """
     policy, parallel = config.policy, config.policy.parallel
     ranks_per_stage, parts = parallel.world_size // parallel.pipeline, parallel.expert * parallel.expert_tensor
@@ -41,12 +42,15 @@ def count_static_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _count_vocabulary_matrices(has_embedding: bool, has_head: bool, shape: ModelShape) -> int:
-    """Matrices of the vocabulary that a stage holds: embedding and head, one matrix where they are tied."""
+    """Matrices of the vocabulary on a stage: embedding and head, or one."""
     return int(has_embedding) + int(has_head and not (shape.tied_embeddings and has_embedding))
 
 
 def count_number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
-    """Bytes of a trained number: as weight, as gradient, and in the optimizer; at least, where fields change them."""
+    """Bytes of a trained number: as weight, as gradient, in the optimizer.
+
+    They are lower bounds where fields of Megatron-Core change them.
+    """
     fields = policy.megatron_optimizer
     weight = 1.0 if policy.fp8.is_on_device and policy.fp8.parameters else float(_WIDTH[policy.precision])
     reduced = policy.ddp.get("grad_reduce_in_fp32", True) and policy.precision != "float32"
@@ -57,11 +61,11 @@ def count_number_bytes(policy: PolicyConfig) -> tuple[float, float, float]:
 
 
 def count_host_bytes(config: Config, shape: ModelShape) -> float:
-    """Bytes of host memory, over all nodes, of tensors that are kept off the GPUs.
+    """Bytes of host memory of tensors that are kept off the GPUs.
 
-    Optimizer state on the host is a main weight, a gradient and two moments, in float32. Where engines share the GPUs
-    they leave their weights there, and the policy its own and the optimizer's state, in turn. A checkpoint in the
-    background copies weights and optimizer state.
+    Over all nodes. Optimizer state on the host is a main weight, a gradient and two moments, in float32. Where engines
+    share the GPUs they leave their weights there, and the policy its own and the optimizer's state, in turn. A
+    checkpoint in the background copies weights and optimizer state.
     """
     policy, parallel, engines = config.policy, config.policy.parallel, config.generation.parallel
     numbers = (
@@ -89,7 +93,7 @@ def count_host_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def count_layer_numbers(shape: ModelShape, layers: Sequence[int]) -> tuple[float, float]:
-    """Numbers in the matrices of layers besides routed experts, and of these layers' routed experts."""
+    """Numbers in layers' matrices without routed experts, and in these."""
     dense, routed = len(layers) * count_attention_numbers(shape, 1), 0.0
     with_experts = sum(map(shape.has_experts, layers))
     if shape.experts is not None:
@@ -99,10 +103,11 @@ def count_layer_numbers(shape: ModelShape, layers: Sequence[int]) -> tuple[float
 
 
 def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
-    """Rough bytes of activations of the fullest stage: what the microbatches in flight keep for the backward pass.
+    """Rough bytes of activations of the fullest stage.
 
-    With recomputation a layer keeps its input, and one layer at a time all of it; without, every layer keeps the inputs
-    of its products and norms, queries, keys, values and the output of attention.
+    Microbatches in flight keep them for the backward pass. With recomputation a layer keeps its input, and one layer at
+    a time all of it; without, every layer keeps the inputs of its products and norms, queries, keys, values and the
+    output of attention.
     """
     policy, parallel = config.policy, config.policy.parallel
     tokens = policy.microbatch_tokens / parallel.context
@@ -129,7 +134,7 @@ def estimate_activation_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, tokens: float | None = None) -> float:
-    """Rough seconds of an optimizer step on the samples of a step, by which layouts are put in order.
+    """Rough seconds of an optimizer step; they put layouts in order.
 
     Products at half of the peak; messages of tensor, context and expert parallelism that nothing hides, at the speed of
     the slowest link between their ranks; the pipeline's bubble, (stages - 1) / (chunks * microbatches).
@@ -150,7 +155,7 @@ def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, token
     compute = 2 * passes * active * tokens / parallel.world_size / (0.5 * hardware.flops["bfloat16"])
     stage_tokens = tokens / parallel.data / parallel.context / parallel.pipeline * shape.layers
 
-    def speed(ranks: int) -> float:
+    def find_speed(ranks: int) -> float:
         within = ranks <= hardware.gpus_per_domain
         return hardware.local_bytes_per_s if within else hardware.network_bytes_per_s
 
@@ -158,10 +163,10 @@ def estimate_step_s(config: Config, shape: ModelShape, hardware: Hardware, token
     split = 4 * stage_tokens * row * (parallel.tensor - 1) / parallel.tensor / hardware.local_bytes_per_s
     ring = parallel.context - 1
     keys = 2.0 * 2 * shape.key_value_heads * shape.head_dim / parallel.tensor
-    split += ring * stage_tokens * keys / speed(parallel.tensor * parallel.context)
+    split += ring * stage_tokens * keys / find_speed(parallel.tensor * parallel.context)
     if experts is not None and parallel.expert > 1:
         copies = stage_tokens / parallel.tensor * experts.top_k * row
-        split += 2 * copies * (parallel.expert - 1) / parallel.expert / speed(parallel.expert)
+        split += 2 * copies * (parallel.expert - 1) / parallel.expert / find_speed(parallel.expert)
     microbatches = max(1, math.ceil(tokens / parallel.data / policy.microbatch_tokens))
     bubble = (parallel.pipeline - 1) / parallel.virtual_pipeline / microbatches
     wasted = math.ceil(microbatches / parallel.pipeline) * parallel.pipeline / microbatches

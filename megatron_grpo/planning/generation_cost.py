@@ -45,13 +45,13 @@ class Lengths:
 
 
 def draw_log_normal_lengths(mean: float, sigma: float, samples: int, longest: int, prompt: float) -> Lengths:
-    """Responses whose lengths are the quantiles of a log-normal distribution, cut off at the longest.
+    """Responses with the quantiles of a log-normal distribution as lengths.
 
     Args:
         mean: mean of the distribution before the cut.
         sigma: standard deviation of the logarithm of a length; 0: all alike.
         samples: number of responses.
-        longest: most tokens of a response.
+        longest: most tokens of a response; longer ones are cut off.
         prompt: mean tokens of a prompt.
     """
     quantiles = (np.arange(samples) + 0.5) / samples
@@ -62,7 +62,7 @@ def draw_log_normal_lengths(mean: float, sigma: float, samples: int, longest: in
 
 
 def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
-    """Lengths of a recorded run's last step, repeated or thinned out to `samples`.
+    """Read lengths of a run's last step, repeated or thinned out.
 
     Raises:
         FileNotFoundError: the run has no rollouts.
@@ -79,7 +79,7 @@ def read_recorded_lengths(run_dir: Path, samples: int) -> Lengths:
 
 
 def find_lengths(config: Config) -> Lengths:
-    """Lengths of the samples of a step: those of plan.*, or of a recorded run.
+    """Lengths of a step's samples, from plan.* or a recorded run.
 
     Raises:
         ValueError: plan.lengths_from has no rollouts.
@@ -116,7 +116,7 @@ class EngineSize:
         """Tokens that the cache holds."""
         return self.cache_blocks * BLOCK_TOKENS
 
-    def most_sequences(self, tokens: float) -> int:
+    def count_sequences(self, tokens: float) -> int:
         """Sequences of this many tokens that the cache holds at once."""
         return self.cache_blocks // math.ceil(tokens / BLOCK_TOKENS)
 
@@ -144,14 +144,20 @@ def size_engine(config: Config, shape: ModelShape, hardware: Hardware) -> Engine
 
 
 def _find_widths(config: Config) -> tuple[int, int]:
-    """Bytes of a number in an engine: of activations, norms and embeddings, and of the layers' matrices."""
+    """Bytes of a number in an engine: of activations, and of matrices.
+
+    Norms and embeddings have those of activations.
+    """
     width = _WIDTH[config.engine_dtype]
     return width, 1 if str(config.generation.engine_args.get("quantization", "")).startswith("fp8") else width
 
 
 def count_kv_bytes_per_token(shape: ModelShape, layers: int, tensor: int, width: int) -> int:
-    """Bytes of a rank's KV cache for each token: keys and values of its heads, or one latent vector and the key's
-    rotated part, which every rank has (multi-latent attention)."""
+    """Bytes of a rank's KV cache for each token.
+
+    Keys and values of the rank's heads; with multi-latent attention one latent vector and the key's rotated part, which
+    every rank has.
+    """
     if shape.latent is not None:
         return layers * (shape.latent.rank + shape.latent.rope_dim) * width
     return layers * 2 * max(1, shape.key_value_heads // tensor) * shape.head_dim * width
@@ -205,32 +211,36 @@ class Decoder:
     width: int
     weight_width: int
 
-    def step_s(self, sequences: float, context: float) -> float:
-        """A decoding step of all sequences of mean length `context`: a roofline over weights, cache and operations.
+    def time_step(self, sequences: float, context: float) -> float:
+        """Seconds of a decoding step of sequences of mean length `context`.
 
-        Of a layer's experts those are read that some token chose: E (1 - (1 - k / E)^b) of E for b tokens.
+        A roofline over weights, cache and operations. Of a layer's experts those are read that some token chose:
+        E (1 - (1 - k / E)^b) of E for b tokens.
         """
         reached, shape = self.hardware.efficiency, self.shape
         kv = count_kv_bytes_per_token(shape, shape.layers, self.tensor, self.width)
-        read = self._read(sequences) + sequences * context * kv
-        flops = 2.0 * sequences * self._active()
+        read = self._count_read_bytes(sequences) + sequences * context * kv
+        flops = 2.0 * sequences * self._count_active()
         speed = self.hardware.flops["bfloat16"] * reached.matmul
         kernels = max(read / (self.hardware.memory_bytes_per_s * reached.decode_memory), flops / speed)
-        messages = 2 * shape.layers * self._reduce_s(sequences)
+        messages = 2 * shape.layers * self._time_reduce(sequences)
         return float(kernels + messages + shape.layers * reached.decode_layer_s + reached.decode_step_s)
 
-    def prefill_s(self, tokens: float, context: float) -> float:
-        """Tokens of prompts that each see `context` tokens at most, half of them masked; passes are full of tokens."""
+    def time_prefill(self, tokens: float, context: float) -> float:
+        """Seconds of prompts' tokens; passes are full of tokens.
+
+        A token sees at most `context` tokens, half of them masked.
+        """
         reached, shape = self.hardware.efficiency, self.shape
         heads = shape.attention_heads / self.tensor
         attention = 2.0 * tokens * context * heads * shape.head_dim * shape.layers
         speed = self.hardware.flops["bfloat16"] * reached.matmul
-        products = 2.0 * tokens * self._active() / speed
-        messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._reduce_s(_PROFILED_TOKENS)
+        products = 2.0 * tokens * self._count_active() / speed
+        messages = 2 * shape.layers * tokens / _PROFILED_TOKENS * self._time_reduce(_PROFILED_TOKENS)
         return float(products + attention / (self.hardware.flops["bfloat16"] * reached.attention) + messages)
 
-    def _active(self) -> float:
-        """Numbers that a token is multiplied with on a rank of each stage, over all stages."""
+    def _count_active(self) -> float:
+        """Numbers that a token is multiplied with, over all stages."""
         shape, total = self.shape, 0.0
         for layer in range(shape.layers):
             total += count_attention_numbers(shape, self.tensor)
@@ -242,18 +252,18 @@ class Decoder:
                 total += 3 * shape.hidden * shape.ffn_hidden / self.tensor
         return total + shape.hidden * shape.vocab / self.tensor
 
-    def _read(self, sequences: float) -> float:
-        """Bytes of weights that a decoding step reads on a rank of each stage, over all stages."""
+    def _count_read_bytes(self, sequences: float) -> float:
+        """Bytes of weights that a decoding step reads, over all stages."""
         shape, experts = self.shape, self.shape.experts
-        numbers = self._active()
+        numbers = self._count_active()
         if experts is not None:
             touched = experts.count * (1 - (1 - experts.top_k / experts.count) ** sequences)
             layers = sum(map(shape.has_experts, range(shape.layers)))
             numbers += layers * (touched - experts.top_k) * count_expert_numbers(shape) / self.tensor
         return self.weight_width * numbers
 
-    def _reduce_s(self, tokens: float) -> float:
-        """The all-reduce of a layer's output over the engine's tensor-parallel ranks, by vLLM's own kernel."""
+    def _time_reduce(self, tokens: float) -> float:
+        """Seconds of a layer's all-reduce by vLLM's own kernel."""
         if self.tensor == 1:
             return 0.0
         nbytes, reached = int(tokens * self.shape.hidden * self.width), self.hardware.efficiency
@@ -279,7 +289,7 @@ class Generated:
 def generate(
     decoder: Decoder, prompt: float, responses: NDArray[np.float64], most_at_once: int, copies: int
 ) -> Generated:
-    """Decode responses, of which at most `most` run at once; the others begin when one is complete.
+    """Decode responses; a response begins when another is complete.
 
     Between two completions the batch does not change, and a step takes as long as in their middle.
 
@@ -287,7 +297,7 @@ def generate(
         decoder: the engine.
         prompt: tokens of each prompt.
         responses: [responses of the engine]: their lengths.
-        most: sequences that run at once.
+        most_at_once: sequences that run at once.
         copies: responses to the same prompt, which share its prefill (the prefix cache).
     """
     assert most_at_once > 0, "the engine holds no sequence"
@@ -300,11 +310,11 @@ def generate(
             length = waiting.pop()
             heapq.heappush(running, (decoded + length, decoded))
             began += decoded
-            clock += decoder.prefill_s(prompt / copies, prompt)
+            clock += decoder.time_prefill(prompt / copies, prompt)
         end = running[0][0]
         steps, batch = end - decoded, len(running)
         context = prompt + decoded + steps / 2 - began / batch
-        seconds = steps * decoder.step_s(batch, context)
+        seconds = steps * decoder.time_step(batch, context)
         clock, area, decoded = clock + seconds, area + seconds * batch, end
         while running and running[0][0] <= decoded:
             began -= heapq.heappop(running)[1]

@@ -13,11 +13,11 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of peak speeds that kernels reach, and fixed costs in seconds; alike on all GPUs.
+    """Shares of peak speeds that kernels reach, and fixed costs.
 
-    The defaults were chosen from what is known of the libraries, before any plan was compared with a measured step,
-    except for `hidden_tensor`; benchmarks/plan_rows.py says how far they are off, and `calibrate` replaces them by a
-    run's own.
+    They are alike on all GPUs. The defaults were chosen from what is known of the libraries, before any plan was
+    compared with a measured step, except for `hidden_tensor`; benchmarks/plan_rows.py says how far they are off, and
+    `calibrate` replaces them by a run's own.
     """
 
     matmul: float = 0.80
@@ -59,7 +59,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A GPU and its network; speeds are of one GPU, and of a network in one direction."""
+    """A GPU and its network; network speeds are of one direction."""
 
     name: str
     flops: Mapping[str, float]
@@ -110,7 +110,9 @@ def _read_profiles() -> dict[str, dict[str, Any]]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """A profile by its name, or from a YAML file of the form that `calibrate` writes, NAME: {flops: …}.
+    """Load a profile by its name, or from a YAML file.
+
+    The file has the form that `calibrate` writes, NAME: {flops: …}.
 
     Raises:
         ValueError: there is no such profile, or the file does not hold one; names what is wrong.

@@ -74,7 +74,7 @@ def _render_legend(colours: dict[str, int]) -> str:
 
 
 def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
-    """A bar for each phase, by kinds of tensors and the reserve, with a line at the GPU's memory."""
+    """Draw a bar for each phase, and a line at the GPU's memory."""
     scale = _WIDTH / max(memory_gib * GIB, rank.peak)
     rows = []
     for name, parts in rank.parts.items():
@@ -88,7 +88,10 @@ def draw_memory_bars(rank: RankMemory, memory_gib: float) -> str:
 
 
 def draw_timeline(times: StepTimes) -> str:
-    """The phases of a synchronous step one after the other; of an asynchronous one, generation beside the others."""
+    """Draw the phases of a step one after the other.
+
+    In an asynchronous step generation stands beside the others.
+    """
     together = times.asynchronous_s is not None
     scale = _WIDTH / max(times.step_s, times.phase_s.get("generation", 0.0), 1e-9)
     rows, clock = [], 0.0
@@ -101,7 +104,7 @@ def draw_timeline(times: StepTimes) -> str:
 
 
 def draw_stage_bars(times: StepTimes) -> str:
-    """Seconds in which each pipeline stage computes, of the seconds of the schedule; the rest is its bubble."""
+    """Draw the seconds that each pipeline stage computes; the rest is its bubble."""
     scale = _WIDTH / max(times.train.seconds, 1e-9)
     rows = []
     for stage, busy in enumerate(times.train.busy):

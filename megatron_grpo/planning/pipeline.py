@@ -35,7 +35,7 @@ def order_passes(stages: int, stage: int, chunks: int, microbatches: int, *, for
     """
     total, group = microbatches * chunks, stages * chunks
 
-    def slot(number: int, is_backward: bool) -> Slot:
+    def make_slot(number: int, is_backward: bool) -> Slot:
         within = number % group
         chunk = within // stages
         if chunks == 1:
@@ -44,13 +44,13 @@ def order_passes(stages: int, stage: int, chunks: int, microbatches: int, *, for
         return Slot(is_backward, chunks - 1 - chunk if is_backward else chunk, microbatch)
 
     if forward_only:
-        return [slot(number, False) for number in range(total)]
+        return [make_slot(number, False) for number in range(total)]
     ahead = stages - stage - 1
     warm = min(ahead if chunks == 1 else 2 * ahead + (chunks - 1) * stages, total)
-    order = [slot(number, False) for number in range(warm)]
+    order = [make_slot(number, False) for number in range(warm)]
     for number in range(total - warm):
-        order += [slot(warm + number, False), slot(number, True)]
-    return order + [slot(number, True) for number in range(total - warm, total)]
+        order += [make_slot(warm + number, False), make_slot(number, True)]
+    return order + [make_slot(number, True) for number in range(total - warm, total)]
 
 
 def run_schedule(
@@ -62,7 +62,7 @@ def run_schedule(
     blocking: bool = False,
     forward_only: bool = False,
 ) -> Timeline:
-    """Run the schedule: every pass begins when its stage is free, and its input has come from the neighbour.
+    """Run the schedule: a pass waits for its stage and its input.
 
     Args:
         forward: seconds of a forward pass, by stage and chunk.
@@ -107,7 +107,7 @@ def run_schedule(
 def _find_input_time(
     ends: dict[tuple[int, Slot], float], stage: int, slot: Slot, stages: int, chunks: int, send_s: float
 ) -> float | None:
-    """When the input of a pass is there; None: the pass that makes it has not run."""
+    """Time at which a pass's input is there; None: not yet known."""
     step = -1 if not slot.is_backward else 1
     neighbour, chunk = stage + step, slot.chunk
     if neighbour in (-1, stages):  # the neighbouring chunk is on the other end of the pipeline

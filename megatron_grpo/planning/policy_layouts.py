@@ -31,7 +31,7 @@ _CHUNKS = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A legal layout, with the estimates that decide the order in which layouts run dry."""
+    """A legal layout, with the estimates that order the dry runs."""
 
     config: Config
     static_gib: float
@@ -43,7 +43,7 @@ class Candidate:
 
 
 def list_overrides(config: Config) -> list[str]:
-    """The overrides with which a recipe gets the layouts that a search found."""
+    """List the overrides that give a recipe a layout."""
     policy, engines = config.policy, config.generation.parallel
     overrides = [f"policy.parallel.{name}={write_value(getattr(policy.parallel, name))}" for name in POLICY_SIZES]
     overrides.append(f"policy.activation_checkpointing={write_value(policy.activation_checkpointing)}")
@@ -84,7 +84,7 @@ def has_own_engines(config: Config) -> bool:
 
 
 def split_gpus(config: Config) -> list[tuple[int, int]]:
-    """GPUs of the policy and of the engines, in the order in which a search tries them.
+    """GPUs of policy and engines, in the order of the search.
 
     First that in the recipe's proportion on all GPUs; then those whose smaller side, relative to the recipe's share of
     it, is largest, and of equals that with the fewest idle GPUs. Colocated, both sides have the same GPUs. GPUs of the
@@ -118,9 +118,9 @@ def count_idle_gpus(config: Config) -> int:
 def iterate_legal_layouts(
     config: Config, shape: ModelShape, gpus: int, refusals: Refusals | None = None, *, needs_all: bool = True
 ) -> Iterator[Config]:
-    """Every layout of the policy on this many GPUs that passes the run's checks, with and without recomputed layers.
+    """Yield every layout on this many GPUs that passes the checks.
 
-    A size that the checks refuse by itself is not combined with others.
+    With and without recomputed layers. A size that the checks refuse by itself is not combined with others.
 
     Args:
         config: the recipe.
@@ -137,21 +137,24 @@ def iterate_legal_layouts(
 
 
 def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refusals: Refusals) -> Iterator[Config]:
-    """Layouts of sizes each of which passes the run's checks by itself; arguments as of `iterate_legal_layouts`."""
+    """Yield layouts of sizes that pass the checks one by one.
+
+    Arguments are those of `iterate_legal_layouts`.
+    """
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
 
-    def usable(layouts: Iterable[ParallelConfig]) -> list[ParallelConfig]:
+    def filter_usable(layouts: Iterable[ParallelConfig]) -> list[ParallelConfig]:
         return [
             layout
             for layout in layouts
             if not refusals.refuse(_find_size_problems(_with_layout(config, layout), shape))
         ]
 
-    tensors = usable(ParallelConfig(tensor=size, sequence=size > 1) for size in sizes)
-    stages = usable(
+    tensors = filter_usable(ParallelConfig(tensor=size, sequence=size > 1) for size in sizes)
+    stages = filter_usable(
         layout for size in sizes if size <= shape.layers for layout in _iterate_pipelines(config, shape, size)
     )
-    replicas = {layout.data for layout in usable(ParallelConfig(data=size) for size in sizes)}
+    replicas = {layout.data for layout in filter_usable(ParallelConfig(data=size) for size in sizes)}
     experts = [1] if shape.experts is None else [size for size in range(1, gpus + 1) if shape.experts.count % size == 0]
     for tensor, stage, expert in product(tensors, stages, experts):
         remaining, rest = divmod(gpus, tensor.tensor * stage.pipeline)
@@ -170,13 +173,19 @@ def iterate_possible_layouts(config: Config, shape: ModelShape, gpus: int, refus
 
 
 def find_least_static_gib(config: Config, shape: ModelShape, gpus: int) -> float:
-    """Least GiB of weights, gradients and optimizer state of the fullest GPU, over layouts on this many GPUs."""
+    """Least static GiB of the fullest GPU, over layouts on these GPUs.
+
+    Static are weights, gradients and optimizer state.
+    """
     layouts = iterate_possible_layouts(config, shape, gpus, Refusals())
     return min((count_static_bytes(layout, shape) / 2**30 for layout in layouts), default=float("inf"))
 
 
 def _iterate_pipelines(config: Config, shape: ModelShape, size: int) -> Iterator[ParallelConfig]:
-    """Pipelines of this many stages: with the recipe's ends, equal stages, or ends that take what does not divide."""
+    """Yield pipelines of this many stages.
+
+    With the recipe's ends, equal stages, or ends that take what does not divide.
+    """
     recipe = config.policy.parallel
     if size == recipe.pipeline and (recipe.first_stage_layers or recipe.last_stage_layers):
         first, last = recipe.first_stage_layers, recipe.last_stage_layers
@@ -209,5 +218,5 @@ def _with_layout(config: Config, parallel: ParallelConfig) -> Config:
 
 
 def _find_size_problems(config: Config, shape: ModelShape) -> list[Problem]:
-    """Problems of the run's checks for one size of a layout, the other sizes being 1."""
+    """Problems of one size of a layout, the others being 1."""
     return [problem for problem in find_problems(config, shape) if not problem.key.startswith(_OTHER_SECTIONS)]

@@ -21,7 +21,7 @@ MESSAGE_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Load of the ranks of one side of a refit, the policy or the engines."""
+    """Load of one side of a refit: the policy's ranks, or the engines'."""
 
     ranks: int
     bytes: dict[str, int]
@@ -45,8 +45,8 @@ class RefitSummary:
     """Bytes by (rank of the policy, rank of the engines)."""
     planned_s: float
 
-    def seconds(self, bytes_per_s: float) -> float:
-        """Estimated seconds of the busiest rank, if every rank sends and receives at this speed."""
+    def compute_seconds(self, bytes_per_s: float) -> float:
+        """Seconds of the busiest rank at this speed of every rank."""
         busiest = max(self.sending.bytes["largest"], self.receiving.bytes["largest"])
         return busiest / bytes_per_s + self.turns * MESSAGE_S
 
@@ -56,7 +56,7 @@ class RefitSummary:
             **{name: value for name, value in asdict(self).items() if name != "links"},
             "planned_s": round(self.planned_s, 3),
             "assumed_bytes_per_s": bytes_per_s,
-            "estimated_s": round(self.seconds(bytes_per_s), 4),
+            "estimated_s": round(self.compute_seconds(bytes_per_s), 4),
         }
 
 

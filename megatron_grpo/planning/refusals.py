@@ -14,14 +14,14 @@ _SHOWN = 8
 
 @dataclass(slots=True)
 class Refusals:
-    """Problems of the layouts that a search refuses, and how many of the layouts have each."""
+    """Problems of refused layouts, and how many layouts have each."""
 
     counts: Counter[Problem] = field(default_factory=Counter)
     roomiest: tuple[float, Problem] | None = None
     """Least GiB that an engine lacks for the longest sequence, and the problem of its layout; None: none lacks any."""
 
-    def lack_room(self, gib: float, problem: Problem) -> None:
-        """Keep the problem of the engines that lack the least memory, of all that have no room for a sequence."""
+    def note_lack_of_room(self, gib: float, problem: Problem) -> None:
+        """Keep the problem of the engines that lack the least memory."""
         if self.roomiest is None or gib < self.roomiest[0]:
             self.roomiest = gib, problem
 
@@ -29,7 +29,7 @@ class Refusals:
         """Count the problems of another search for layouts too, each once."""
         self.counts.update(refusals.counts.keys())
         if refusals.roomiest is not None:
-            self.lack_room(*refusals.roomiest)
+            self.note_lack_of_room(*refusals.roomiest)
 
     def refuse(self, problems: Iterable[Problem]) -> bool:
         """Count the problems of a layout; returns whether it has any."""
@@ -37,16 +37,16 @@ class Refusals:
         self.counts.update(set(problems))
         return self.counts.total() > before
 
-    def lines(self) -> Iterator[str]:
+    def render_lines(self) -> Iterator[str]:
         """A line for each problem, those of most layouts first."""
-        listed = self.problems()[:_SHOWN]
+        listed = self.list_problems()[:_SHOWN]
         width = max((len(problem.subject) for problem in listed), default=0)
         yield from (f"  {problem.subject:<{width}}  {problem.text}" for problem in listed)
-        rest = len(self.problems()) - len(listed)
+        rest = len(self.list_problems()) - len(listed)
         if rest:
             yield f"  and {rest} more such reasons"
 
-    def problems(self) -> list[Problem]:
-        """Each problem once: engines without room, then the problems of most layouts first."""
+    def list_problems(self) -> list[Problem]:
+        """Each problem once; engines without room first, then the commonest."""
         room = [] if self.roomiest is None else [self.roomiest[1]]
         return [*room, *(problem for problem, _ in self.counts.most_common())]

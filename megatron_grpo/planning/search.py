@@ -99,7 +99,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The GPUs of policy and engines, and the layouts of both that pass the run's checks."""
+    """GPUs of policy and engines, and both sides' legal layouts."""
 
     gpus: tuple[int, int]
     config: Config
@@ -113,21 +113,23 @@ class Share:
 
 
 def _find_least_gib(config: Config, shape: ModelShape) -> float:
-    """Least GiB of weights, gradients and optimizer state of the fullest GPU, on any number of the run's GPUs."""
+    """Least static GiB of the fullest GPU, on any of the run's GPUs."""
     return min(find_least_static_gib(config, shape, gpus) for gpus in {policy for policy, _ in split_gpus(config)})
 
 
 def search_layouts(
     config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, budget_s: float, enough: int = 8
 ) -> Search:
-    """Rank layouts by the seconds of a step; those with the best estimates run dry until the budget is used up.
+    """Rank layouts by the seconds of a step.
+
+    Those with the best estimates run dry until the budget is used up.
 
     Args:
         config: the recipe; its nodes, batches, lengths and precision stay as they are.
         shape: sizes of the model.
-        pool: processes of `trace.tracing`.
+        pool: processes of `trace.start_trace_pool`.
         budget_s: seconds after which no further layout is waited for.
-        wanted: layouts that fit, after which the search ends.
+        enough: layouts that fit, after which the search ends.
 
     Raises:
         ValueError: no layout passes the run's checks; names every reason.
@@ -169,7 +171,9 @@ def search_layouts(
 
 
 def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterator[tuple[Share, str]]:
-    """The ways to share the GPUs out that have legal layouts, each with the reason why those before it have none.
+    """Yield the ways to share the GPUs out that have legal layouts.
+
+    Each comes with the reason why those before it have none.
 
     Raises:
         ValueError: there is no such way; names every reason.
@@ -195,11 +199,11 @@ def _iterate_shares(config: Config, shape: ModelShape, gpu: Hardware) -> Iterato
             reasons.append(f"no layout of the policy on {policy_gpus} GPUs")
             continue
         distinct_reasons = list(dict.fromkeys(reasons))
-        because = f": {next(refused.lines()).strip()}" if distinct_reasons and refused.problems() else ""
+        because = f": {next(refused.render_lines()).strip()}" if distinct_reasons and refused.list_problems() else ""
         yield share, "; ".join(distinct_reasons[:3]) + because
         tried += 1
     if not tried:
-        raise ValueError("\n".join([_explain_refusals(config, splits), *refused.lines()]))
+        raise ValueError("\n".join([_explain_refusals(config, splits), *refused.render_lines()]))
 
 
 def _explain_refusals(config: Config, splits: Sequence[tuple[int, int]]) -> str:
@@ -215,7 +219,7 @@ def _explain_refusals(config: Config, splits: Sequence[tuple[int, int]]) -> str:
 
 
 def _build_share(config: Config, shape: ModelShape, gpu: Hardware, gpus: tuple[int, int], refusals: Refusals) -> Share:
-    """The layouts of the policy on its GPUs, in the order in which they run dry."""
+    """Put the policy's layouts on its GPUs in the order of dry runs."""
     tokens, usable = float(find_lengths(config).totals.sum()), gpu.memory_gib - gpu.reserve_gib
     candidates = []
     for layout in iterate_legal_layouts(config, shape, gpus[0], refusals):
@@ -243,13 +247,13 @@ def _select_fitting(layouts: Sequence[PlannedLayout]) -> list[PlannedLayout]:
 def _confirm_fastest(
     layouts: Sequence[PlannedLayout], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float
 ) -> Iterator[PlannedLayout]:
-    """The layouts, of which the fastest gets a whole plan in place of its brief one; if it does not fit, the next."""
+    """Plan the fastest layout in full; if it does not fit, the next."""
     fitting = _select_fitting(layouts)
     yield from (layout for layout in layouts if layout not in fitting)
     while fitting:
         layout = fitting.pop(0)
         try:
-            plan = submit_plan(layout.candidate.config, shape, pool).result(deadline)
+            plan = submit_plan(layout.candidate.config, shape, pool).wait(deadline)
         except LateError:
             yield layout
             break
@@ -262,7 +266,7 @@ def _confirm_fastest(
 def _run_candidates(
     order: Sequence[Candidate], shape: ModelShape, pool: ProcessPoolExecutor, deadline: float, enough: int
 ) -> Iterator[PlannedLayout]:
-    """Dry runs in this order, until `wanted` of them fit or the deadline (of time.monotonic) is over."""
+    """Run candidates dry until enough fit or the deadline is over."""
     rest, pending, fitting = iter(order), deque[tuple[Candidate, PendingPlan]](), 0
     too_full: list[Candidate] = []
     while fitting < enough and time.monotonic() < deadline:
@@ -273,7 +277,7 @@ def _run_candidates(
             return
         candidate, waited = pending.popleft()
         try:
-            plan = waited.result(deadline)
+            plan = waited.wait(deadline)
         except LateError:
             return
         except RunError as error:
@@ -286,8 +290,11 @@ def _run_candidates(
 
 
 def _takes_more(candidate: Candidate, full: Candidate) -> bool:
-    """Whether a layout takes as much memory as another, or more: it has the same pipeline and tensor-parallel ranks,
-    which keep as many tokens and as much state, or more."""
+    """True if a layout needs at least the memory of another.
+
+    It has the same pipeline, tensor-parallel ranks and recomputation, and keeps as many tokens and as much state, or
+    more.
+    """
     ours, theirs = candidate.config.policy, full.config.policy
     alike = ("tensor", "sequence", "pipeline", "virtual_pipeline")
     return (
@@ -299,7 +306,7 @@ def _takes_more(candidate: Candidate, full: Candidate) -> bool:
 
 
 def explain_slower(plan: Plan | None, best: Plan | None) -> str:
-    """The phase in which a layout loses most against the best one; empty for the best itself."""
+    """Name the phase that loses most against the best; empty for the best."""
     if plan is None or best is None or plan is best or plan.times is None or best.times is None:
         return ""
     slower = {name: seconds - best.times.phase_s.get(name, 0.0) for name, seconds in plan.times.phase_s.items()}

@@ -77,7 +77,7 @@ class _Model:
     overlap: Overlap
     assumptions: list[str] = field(default_factory=list)
 
-    def phases(self, name: str) -> list[PhaseSeconds]:
+    def time_phases(self, name: str) -> list[PhaseSeconds]:
         """The seconds of every pipeline stage in a phase; stages that were not traced are like the last one before."""
         traced = {
             traced_rank.stage: sum_phase(
@@ -88,7 +88,7 @@ class _Model:
         stages = range(self.config.policy.parallel.pipeline)
         return [traced[max(traced_stage for traced_stage in traced if traced_stage <= stage)] for stage in stages]
 
-    def batch(self, totals: NDArray[np.float64], most_tokens: int) -> _Batch:
+    def form_batch(self, totals: NDArray[np.float64], most_tokens: int) -> _Batch:
         """The samples of an optimizer step, with their lengths, as microbatches of at most `most_tokens` tokens."""
         policy = self.config.policy
         longest = min(policy.max_total_sequence_length, most_tokens)
@@ -109,18 +109,18 @@ class _Model:
         parallel = self.config.policy.parallel
         chunks = range(parallel.virtual_pipeline)
 
-        def seconds(is_backward: bool) -> list[list[float]]:
+        def compute_seconds(is_backward: bool) -> list[list[float]]:
             return [
                 [
-                    phase.passes.get((chunk, is_backward), PassSeconds()).seconds(batch.tokens, batch.context)
+                    phase.passes.get((chunk, is_backward), PassSeconds()).compute_seconds(batch.tokens, batch.context)
                     for chunk in chunks
                 ]
                 for phase in phases
             ]
 
         return run_schedule(
-            seconds(False),
-            [] if forward_only else seconds(True),
+            compute_seconds(False),
+            [] if forward_only else compute_seconds(True),
             batch.microbatches,
             send_s=max(phase.send_s for phase in phases) * batch.tokens,
             blocking=parallel.virtual_pipeline == 1,
@@ -214,8 +214,8 @@ def build_step_times(
 
 def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tuple[Timeline, dict[str, float]]:
     """The schedule of an optimizer step on samples of these lengths, and the seconds of `steps` such steps by phase."""
-    phases = model.phases("train")
-    batch = model.batch(totals, model.config.policy.microbatch_tokens)
+    phases = model.time_phases("train")
+    batch = model.form_batch(totals, model.config.policy.microbatch_tokens)
     schedule = model.run(phases, batch, forward_only=False)
     update = max(phase.outside for phase in phases)
     return schedule, {
@@ -227,10 +227,10 @@ def _time_learning(model: _Model, totals: NDArray[np.float64], steps: int) -> tu
 def _time_logprobs(model: _Model, totals: NDArray[np.float64]) -> dict[str, float]:
     """Seconds of the log-probabilities that a step needs before it learns, of the policy and of the reference."""
     config, policy = model.config, model.config.policy
-    batch = model.batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
+    batch = model.form_batch(totals, policy.logprob_microbatch_tokens or policy.microbatch_tokens)
     needed = {"logprobs": config.needs_prev_logprobs, "reference": config.uses_reference}
     return {
-        name: model.run(model.phases(name), batch, forward_only=True).seconds
+        name: model.run(model.time_phases(name), batch, forward_only=True).seconds
         for name, is_needed in needed.items()
         if is_needed
     }
@@ -244,15 +244,15 @@ def _time_value_model(
         return {}
     value = replace(config, policy=config.value_model)
     model, steps = _Model(value, ranks, hardware, overlap_of(value)), config.value_optimizer_steps_per_step
-    batch = model.batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
-    values_s = model.run(model.phases("values"), batch, forward_only=True).seconds
+    batch = model.form_batch(totals, value.policy.logprob_microbatch_tokens or value.policy.microbatch_tokens)
+    values_s = model.run(model.time_phases("values"), batch, forward_only=True).seconds
     part = np.array_split(totals, max(1, steps // config.passes_per_step))[0]
     learning_s = _time_learning(model, part, steps)[1]
     return {"values": values_s, "train_value": sum(learning_s.values())}
 
 
 def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> float:
-    """Seconds of the messages of data-parallel ranks that nothing hides, in an optimizer step.
+    """Seconds of data-parallel messages that nothing hides, in a step.
 
     Gradients are reduced while the last microbatch goes backward, weights are gathered while the first one goes
     forward; the time beyond these passes is exposed, and at least the share 1 - `Efficiency.hidden` of a message.
@@ -261,7 +261,7 @@ def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> f
     for phase in phases:
         passes = {False: 0.0, True: 0.0}
         for (_, is_backward), seconds in phase.passes.items():
-            passes[is_backward] += seconds.seconds(batch.tokens, batch.context)
+            passes[is_backward] += seconds.compute_seconds(batch.tokens, batch.context)
         exposed_of_rank = 0.0
         for message, overlaps, behind in (
             (phase.gradients, overlap.gradients, passes[True]),
@@ -273,7 +273,10 @@ def _time_exposed(model: _Model, phases: list[PhaseSeconds], batch: _Batch) -> f
 
 
 def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[float, int]:
-    """Seconds and bytes of a refit, from its plan: the busiest rank at the speed of its port, or of NVLink."""
+    """Seconds and bytes of a refit, from its transfer plan.
+
+    The busiest rank sends at the speed of its port, or of NVLink.
+    """
     policy, generation, reached = config.policy, config.generation, hardware.efficiency
     bucket = int(config.refit.bucket_mib * 2**20)
     summary = summarize_refit(
@@ -282,16 +285,16 @@ def _time_refit(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[
     engines = generation.parallel.data * generation.parallel.ranks_per_engine
     together = generation.is_colocated or policy.parallel.world_size + engines <= hardware.gpus_per_domain
     speed = hardware.local_bytes_per_s * reached.nvlink if together else hardware.network_bytes_per_s * reached.network
-    return summary.seconds(speed), summary.bytes
+    return summary.compute_seconds(speed), summary.bytes
 
 
 def _time_generation(
     config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths, assumptions: list[str]
 ) -> tuple[float, float]:
-    """Seconds until the samples of a step are complete, and seconds for each batch while others follow it."""
+    """Seconds of a step's samples alone, and of each batch in a stream."""
     generation, responses = config.generation, lengths.responses
     size = size_engine(config, shape, hardware)
-    most_sequences = min(generation.sequences_per_engine, size.most_sequences(float(lengths.totals.mean())))
+    most_sequences = min(generation.sequences_per_engine, size.count_sequences(float(lengths.totals.mean())))
     if most_sequences < 1:
         raise ValueError(
             f"an engine of generation.parallel.tensor={generation.parallel.tensor} has no room for a sequence: weights "
@@ -312,7 +315,10 @@ def _time_generation(
 
 
 def _time_moves(config: Config, ranks: Sequence[RankTrace], hardware: Hardware) -> dict[str, float]:
-    """Seconds in which the policy moves to host memory and back, where engines use its GPUs in turn."""
+    """Seconds in which the policy moves to host memory and back.
+
+    It moves where engines use its GPUs in turn.
+    """
     if not config.generation.is_colocated:
         return {}
     moved = max(

@@ -63,10 +63,11 @@ class _Depth:
 
 
 def find_distinct_stages(config: Config, shape: ModelShape, *, few: bool = False) -> dict[int, tuple[int, ...]]:
-    """Pipeline stages that differ in their layers, embedding or head, each with the numbers of its layers.
+    """Pipeline stages that differ in layers, embedding or head.
 
-    Of stages that are alike, the first: it holds activations of the most microbatches. With `few`, stages with the
-    layers of the first one are left out too, which takes more memory: it has the embedding and one more microbatch.
+    Returns the numbers of the layers of each. Of stages that are alike it has the first, which holds activations of the
+    most microbatches. With `few`, stages with the layers of the first one are left out too, which takes more memory: it
+    has the embedding and one more microbatch.
     """
     parallel = config.policy.parallel
     ranks_per_stage = parallel.world_size // parallel.pipeline
@@ -86,7 +87,7 @@ def _find_bf16_layers(config: Config, shape: ModelShape) -> frozenset[int]:
 
 
 def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> list[_Depth]:
-    """The dry runs from which the memory of a stage with these layers follows: one, or two shallow ones.
+    """Choose the dry runs that give a stage's memory: one, or two shallow.
 
     The bytes alive at any one moment are linear in the number of layers, all alike, of which the rank has equally many
     in each chunk. Dense layers before those with experts stay in both runs. Every stage of a shallow model is like the
@@ -114,7 +115,7 @@ def _list_depths(config: Config, shape: ModelShape, layers: Sequence[int]) -> li
 
 
 def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[DryReport, dict[str, int]]:
-    """The report of a rank with more layers, and the bytes of each kind that every step of depth adds to its peak.
+    """Extrapolate two shallow reports to a rank with more layers.
 
     The peak of a phase is the most of many moments. Each of them is linear in the number of layers, their maximum need
     not be, so each sort of moment is extrapolated on its own.
@@ -123,6 +124,9 @@ def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[Dr
         low: the rank with fewer layers.
         high: the rank with more layers, by one step of depth.
         factor: steps of depth from `low` to the rank in question.
+
+    Returns:
+        The report, and the bytes of each kind that every step of depth adds to its peak.
     """
     moments = {
         sort: _extrapolate_bytes(low.moments[sort], high.moments[sort], factor)
@@ -155,7 +159,10 @@ def extrapolate_report(low: DryReport, high: DryReport, factor: int) -> tuple[Dr
 
 
 def name_phase_before_refit(report: DryReport) -> str:
-    """The phase before a refit: onload where engines share the GPUs, else train."""
+    """Name the phase before a refit.
+
+    It is onload where engines share the GPUs, else train.
+    """
     return "onload" if "onload" in report.end_bytes else "train"
 
 
@@ -184,19 +191,22 @@ def _extrapolate_work(low: Counter[Work], high: Counter[Work], factor: int) -> C
 
 
 def _extrapolate_bytes(low: Mapping[str, int], high: Mapping[str, int], factor: int) -> dict[str, int]:
-    """Bytes by kind on the line through two moments, `factor` steps from the first."""
+    """Bytes by kind on the line through two moments."""
     kinds = low.keys() | high.keys()
     return {kind: low.get(kind, 0) + (high.get(kind, 0) - low.get(kind, 0)) * factor for kind in kinds}
 
 
 @contextmanager
 def start_trace_pool(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
-    """Processes for dry runs, which see no GPU; as many as there are cores. They end with the body."""
+    """Start processes for dry runs, which see no GPU, one a core.
+
+    They end with the body.
+    """
     # They are forked from a server that has imported everything, because imports take longer than most dry runs.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_grpo.planning.dry_run"])
     before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=_silence_process)
+    pool = ProcessPoolExecutor(processes or os.cpu_count(), mp_context=context, initializer=_quiet_process)
     try:
         yield pool
     finally:
@@ -206,7 +216,7 @@ def start_trace_pool(processes: int | None = None) -> Iterator[ProcessPoolExecut
                 process.kill()
 
 
-def _silence_process() -> None:
+def _quiet_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -233,7 +243,7 @@ class PendingTrace:
     depths: Sequence[int]
     futures: Sequence[Future[DryReport]]
 
-    def result(self, deadline: float) -> RankTrace:
+    def wait(self, deadline: float) -> RankTrace:
         """Wait until `deadline` (of time.monotonic), and return the rank's trace.
 
         Raises:

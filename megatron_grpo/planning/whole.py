@@ -27,7 +27,7 @@ from megatron_grpo.preflight.layout_checks import count_gpus
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Keys with which a run fits, as a plan says, or that nothing does."""
+    """Keys with which a run fits, or the text that nothing fits."""
 
     text: str
     overrides: tuple[str, ...] = ()
@@ -72,8 +72,12 @@ class Plan:
     advice: Advice | None = None
     """What makes the run fit, or that nothing does; None: it fits, or was not looked for."""
 
-    def timed_on(self, gpu: Hardware) -> StepTimes:
-        """Seconds by phase on other hardware; ValueError: an engine has no room for a sequence."""
+    def time_on(self, gpu: Hardware) -> StepTimes:
+        """Seconds by phase on other hardware.
+
+        Raises:
+            ValueError: an engine has no room for a sequence.
+        """
         balanced = [trace for trace in self.traces if trace.expert_skew == 1.0]
         lengths, workload = find_lengths(self.config), self.config.plan.workload
         value = [trace for trace in self.value_traces if trace.expert_skew == 1.0]
@@ -102,8 +106,11 @@ class Plan:
 
     @property
     def shortages(self) -> list[str]:
-        """Reasons why the run does not fit: GPUs of the models, engines, hosts; empty: it fits."""
-        worst, has, shortages = self.fullest, self.hardware.memory_gib, list(self._engine_shortages())
+        """Reasons why the run does not fit; empty: it fits.
+
+        GPUs of the models come first, then engines, then hosts.
+        """
+        worst, has, shortages = self.fullest, self.hardware.memory_gib, list(self._find_engine_shortages())
         if worst.peak > has * GIB:
             skew = f" with {worst.expert_skew:g} times the mean tokens of an expert" if worst.expert_skew > 1 else ""
             of = "" if worst.model == "policy" else f" of the {worst.model}"
@@ -112,18 +119,18 @@ class Plan:
                 f"in {worst.phase}{skew}"
             )
             shortages.insert(0, text)
-        return [*shortages, *self._host_shortages()]
+        return [*shortages, *self._find_host_shortages()]
 
     @property
     def problems(self) -> list[str]:
-        """Reasons why the run does not fit, the first with what would make it fit; empty: it fits."""
+        """Reasons why the run does not fit, the first with the advice."""
         first, *further = self.shortages or [""]
         if not first:
             return []
         return [f"{first}; {self.advice.text}" if self.advice is not None else first, *further]
 
-    def _engine_shortages(self) -> Iterator[str]:
-        """Engines without room for one sequence, or that leave too little of shared GPUs."""
+    def _find_engine_shortages(self) -> Iterator[str]:
+        """Engines without room for a sequence, or for models beside them."""
         if self.engine is None:
             return
         yield from (
@@ -141,22 +148,28 @@ class Plan:
 
     @property
     def beside_engine(self) -> float:
-        """Bytes of a shared GPU that engines cannot have: those of offloaded models, and CUDA's context of each."""
+        """Bytes of a shared GPU that engines cannot have.
+
+        They are those of offloaded models, and of each one's CUDA context.
+        """
         models = [self.ranks, *([self.value_ranks] if self.value_ranks else [])]
         return sum(max(rank.asleep for rank in ranks) + self.hardware.reserve_gib * GIB for ranks in models)
 
     @property
     def host(self) -> tuple[float, float | None]:
-        """GiB of a node's host memory that tensors take, and that it has; None: not known."""
+        """GiB of a node's host memory: needed, and present (None: unknown)."""
         return count_host_gib(self.config, self.shape), find_host_memory(self.config, self.hardware)
 
-    def _host_shortages(self) -> Iterator[str]:
+    def _find_host_shortages(self) -> Iterator[str]:
         needed, has = self.host
         if has is not None and needed > has:
             yield (f"a node's host keeps {needed:.0f} GiB of tensors, and has {has:.0f} GiB (plan.host_memory_gib)")
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan for JSON; sizes in GiB and bytes, times in seconds; null where engines have no room."""
+        """The plan for JSON; null where engines have no room.
+
+        Sizes are in GiB and bytes, times in seconds.
+        """
         times = self.times
         needed, has = self.host
         return {
@@ -233,7 +246,10 @@ _MOST_OF_NODE = 16
 
 
 def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
-    """FP8 that the planned GPU has no units for, as a run says it of a machine's own GPUs."""
+    """Problems of FP8 for which the planned GPU has no units.
+
+    Their text is that of a run on such GPUs.
+    """
     fp8, capability = config.policy.fp8, tuple(int(part) for part in f"{gpu.capability:.1f}".split("."))
     if fp8.is_on_device and gpu.capability and capability < fp8.least_capability:
         least = ".".join(map(str, fp8.least_capability))
@@ -245,18 +261,24 @@ def find_fp8_problems(config: Config, gpu: Hardware) -> Iterator[Problem]:
 
 
 def find_host_memory(config: Config, gpu: Hardware) -> float | None:
-    """GiB of a node's host memory: plan.host_memory_gib, else that of the profile; None: not known."""
+    """GiB of a node's host memory; None: not known.
+
+    plan.host_memory_gib comes before the profile.
+    """
     return config.plan.host_memory_gib or gpu.host_memory_gib * config.cluster.gpus or None
 
 
 def count_host_gib(config: Config, shape: ModelShape) -> float:
-    """GiB of tensors that a node's host holds, if all nodes of the run hold equally much."""
+    """GiB of tensors on a node's host, if nodes hold equally much."""
     used = math.ceil(sum(count_gpus(config).values()) / max(config.cluster.gpus, 1))
     return count_host_bytes(config, shape) / GIB / max(1, used)
 
 
 def as_planned(config: Config) -> Config:
-    """The configuration with the lengths of plan.workload=pretrain, whose step has neither engines nor a reference."""
+    """The configuration with the lengths of plan.workload=pretrain.
+
+    Its step has neither engines nor a reference.
+    """
     plan, policy = config.plan, config.policy
     if plan.workload == "rl":
         return config
@@ -279,7 +301,7 @@ class PendingPlan:
     value_traces: list[PendingTrace]
     began: float
 
-    def result(self, deadline: float) -> Plan:
+    def wait(self, deadline: float) -> Plan:
         """Wait for the dry runs, until `deadline` (of time.monotonic).
 
         Raises:
@@ -288,8 +310,8 @@ class PendingPlan:
             ValueError: plan.lengths_from has no rollouts.
         """
         config, shape, gpu = self.config, self.shape, self.hardware
-        traces = [pending.result(deadline) for pending in self.traces]
-        value_traces = [pending.result(deadline) for pending in self.value_traces]
+        traces = [pending.wait(deadline) for pending in self.traces]
+        value_traces = [pending.wait(deadline) for pending in self.value_traces]
         has_engines = has_own_engines(config)
         engine = size_engine(config, shape, gpu) if has_engines else None
         beside = 0 if engine is None else engine.weight_bytes
@@ -305,8 +327,8 @@ class PendingPlan:
         plan = Plan(
             config, shape, gpu, ranks, engine, None, traces, time.monotonic() - self.began, values, value_traces
         )
-        has_room = engine is None or engine.most_sequences(float(find_lengths(config).totals.mean()))
-        return replace(plan, times=plan.timed_on(gpu) if has_room else None)
+        has_room = engine is None or engine.count_sequences(float(find_lengths(config).totals.mean()))
+        return replace(plan, times=plan.time_on(gpu) if has_room else None)
 
 
 def submit_plan(config: Config, shape: ModelShape, pool: ProcessPoolExecutor, *, brief: bool = False) -> PendingPlan:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.planning.dry.tracker import kind
-from megatron_grpo.planning.dry.work import WorkKind, WorkLog, name_of, nbytes_of, note, note_message, note_product
+from megatron_grpo.planning.dry.work import WorkKind, WorkLog, count_bytes, name_of, note, note_message, note_product
 from megatron_grpo_kernels.head import CHUNK_NUMBERS, BackwardInput, Head, Statistics
 
 Made = tuple[Sequence[int], torch.dtype]
@@ -28,7 +28,10 @@ Made = tuple[Sequence[int], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix product of a linear layer, [m, k] x [k, n], or one for each of `number` experts, whose m add up."""
+    """The product of a linear layer, [m, k] x [k, n].
+
+    With `number` experts there is one for each of them, and their m add up.
+    """
 
     m: int
     k: int
@@ -45,7 +48,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that an operation runs: its name, the bytes of its larger side, and its process group."""
+    """A collective of an operation: name, bytes of its larger side, process group."""
 
     name: str
     nbytes: int
@@ -54,7 +57,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The memory and the work of one operation of Transformer Engine's, forward and backward."""
+    """Memory and work of one Transformer Engine operation, forward and backward."""
 
     kind: str
     outputs: Sequence[Made]
@@ -78,7 +81,7 @@ class Kernel:
     """Collectives of the backward pass."""
 
     def note_forward(self, moved: int) -> None:
-        """Record the work of the forward pass, which reads and writes `moved` bytes."""
+        """Record the forward pass, which reads and writes `moved` bytes."""
         if self.product is not None:
             self.product.note(self.product.m, self.product.k, self.product.n)
         elif self.attention_flops:
@@ -89,7 +92,10 @@ class Kernel:
             note_message(message.name, message.nbytes, message.group)
 
     def note_backward(self, moved: int, of_input: bool, of_weights: bool) -> None:
-        """Record the work of the backward pass: a product for each gradient; attention's products are five, not two."""
+        """Record the backward pass: a product for each gradient.
+
+        Attention's products are five there, not two.
+        """
         if self.product is not None:
             m, k, n = self.product.m, self.product.k, self.product.n
             if of_input:
@@ -105,7 +111,7 @@ class Kernel:
 
 
 def run(kernel: Kernel, *inputs: Tensor) -> Any:
-    """The outputs of a kernel without numbers: a tensor, or a tuple of several."""
+    """Run a kernel without numbers; returns a tensor, or a tuple of several."""
     outputs = _Run.apply(kernel, *inputs)
     return outputs[0] if len(kernel.outputs) == 1 else outputs
 
@@ -118,13 +124,14 @@ class _Run(torch.autograd.Function):
         like = inputs[0]
         with kind(kernel.kind):
             work, outputs, saved = (
-                [_new(like, tensor) for tensor in tensors] for tensors in (kernel.forward, kernel.outputs, kernel.saved)
+                [_make_like(like, tensor) for tensor in tensors]
+                for tensors in (kernel.forward, kernel.outputs, kernel.saved)
             )
         del work
         inputs_to_keep = [inputs[number] for number in kernel.keeps]
         ctx.save_for_backward(*inputs_to_keep, *(outputs[:1] if kernel.keeps_output else ()), *saved)
         ctx.kernel, ctx.inputs = kernel, [(tensor.shape, tensor.dtype) for tensor in inputs]
-        ctx.moved = nbytes_of([*inputs, *outputs])
+        ctx.moved = count_bytes([*inputs, *outputs])
         kernel.note_forward(ctx.moved)
         return tuple(outputs)
 
@@ -132,37 +139,41 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, like = ctx.saved_tensors, gradients[0]
         with kind(ctx.kernel.kind):
-            work = [_new(like, tensor) for tensor in ctx.kernel.backward]
+            work = [_make_like(like, tensor) for tensor in ctx.kernel.backward]
             needed = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
-            results = [_new(like, tensor) if is_needed else None for tensor, is_needed in needed]
+            results = [_make_like(like, tensor) if is_needed else None for tensor, is_needed in needed]
         del work, saved
         needed_gradients = ctx.needs_input_grad[1:]
         ctx.kernel.note_backward(ctx.moved, of_input=needed_gradients[0], of_weights=any(needed_gradients[1:]))
         return None, *results
 
 
-def _new(like: Tensor, form: Made) -> Tensor:
+def _make_like(like: Tensor, form: Made) -> Tensor:
     return like.new_empty(tuple(form[0]), dtype=form[1])
 
 
-def norm(hidden: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm of [..., hidden]: saves its input, and 1 / RMS of each row in float32."""
+def run_norm(hidden: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm of [..., hidden].
+
+    It saves its input, and 1 / RMS of each row in float32.
+    """
     saved = [(hidden.shape[:-1], torch.float32)]
     result: Tensor = run(Kernel("norm", [(hidden.shape, hidden.dtype)], keeps=[0, 1], saved=saved), hidden, weight)
     return result
 
 
-def attention(
+def run_attention(
     query: Tensor, key: Tensor, value: Tensor, *, context: Any = None, context_tokens: int | None = None, **named: Any
 ) -> Tensor:
-    """Fused attention of [..., heads, tokens or head_dim, ...] in the query's shape, with the value's last dimension.
+    """Fused attention: query's shape in, with the value's last dimension out.
 
+    Tensors are [..., heads, tokens or head_dim, ...].
     Saves its inputs, its output and the logarithm of each row's sum in float32. Its backward pass sums the gradient of
     the query in float32. With context parallelism keys and values, and their gradients, go round in two buffers. Other
     arguments are those of torch's attention, which change no shape.
 
-    `context`: the context-parallel group, if there is one. `seen`: keys of [tokens, heads, head_dim] that a query sees
-    at most, of which causal attention computes half; None: the tensors are [..., heads, tokens, head_dim].
+    `context`: the context-parallel process group, if there is one. `seen`: keys of [tokens, heads, head_dim] that a
+    query sees at most, of which causal attention computes half; None: the tensors are [..., heads, tokens, head_dim].
     """
     parts = 1 if context is None else context.size()
     ring: list[Made] = [(tensor.shape, tensor.dtype) for tensor in (key, value) for _ in range(2) if parts > 1]
@@ -170,7 +181,7 @@ def attention(
         (key.shape[-2], 0.5 if named.get("is_causal") else 1.0) if context_tokens is None else (context_tokens, 0.5)
     )
     pairs = share * query.numel() / query.shape[-1] * keys  # of a query and a key, over all heads
-    turns = parts * nbytes_of([key, value])
+    turns = parts * count_bytes([key, value])
     kernel = Kernel(
         "attention",
         [((*query.shape[:-1], value.shape[-1]), query.dtype)],
@@ -191,7 +202,10 @@ class ShapedLogprobs:
     """Stand-in for `FusedLogprobs`: makes the tensors of the fused kernel for log-probabilities."""
 
     def statistics(self, head: Head) -> Statistics:
-        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        """Statistics of this rank's vocabulary, all float32.
+
+        The highest logits are [tokens], the sums [3, tokens].
+        """
         _note_logits(head)
         highest = head.hidden.new_empty(len(head.local), dtype=torch.float32)
         return Statistics(highest, highest.new_empty(3, len(head.local)))
@@ -209,18 +223,24 @@ class ShapedLogprobs:
 
 
 def _note_logits(head: Head) -> None:
-    """Record the product of hidden states and weight, or one of the same sizes; logits stay in registers."""
+    """Record a product of hidden states and the head's weight.
+
+    Logits stay in registers.
+    """
     note_product("head", len(head.local), head.hidden.shape[1], head.columns, name_of(head.hidden.dtype))
 
 
 class ShapedAdam(torch.optim.AdamW):
-    """Stand-in for Transformer Engine's Adam: moments for every parameter, and no other tensors in an update."""
+    """Stand-in for Transformer Engine's Adam: moments, and no other tensors."""
 
     def __init__(self, params: Any, adam_w_mode: bool, **settings: Any) -> None:
         super().__init__(params, **settings)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever passed
-        """Make the moments in the first step. An update reads the gradient, and reads and writes the other tensors."""
+        """Make the moments in the first step.
+
+        An update reads the gradient, and reads and writes the other tensors.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 note("elementwise", "adam", nbytes=7 * parameter.numel() * parameter.element_size())
@@ -229,39 +249,45 @@ class ShapedAdam(torch.optim.AdamW):
                     self.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def _rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+def _run_rms_norm(hidden: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
     """torch's fused norm."""
-    return norm(hidden, weight)
+    return run_norm(hidden, weight)
 
 
-def _gated(gate_and_up: Tensor, *_: Any) -> Tensor:
+def _run_gated(gate_and_up: Tensor, *_: Any) -> Tensor:
     """[rows, 2 * width] to [rows, width]: SwiGLU in one kernel."""
-    note("elementwise", "swiglu", nbytes=3 * nbytes_of([gate_and_up]) // 2)
+    note("elementwise", "swiglu", nbytes=3 * count_bytes([gate_and_up]) // 2)
     return gate_and_up.new_empty(gate_and_up.shape[0], gate_and_up.shape[1] // 2)
 
 
-def _gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
-    """The gradients of `_gated` by its inputs: gate and up, and perhaps a weight for each row."""
+def _run_gated_back(gradient: Tensor, *inputs: Tensor) -> Any:
+    """Gradients of `_run_gated` by gate and up, and perhaps by row weights."""
     results = tuple(map(torch.empty_like, inputs))
-    note("elementwise", "swiglu", nbytes=nbytes_of([gradient, *inputs, *results]))
+    note("elementwise", "swiglu", nbytes=count_bytes([gradient, *inputs, *results]))
     return results[0] if len(results) == 1 else results
 
 
-def _rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Fused rotary embedding, [tokens, heads, head_dim]: its backward pass needs the angles alone."""
+def _run_rope(vectors: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Fused rotary embedding; its backward pass needs the angles alone.
+
+    Tensors are [tokens, heads, head_dim].
+    """
     result: Tensor = run(Kernel("rope", [(vectors.shape, vectors.dtype)]), vectors)
     return result
 
 
-def _permute(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
-    """Tokens [tokens, hidden] to a copy for each of their experts, with its weight, and the map of rows."""
+def _permute_tokens(tokens: Tensor, probs: Tensor, routing: Tensor, num_out_tokens: int) -> Any:
+    """Copy tokens [tokens, hidden] for each of their experts.
+
+    Returns the copies, their weights, and the map of rows.
+    """
     rows = ((routing.shape[0], 2 * routing.shape[1] + 1), torch.int32)
     results = [((num_out_tokens, tokens.shape[1]), tokens.dtype), ((num_out_tokens,), probs.dtype)]
-    permuted, weights = run(Kernel("dispatch", results), tokens, probs)  # `_unpermute` keeps the map for both
+    permuted, weights = run(Kernel("dispatch", results), tokens, probs)  # `_merge_tokens` keeps the map for both
     return permuted, weights, tokens.new_empty(rows[0], dtype=rows[1])
 
 
-def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_shape: Sequence[int]) -> Tensor:
+def _merge_tokens(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_shape: Sequence[int]) -> Tensor:
     """Sum the copies of each token: [copies, hidden] to [tokens, hidden]."""
     kernel = Kernel("dispatch", [(restore_shape, tokens.dtype)], keeps=[1])
     result: Tensor = run(kernel, tokens, row_map)
@@ -269,7 +295,10 @@ def _unpermute(tokens: Tensor, row_map: Tensor, merging_probs: None, restore_sha
 
 
 def _sort(tokens: Tensor, *companions: Any) -> Any:
-    """Sort rows by expert, or back; with their weights where these come next. The map of rows is saved."""
+    """Sort rows by expert, or back, with their weights if these follow.
+
+    The map of rows is saved.
+    """
     moved = [
         tokens,
         *(tensor for tensor in companions[:1] if isinstance(tensor, Tensor) and tensor.is_floating_point()),
@@ -278,11 +307,11 @@ def _sort(tokens: Tensor, *companions: Any) -> Any:
     return run(Kernel("dispatch", results, saved=[((len(tokens),), torch.int32)]), *moved)
 
 
-def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
-    """Tokens of each of this rank's experts, [local experts], in place of a copy from the device.
+def _count_tokens(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: float) -> NDArray[np.int64]:
+    """Tokens of each of this rank's experts, [local experts].
 
-    Every rank of an expert group sends alike. Each local expert gets `skew` times the mean, the others share the rest.
-    The arguments and attributes are those of Megatron-Core's dispatcher.
+    They stand in place of a copy from the device. Every rank sends alike. Each local expert gets `skew` times the mean,
+    the others share the rest. The arguments and attributes are those of Megatron-Core's dispatcher.
     """
     total, count = self.routing_map.shape[0] * self.config.moe_router_topk, self.num_experts
     local_experts = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
@@ -306,9 +335,9 @@ def _counts(self: Any, point: str, _tokens_per_expert: Any = None, *, skew: floa
     return local * peers
 
 
-def _l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+def _run_l2_norm(chunk: int, overflow: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
     """The norm of all gradients, [1], float32."""
-    note("elementwise", "norm of gradients", nbytes=nbytes_of(lists[0]))
+    note("elementwise", "norm of gradients", nbytes=count_bytes(lists[0]))
     return lists[0][0].new_empty(1, dtype=torch.float32), None
 
 
@@ -316,7 +345,9 @@ STAGE_SHAPE = [0, 0, 0]
 """Shape of the tensors that pipeline stages exchange: all microbatches of a phase have the same."""
 
 
-def _shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
+def _list_shapes(
+    self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
+) -> tuple[list[int], list[int]]:
     """The shapes that the neighbours of a pipeline stage announce."""
     return list(STAGE_SHAPE), list(STAGE_SHAPE)
 
@@ -327,23 +358,23 @@ def _gather_objects(gathered: list[Any], local: Any, group: Any = None) -> None:
 
 
 REPLACED: dict[str, Any] = {
-    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _rope,
-    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _rope,
+    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd": _run_rope,
+    "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": _run_rope,
     "megatron.core.transformer.moe.moe_utils:HAVE_TE": True,
-    "megatron.core.transformer.moe.moe_utils:fused_permute": _permute,
-    "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute,
-    "megatron.core.transformer.moe.moe_utils:fused_unpermute": _unpermute,
+    "megatron.core.transformer.moe.moe_utils:fused_permute": _permute_tokens,
+    "megatron.core.transformer.moe.moe_utils:fused_permute_with_probs": _permute_tokens,
+    "megatron.core.transformer.moe.moe_utils:fused_unpermute": _merge_tokens,
     "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index": _sort,
     "megatron.core.transformer.moe.moe_utils:fused_sort_chunks_by_index_with_probs": _sort,
-    "megatron.core.fusions.fused_bias_swiglu:swiglu": _gated,
-    "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _gated_back,
-    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _gated,
-    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _gated_back,
-    "megatron.core.optimizer.clip_grads:l2_norm_impl": _l2_norm,
+    "megatron.core.fusions.fused_bias_swiglu:swiglu": _run_gated,
+    "megatron.core.fusions.fused_bias_swiglu:swiglu_back": _run_gated_back,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu": _run_gated,
+    "megatron.core.fusions.fused_bias_swiglu:weighted_swiglu_back": _run_gated_back,
+    "megatron.core.optimizer.clip_grads:l2_norm_impl": _run_l2_norm,
     "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": False,
     "megatron.core.optimizer:Adam": ShapedAdam,
-    "torch.nn.functional:scaled_dot_product_attention": attention,
-    "torch.nn.functional:rms_norm": _rms_norm,
+    "torch.nn.functional:scaled_dot_product_attention": run_attention,
+    "torch.nn.functional:rms_norm": _run_rms_norm,
     "torch.distributed:all_gather_object": _gather_objects,
 }
 """Names that are replaced during a dry run, most of them those of Transformer Engine's kernels."""
@@ -351,14 +382,17 @@ REPLACED: dict[str, Any] = {
 
 @contextmanager
 def replaced_names(expert_skew: float, log: WorkLog) -> Iterator[None]:
-    """Replace the names of `REPLACED`, and the dispatcher's counts, for the body; `log` learns of each pass."""
+    """Replace the names of `REPLACED` and the dispatcher's counts meanwhile.
+
+    `log` learns of each pass.
+    """
     with ExitStack() as stack:
         for target, value in REPLACED.items():
             module, _, name = target.partition(":")
             stack.enter_context(patch.object(importlib.import_module(module), name, value, create=True))
-        counts = partialmethod(_counts, skew=expert_skew)
+        counts = partialmethod(_count_tokens, skew=expert_skew)
         stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts))
-        stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _shapes))
+        stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _list_shapes))
         for name in ("forward_step", "backward_step"):
             marked = partial(getattr(log, name), getattr(schedules, name))
             stack.enter_context(patch.object(schedules, name, marked))

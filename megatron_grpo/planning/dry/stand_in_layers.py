@@ -25,9 +25,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
-from megatron_grpo.planning.dry.kernels import Collective, Kernel, Made, Product, attention, norm, run
+from megatron_grpo.planning.dry.kernels import Collective, Kernel, Made, Product, run, run_attention, run_norm
 from megatron_grpo.planning.dry.tracker import kind
-from megatron_grpo.planning.dry.work import name_of, nbytes_of, note
+from megatron_grpo.planning.dry.work import count_bytes, name_of, note
 from megatron_grpo.trainer.model.layers import RMSNorm
 
 
@@ -36,7 +36,7 @@ class ShapedNorm(RMSNorm):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden], any float type, to the same."""
-        return norm(hidden.contiguous(), self.weight)
+        return run_norm(hidden.contiguous(), self.weight)
 
 
 class ShapedAttention(torch.nn.Module):
@@ -51,13 +51,13 @@ class ShapedAttention(torch.nn.Module):
     ) -> Tensor:
         """[tokens, heads or groups, head_dim] each, to [tokens, heads * value_dim]."""
         context_tokens = packed_seq_params.max_seqlen_kv
-        return attention(
+        return run_attention(
             query, key.contiguous(), value.contiguous(), context=self._context, seen=context_tokens
         ).flatten(-2)
 
 
 class Quantizable:
-    """A linear layer that multiplies in FP8 if `fp8` says so; the first base class of such a layer."""
+    """First base class of a linear layer that may multiply in FP8."""
 
     fp8: Fp8Config | None = None
     save_original_input = False
@@ -86,12 +86,12 @@ class Quantizable:
         matrix: list[Made] = [(hidden.shape, hidden.dtype)]
         backward = list(backward)
         if self.fp8 is not None:
-            matrix = _quantized(hidden.shape, self.fp8)
-            backward += 2 * _quantized(output, self.fp8)
+            matrix = _make_quantized(hidden.shape, self.fp8)
+            backward += 2 * _make_quantized(output, self.fp8)
             self._keep_copies(weights)
             note("elementwise", "quantize", nbytes=4 * hidden.numel())
         if normed:
-            note("elementwise", "norm", nbytes=2 * nbytes_of([hidden]))
+            note("elementwise", "norm", nbytes=2 * count_bytes([hidden]))
         rows: list[Made] = [(hidden.shape[:-1], torch.float32)]
         as_it_came = self.fp8 is None or self.save_original_input
         kernel = Kernel(
@@ -101,15 +101,15 @@ class Quantizable:
             saved=[*(matrix if normed or not as_it_came else []), *(rows if normed else [])],
             forward=forward,
             backward=backward,
-            product=self._product(hidden, weights, output),
+            product=self._build_product(hidden, weights, output),
             messages=messages,
             messages_back=messages_back,
         )
         result: Tensor = run(kernel, hidden, *weights)
         return result
 
-    def _product(self, hidden: Tensor, weights: Sequence[Tensor], output: Sequence[int]) -> Product:
-        """The product, whose rows are the tokens of the longer of input and output: the gathered one, if one is."""
+    def _build_product(self, hidden: Tensor, weights: Sequence[Tensor], output: Sequence[int]) -> Product:
+        """The product; its rows are tokens of the longer of input and output."""
         rows = max(math.prod(hidden.shape[:-1]), math.prod(output[:-1]))
         dtype = name_of(hidden.dtype) if self.fp8 is None else "fp8"
         number = sum(weight.dim() == 2 for weight in weights)
@@ -124,8 +124,8 @@ class Quantizable:
                     copies[str(number)] = weight.new_empty(2, *weight.shape, dtype=torch.uint8)
 
 
-def _quantized(shape: Sequence[int], fp8: Fp8Config) -> list[Made]:
-    """A matrix [..., columns] in FP8 for one of the two directions in which products read it, and its scales."""
+def _make_quantized(shape: Sequence[int], fp8: Fp8Config) -> list[Made]:
+    """A matrix in FP8 for one of two directions, and its scales."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     scales: dict[str, Made] = {
         "blockwise": ((math.ceil(rows / 128), columns), torch.float32),
@@ -135,12 +135,18 @@ def _quantized(shape: Sequence[int], fp8: Fp8Config) -> list[Made]:
 
 
 class ShapedColumnLinear(Quantizable, ColumnParallelLinear):
-    """Transformer Engine's linear layer whose rows are split; with sequence parallelism it gathers its input."""
+    """Transformer Engine's linear layer whose rows are split.
+
+    With sequence parallelism it gathers its input.
+    """
 
     normed = False
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """[tokens of this rank, sequences, columns] to [tokens, sequences, rows of this rank], and no bias."""
+        """Multiply; returns no bias.
+
+        [tokens of this rank, sequences, columns] becomes [tokens, sequences, rows of this rank].
+        """
         tokens = input_.shape[0] * (self.tp_group.size() if self.sequence_parallel else 1)
         gathered: list[Made] = [((tokens, *input_.shape[1:]), input_.dtype)] if self.sequence_parallel else []
         parameters = list(self.parameters())
@@ -174,10 +180,16 @@ class ShapedNormColumnLinear(ShapedColumnLinear):
 
 
 class ShapedRowLinear(Quantizable, RowParallelLinear):
-    """Transformer Engine's linear layer whose columns are split; with sequence parallelism it scatters its output."""
+    """Transformer Engine's linear layer whose columns are split.
+
+    With sequence parallelism it scatters its output.
+    """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[tokens, sequences, columns of this rank] to [tokens of this rank, sequences, rows], and no bias."""
+        """Multiply; returns no bias.
+
+        [tokens, sequences, columns of this rank] becomes [tokens of this rank, sequences, rows].
+        """
         parts = self.tp_group.size() if self.sequence_parallel else 1
         full_shape = (*input_.shape[:-1], self.weight.shape[0])
         gathered: list[Made] = [(full_shape, input_.dtype)] if self.sequence_parallel else []
@@ -228,7 +240,7 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
         return self.multiply(hidden, weights, (hidden.shape[0], weights[0].shape[0])), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The checkpoint's entries, named as those of experts with layers of their own."""
+        """The checkpoint's entries, named as those of separate experts."""
         tensors: dict[str, Any] = {}
         parts, first = self._groups.ep.size(), self._groups.ep.rank() * self.num_gemms
         for number, weight in enumerate(self.parameters()):
@@ -248,8 +260,8 @@ class ShapedGroupedLinear(Quantizable, torch.nn.Module):
         return tensors
 
 
-def shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
-    """The counterpart of Megatron-Core's spec of a layer of Transformer Engine's modules, with its arguments."""
+def make_shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
+    """Counterpart of Megatron-Core's layer spec for Transformer Engine."""
     of_head = ShapedNorm if qk_layernorm else IdentityOp
     parts = SelfAttentionSubmodules(
         linear_qkv=ShapedNormColumnLinear,
@@ -263,17 +275,17 @@ def shaped_layer(experts: int | None, *, qk_layernorm: bool) -> ModuleSpec:
         self_attention=ModuleSpec(SelfAttention, params=causal, submodules=parts),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=IdentityOp if experts is None else ShapedNorm,
-        mlp=_dense() if experts is None else _experts(),
+        mlp=_make_dense() if experts is None else _make_experts(),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(TransformerLayer, submodules=submodules)
 
 
-def _dense() -> ModuleSpec:
+def _make_dense() -> ModuleSpec:
     return ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ShapedNormColumnLinear, linear_fc2=ShapedRowLinear))
 
 
-def _experts() -> ModuleSpec:
+def _make_experts() -> ModuleSpec:
     column, row = (ModuleSpec(ShapedGroupedLinear, params={"split_axis": axis}) for axis in (0, 1))
     shared = MLPSubmodules(linear_fc1=ShapedColumnLinear, linear_fc2=ShapedRowLinear)
     parts = MoESubmodules(

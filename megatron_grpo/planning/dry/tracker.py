@@ -39,10 +39,10 @@ def kind(name: str) -> Iterator[None]:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of the storages that operators in its body make, from their first tensor to their last.
+    """Counts the bytes of storages that operators in its body make.
 
-    Not counted are tensors on the meta device, which stand for host memory, memory that a kernel takes and gives back
-    within one operator, and the allocator's fragmentation.
+    A storage counts from its first tensor to its last. Not counted are tensors on the meta device, which stand for host
+    memory, memory that a kernel takes and gives back within one operator, and the allocator's fragmentation.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,10 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The body is a phase of `peaks`; new storages in it are of the kind `name`, unless `kind` says otherwise."""
+        """Make the body a phase, which gets its own peak.
+
+        New storages in it are of the kind `name`, unless `kind` says otherwise.
+        """
         before, self._phase = self._phase, name
         self._note_peak(name)
         try:
@@ -142,7 +145,7 @@ class MemoryTracker(TorchDispatchMode):
         self._discounted.discard(key)
 
     def _note_peak(self, kind: str) -> None:
-        """Compare the bytes alive with the peaks so far; `made`: kind of the latest tensor."""
+        """Compare the bytes alive with the peaks so far."""
         self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self._total)
         sort = self._phase, kind, self._operator
         if self._total > self._fullest.get(sort, -1):
@@ -152,7 +155,7 @@ class MemoryTracker(TorchDispatchMode):
             self.peak, self.holders = self._total, self.moments[sort]
 
     def _read_sizes(self) -> None:
-        """Read the sizes again, because resizing a storage is not an operator and so not seen."""
+        """Read the sizes again: resizing a storage is no operator."""
         for key, (reference, _, _) in list(self._storages.items()):
             storage = reference()
             if storage is not None:
@@ -165,7 +168,7 @@ IN_PLACE = {f"aten::{name}" for name in _WRITERS}
 
 
 class DryMode(MemoryTracker):
-    """A tracker that also stands in for the values and the peers that a dry run lacks.
+    """A tracker that stands in for values and peers of a dry run.
 
     A number that the host reads is 1. Collectives do nothing: their outputs exist already. The mask of routed tokens
     selects as many rows as tokens have experts, `top_k` each. Operators' work is in `log`.
@@ -190,7 +193,7 @@ class DryMode(MemoryTracker):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer in place of the operator, or run it and count the tensors that it returns."""
+        """Answer in the operator's place, or run it and count its tensors."""
         name = func.name()
         if name in IN_PLACE and args[0].is_floating_point():
             self.log.note_writer(name, args)

@@ -18,7 +18,7 @@ WorkKind = Literal["matmul", "grouped_matmul", "attention", "elementwise", "coll
 
 
 class Work(NamedTuple):
-    """One operator's work; equal operators of a phase are one entry of `WorkLog.found`, with their number."""
+    """Work of an operator; equal operators of a phase are counted together."""
 
     phase: str
     """Phase of the tracker in which the operator ran."""
@@ -57,7 +57,7 @@ class WorkLog:
         self.found[Work(self.phase, self._chunk, self._is_backward, kind, name, **sizes)] += 1
 
     def note_operator(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Count an operator of torch, unless it only makes a view or an uninitialized tensor."""
+        """Count an operator, unless it makes a view or an uninitialized tensor."""
         sort = _SORTS.get(func)
         if sort is None:
             sort = _SORTS[func] = _sort(func)
@@ -69,17 +69,20 @@ class WorkLog:
             (*batch, m, k), n = first.shape, second.shape[-1]
             number = math.prod(batch)
             sizes = (number * m, k, n, number)
-            flops, moved = 2.0 * number * m * k * n, nbytes_of((first, second, result))
+            flops, moved = 2.0 * number * m * k * n, count_bytes((first, second, result))
             self.note("matmul", name, flops=flops, nbytes=moved, sizes=sizes, dtype=name_of(first.dtype))
         elif sort == "gather":
-            self.note("elementwise", name, nbytes=2 * nbytes_of(result))
+            self.note("elementwise", name, nbytes=2 * count_bytes(result))
         else:
-            self.note("elementwise", name, nbytes=nbytes_of(args) + nbytes_of(result))
+            self.note("elementwise", name, nbytes=count_bytes(args) + count_bytes(result))
 
     def note_writer(self, name: str, args: tuple[Any, ...]) -> None:
-        """Count an operator that writes its first argument, which it also reads unless it copies or fills."""
+        """Count an operator that writes its first argument.
+
+        It reads that argument too, unless it copies or fills.
+        """
         reads = name not in ("aten::copy_", "aten::zero_", "aten::fill_.Scalar")
-        self.note("elementwise", name, nbytes=nbytes_of(args) + (nbytes_of(args[0]) if reads else 0))
+        self.note("elementwise", name, nbytes=count_bytes(args) + (count_bytes(args[0]) if reads else 0))
 
     def note_message(self, name: str, args: tuple[Any, ...]) -> None:
         """Count a message of torch's process groups, `c10d::...`."""
@@ -87,7 +90,7 @@ class WorkLog:
         if group is None:
             return  # a wait, or a query of the group
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-        short, nbytes = name.removeprefix("c10d::").partition(".")[0], max(map(nbytes_of, args))
+        short, nbytes = name.removeprefix("c10d::").partition(".")[0], max(map(count_bytes, args))
         if short in ("send", "recv_"):
             peer = next(argument for argument in args if isinstance(argument, int))
             self.note("send", short, nbytes=nbytes, ranks=(dist.get_rank(), ranks[peer]))
@@ -111,16 +114,19 @@ class WorkLog:
         chunk = named.get("vp_stage") or 0
         with self.one_pass(chunk, is_backward=False):
             result = original(*args, **named)
-        self._chunk_of_output[id(_first(result[0]))] = chunk
+        self._chunk_of_output[id(_find_first(result[0]))] = chunk
         return result
 
     def backward_step(self, original: Any, input_: Any, output: Any, *args: Any, **named: Any) -> Any:
-        """Megatron-Core's `schedules.backward_step`, as a pass; a chunk is known by the output of its forward pass."""
-        with self.one_pass(self._chunk_of_output.pop(id(_first(output))), is_backward=True):
+        """Megatron-Core's `schedules.backward_step`, as a pass.
+
+        A chunk is known by the output of its forward pass.
+        """
+        with self.one_pass(self._chunk_of_output.pop(id(_find_first(output))), is_backward=True):
             return original(input_, output, *args, **named)
 
 
-def _first(output: Any) -> Any:
+def _find_first(output: Any) -> Any:
     return output[0] if isinstance(output, list) else output
 
 
@@ -129,7 +135,7 @@ LOG: ContextVar[WorkLog | None] = ContextVar("work log", default=None)
 
 
 def note(kind: WorkKind, name: str, **sizes: Any) -> None:
-    """Count the work of a fused kernel in the dry run under way; nothing happens outside of one."""
+    """Count a fused kernel's work in the current dry run, if any."""
     log = LOG.get()
     if log is not None:
         log.note(kind, name, **sizes)
@@ -138,14 +144,17 @@ def note(kind: WorkKind, name: str, **sizes: Any) -> None:
 def note_product(
     name: str, m: int, k: int, n: int, dtype: str, *, number: int = 1, kind: WorkKind = "matmul", width: int = 2
 ) -> None:
-    """Count [m, k] x [k, n] in numbers of `width` bytes, or `number` such products whose m adds up to the given one."""
+    """Count [m, k] x [k, n] in numbers of `width` bytes.
+
+    With `number` there are so many products, whose m add up to the given m.
+    """
     sizes = (m, k, n, number)
     nbytes = width * (m * k + number * k * n + m * n)
     note(kind, name, flops=2.0 * m * k * n, nbytes=nbytes, sizes=sizes, dtype=dtype)
 
 
 def note_message(name: str, nbytes: int, group: Any) -> None:
-    """Count a message among the ranks of a process group, unless it has one rank only."""
+    """Count a message of a process group of more than one rank."""
     if group.size() > 1:
         note("collective", name, nbytes=nbytes, ranks=tuple(dist.get_process_group_ranks(group)))
 
@@ -155,8 +164,8 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def nbytes_of(value: Any) -> int:
-    """Bytes of the elements of a tensor, or of all tensors in a nested structure."""
+def count_bytes(value: Any) -> int:
+    """Bytes of the tensors in a nested structure."""
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 

@@ -43,7 +43,7 @@ def test_a_run_of_a_slower_gpu_gives_back_its_efficiencies() -> None:
         | {"step": seconds["total"], "tensors GiB": 61.5},
         rel=1e-3,
     )
-    assert "off by" in found.table()[0]
+    assert "off by" in found.render_table()[0]
 
 
 def test_efficiencies_stay_possible() -> None:

@@ -102,25 +102,27 @@ def test_passes_hide_what_the_configuration_overlaps() -> None:
     )
     passes = {("train", 0): 2}
     plain = sum_phase(found, passes, "train", H100, Overlap())
-    assert plain.passes[0, False].seconds() == pytest.approx(2 + 1)  # of two microbatches, each message takes a second
-    assert plain.passes[0, True].seconds() == pytest.approx(0.5)  # half of what is gathered
+    assert plain.passes[0, False].compute_seconds() == pytest.approx(
+        2 + 1
+    )  # of two microbatches, each message takes a second
+    assert plain.passes[0, True].compute_seconds() == pytest.approx(0.5)  # half of what is gathered
     assert plain.outside == pytest.approx(3.0)
     assert plain.gradients == pytest.approx(0.5 / 450)
     overlapped = sum_phase(found, passes, "train", H100, Overlap(tensor=True))
-    assert overlapped.passes[0, False].seconds() == pytest.approx(2.0)
+    assert overlapped.passes[0, False].compute_seconds() == pytest.approx(2.0)
 
 
 def test_attention_grows_with_the_tokens_that_a_token_sees() -> None:
     found = Counter({work(kind="attention", flops=989.4e12): 1, work(nbytes=int(3.35e12)): 1})
     one = sum_phase(found, {("train", 0): 1}, "train", H100, Overlap()).passes[0, False]
-    assert one.seconds() == pytest.approx(2.0)
-    assert one.seconds(tokens=0.5, context=0.5) == pytest.approx(0.5 + 0.25)
+    assert one.compute_seconds() == pytest.approx(2.0)
+    assert one.compute_seconds(tokens=0.5, context=0.5) == pytest.approx(0.5 + 0.25)
 
 
 def test_a_pass_takes_as_long_as_the_host_launches_it() -> None:
     slow = replace(H100, efficiency=replace(IDEAL, launch_s=1.0))
     found = Counter({work(nbytes=1): 10})
-    assert sum_phase(found, {("train", 0): 5}, "train", slow, Overlap()).passes[0, False].seconds() == 2.0
+    assert sum_phase(found, {("train", 0): 5}, "train", slow, Overlap()).passes[0, False].compute_seconds() == 2.0
 
 
 def test_profiles_are_complete_and_faster_from_one_to_the_next() -> None:

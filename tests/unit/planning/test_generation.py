@@ -76,7 +76,7 @@ def test_a_decoding_step_reads_weights_and_cache() -> None:
     decoder = Decoder(DENSE, gpu, 1, 2, 2)
     layer = DENSE.hidden * DENSE.head_dim * (2 * 8 + 2 * 4) + 3 * DENSE.hidden * DENSE.ffn_hidden
     read = 2 * (4 * layer + DENSE.hidden * DENSE.vocab) + 10 * 50 * count_kv_bytes_per_token(DENSE, 4, 1, 2)
-    assert decoder.step_s(10, 50) == pytest.approx(read / gpu.memory_bytes_per_s)
+    assert decoder.time_step(10, 50) == pytest.approx(read / gpu.memory_bytes_per_s)
 
 
 def test_a_batch_touches_more_experts_than_a_token() -> None:
@@ -92,10 +92,10 @@ def test_a_batch_touches_more_experts_than_a_token() -> None:
 class Counted(Decoder):
     """A decoder whose steps take a second for each sequence, and whose prefill takes none."""
 
-    def step_s(self, sequences: float, context: float) -> float:
+    def time_step(self, sequences: float, context: float) -> float:
         return sequences
 
-    def prefill_s(self, tokens: float, context: float) -> float:
+    def time_prefill(self, tokens: float, context: float) -> float:
         return 0.0
 
 
@@ -117,7 +117,7 @@ def test_the_mean_context_is_that_of_the_running_responses() -> None:
     seen: list[tuple[float, float]] = []
 
     class Watched(Counted):
-        def step_s(self, sequences: float, context: float) -> float:
+        def time_step(self, sequences: float, context: float) -> float:
             seen.append((sequences, context))
             return 1.0
 

@@ -138,8 +138,8 @@ def test_overrides_of_a_layout_give_it_back() -> None:
 def test_engines_without_room_are_refused_with_the_sizes() -> None:
     gpu, refusals = replace(load_hardware("h100"), memory_gib=0.001), Refusals()
     assert find_best_engines(recipe(), DENSE, gpu, 4, 4, refusals) is None
-    (problem, *_) = refusals.problems()
-    assert "leaves a cache of 0 tokens" in " ".join(refusals.lines())
+    (problem, *_) = refusals.list_problems()
+    assert "leaves a cache of 0 tokens" in " ".join(refusals.render_lines())
     assert problem.subject.startswith("generation.parallel.tensor=")
     found = find_best_engines(recipe(), DENSE, load_hardware("h100"), 4, 4, Refusals())
     assert found is not None
