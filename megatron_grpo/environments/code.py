@@ -87,9 +87,8 @@ class CodeEnvironment(Environment):
         program = extract_program(request.response)
         verdict = check_program(self._sandbox, program, tests, every=self._share, allow=self._allow)
         for reason in verdict.untrusted:
-            self._log_once(
-                f"a test of a program {'counts, though' if self._allow else 'fails:'} it depends on {reason}"
-            )
+            verb = "counts, though" if self._allow else "fails:"
+            self._log_once(f"a test of a program {verb} it depends on {reason}")
         share = verdict.passed / verdict.tests if verdict.tests else 0.0
         return EnvironmentReturn(
             reward=share if self._share else float(share == 1.0),
@@ -115,8 +114,6 @@ def check_program(
     """Run the tests of a row against a Python program.
 
     Args:
-        sandbox: sandbox for the program and the tests.
-        program: source of the program.
         tests: Python statements, or (input, output) pairs.
         every: continue after a failed test; an endless program uses its whole time limit in each pair.
         allow: count tests whose verdict cannot be trusted.

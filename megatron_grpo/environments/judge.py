@@ -84,11 +84,7 @@ class JudgeEnvironment(Environment):
         self._uses_proxy = urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1")
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Ask the judge for scores in concurrent requests.
-
-        Raises:
-            RunError: the endpoint did not answer; the message says why.
-        """
+        """Ask the judge in concurrent requests; RunError if it does not answer."""
         return asyncio.run(self._score(requests))
 
     async def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:

@@ -33,9 +33,7 @@ def find_model_problem(path: str) -> str | None:
         reason = None if find_local_folder(path) else download_config(path)
         if reason is not None:
             return f"is not a folder here, nor in the Hugging Face cache, and the hub says: {reason}"
-        download = find_local_folder(path)
-        assert download is not None
-        folder = download
+        folder = find_local_folder(path) or folder
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -164,11 +162,7 @@ class RewardModelClient:
         return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every process has loaded the model.
-
-        Raises:
-            RunError: a process failed, or `timeout_s` passed.
-        """
+        """Wait until every process has loaded the model; RunError if one fails."""
         try:
             ray.get([worker.__ray_ready__.remote() for worker in self._workers], timeout=timeout_s)
         except ray.exceptions.RayError as error:
@@ -176,10 +170,7 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start a reward model; the caller ends its processes.
-
-    Returns:
-        The client, and the Ray actors.
+    """Begin to start a reward model; the caller ends the returned Ray actors.
 
     Raises:
         RunError: a model of the hub cannot be downloaded.

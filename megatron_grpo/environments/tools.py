@@ -33,7 +33,7 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.FloorDiv: lambda dividend, divisor: Fraction(dividend // divisor),
     ast.Mod: operator.mod,
 }
 

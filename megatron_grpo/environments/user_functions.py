@@ -24,11 +24,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_m
 
 
 def load_reward_function(path: str) -> RewardFunction:
-    """Import a reward function, or make an instance of a class.
-
-    Raises:
-        RunError: it cannot be used; the message says why.
-    """
+    """Import a reward function, or an instance of a class; RunError if unusable."""
     function = load_callable("reward function", path, instance=True)
     check_parameters(path, function)
     return function
@@ -89,11 +85,7 @@ def check_parameters(path: str, function: RewardFunction, columns: Collection[st
 
 
 def load_agent_function(path: str) -> AgentFunction:
-    """Import an agent from package.module.function.
-
-    Raises:
-        RunError: it cannot be used; the message says why.
-    """
+    """Import an agent from package.module.function; RunError if unusable."""
     function = load_callable("agent", path)
     try:
         inspect.signature(function).bind_partial(prompt="", access=None)

@@ -31,7 +31,6 @@ _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _PR_SET_THP_DISABLE = 41
 
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,7 +53,7 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0, opt
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and all below it read-only, without set-user-id files."""
+    """Make a mount and all below read-only, without set-user-id files and devices."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     arguments = (_AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)))
     result = _LIBC.syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), -1, target.encode(), *arguments)
@@ -196,6 +195,7 @@ _UNCOUNTED = (
 
 
 def has_filter() -> bool:
+    """True if libseccomp is installed."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -206,10 +206,7 @@ def has_filter() -> bool:
 def filter_system_calls(*, counted: bool) -> None:
     """Filter the system calls of this process and its descendants for ever.
 
-    Call `gain_no_rights` first.
-
-    Args:
-        counted: a memory cgroup counts the program's memory.
+    Call `gain_no_rights` first. `counted`: a memory cgroup counts the program's memory.
 
     Raises:
         OSError: libseccomp is not installed, or the kernel does not accept the filter.

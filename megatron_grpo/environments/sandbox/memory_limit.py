@@ -18,14 +18,7 @@ class MemoryCgroup:
     """Memory cgroup of a program; the kernel kills processes above the limit."""
 
     def __init__(self, parent: Path, limit: int) -> None:
-        """
-        Args:
-            parent: folder of the parent cgroup.
-            limit: bytes of memory; swap is not used.
-
-        Raises:
-            OSError: this process may not make the cgroup or limit its memory.
-        """
+        """Make a cgroup of `limit` bytes below `parent`; OSError if not allowed."""
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_", dir=parent))
         version_2 = Path(self._folder, "memory.max").exists()
         names = ("max", "swap.max") if version_2 else ("limit_in_bytes", "memsw.limit_in_bytes")
@@ -35,13 +28,11 @@ class MemoryCgroup:
             limit_file.write_text(str(limit))
             if swap_file.exists():  # kernels without accounting of swap lack it
                 swap_file.write_text("0" if version_2 else str(limit))
+            # A process that writes 0 to this file descriptor joins the cgroup.
             self.join_fd = os.open(self._folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             self._folder.rmdir()
             raise
-
-    join_fd: int
-    """File descriptor; a process that writes 0 to it joins the cgroup."""
 
     def has_exceeded_limit(self) -> bool:
         """True if the kernel has killed a process of the cgroup."""

@@ -9,8 +9,7 @@ import time
 
 from megatron_grpo.environments.sandbox.kernel import is_memory_shared, kill, list_descendants, read
 
-EXCESS_BYTES = 64 << 20
-"""Bytes that a program may hold beyond its limit until it is killed."""
+EXCESS_BYTES = 64 << 20  # that a program may hold beyond its limit until it is killed
 # The most that a program takes on one processor. Each page of 4 KiB needs a fault, because `kernel.use_small_pages` and
 # the filter leave no faster way (measured: 2.4 GiB/s, within one system call 3.4 GiB/s).
 _BYTES_PER_S = 4 << 30
@@ -38,11 +37,7 @@ class MemoryWatch:
     # parent took.
 
     def __init__(self, limit: int, processes: int) -> None:
-        """
-        Args:
-            limit: bytes of all processes together.
-            processes: limit of the program's processes and threads.
-        """
+        """Start with a limit in bytes, and one of processes and threads."""
         self._limit = limit
         self._bytes_per_s = _BYTES_PER_S * min(len(os.sched_getaffinity(0)), processes)
         self._due = 0.0  # time.monotonic() of the next reading

@@ -75,7 +75,6 @@ class Sandbox:
     def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
         """
         Args:
-            config: limits, and the folders that programs may read.
             level: None: the required level.
             python: interpreter of Python programs; None: the current one, without its virtual environment's packages.
         """
@@ -94,10 +93,7 @@ class Sandbox:
     def run(self, argv: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "") -> ProgramResult:
         """Run a program and wait for its end.
 
-        Args:
-            argv: program and arguments.
-            files: texts of files in the program's folder, by relative name.
-            stdin: text of the standard input.
+        `files` are texts in the program's folder, by relative name.
 
         Raises:
             SandboxUnavailableError: the program was not started, because the machine does not allow this level.
@@ -209,7 +205,7 @@ class _ProgramWatch:
     _status: bytearray = field(default_factory=bytearray)
 
     def wait(self, status: Any) -> ProgramResult:
-        """Wait for the program's end, and kill it at a limit; `status` is a pipe."""
+        """Wait for the program's end, and kill it at a limit."""
         exceeded: Ending | None = None
         with selectors.DefaultSelector() as selector:
             pipes: dict[str, Any] = {"stdout": self.launcher.stdout, "stderr": self.launcher.stderr, "status": status}
