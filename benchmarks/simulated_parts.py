@@ -128,7 +128,7 @@ class SimulatedRank:
         self._is_last_stage = stage == parallel.pipeline - 1
         self._has_loss = self._is_last_stage and self._rank % parallel.tensor == 0
         self._is_output = self._has_loss and self._rank % inner == 0
-        return RankReport(data=data, device_name="cpu", startup_s={})
+        return RankReport(data_rank=data, device_name="cpu", startup_s={})
 
     async def train(
         self, work: ReplicaWork, loss_fn: LossFunction, counts: GlobalCounts, limit: float | None = None

@@ -160,7 +160,7 @@ class Checkpointer:
         if pending is None:
             return
         if pending.driver_files is None:
-            if all(model.checkpoint_is_written() for model in pending.writers):
+            if all(model.is_checkpoint_written() for model in pending.writers):
                 with self._writing(pending.step, pending.folder):
                     for model in pending.writers:
                         model.finish_checkpoint()

@@ -61,7 +61,7 @@ def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitS
     policy = MegatronPolicy(settings, cluster.build_policy_options, timeout_s)
     stack.callback(policy.shutdown)
     if colocated:
-        cluster.share(policy.devices(), engines.ranks_per_engine)
+        cluster.share(policy.list_devices(), engines.ranks_per_engine)
     value = _make_value_model(config, cluster) if value_model else None
     if value is not None:
         stack.callback(value.shutdown)

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import Microbatches, ModelRank, PolicyRank, ValueRank
     from megatron_grpo.trainer.step_record import StateSketches
 
+# Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): expandable segments, because microbatches of many sizes
+# fragment segments of fixed size; and pinned blocks above 64 MB at their exact size, not rounded to a power of two.
 ALLOCATOR = "expandable_segments:True,pinned_max_cached_size_mb:64"
-"""Settings of torch's memory on GPUs (PYTORCH_ALLOC_CONF): expandable segments, because microbatches of many sizes
-fragment segments of fixed size; and pinned blocks above 64 MB at their exact size, not rounded to a power of two."""
 
+# A memory snapshot lists at most this many of the latest allocations.
 MEMORY_EVENTS = 200_000
-"""Most allocations in a memory snapshot, which lists the latest ones."""
 
 
 class RankActor(ABC):
@@ -50,29 +50,29 @@ class RankActor(ABC):
         self._imports_s = 0.0
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
-        """Open the ranks' rendezvous store in this process; returns its address."""
+        """Open the ranks' rendezvous store; returns its address."""
         from megatron_grpo.cluster.ray_cluster import find_node_address
         from megatron_grpo.platform.device import open_store
 
         self.store = open_store(find_node_address(), timeout_s)
         return self.store.host, self.store.port
 
-    def gpus(self) -> list[str]:
-        """Ray's ids of this process's GPUs: one, or none on a CPU."""
+    def list_gpus(self) -> list[str]:
+        """List Ray's ids of this process's GPUs: one, or none on a CPU."""
         from megatron_grpo.cluster.ray_cluster import list_assigned_gpus
 
         return list_assigned_gpus()
 
     @phase("import packages")
     def import_packages(self) -> None:
-        """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
+        """Import torch and Megatron-Core, most of a small model's start-up time."""
         began = time.monotonic()
         # Megatron-Core imports wandb where it is installed, whose temporary folders outlive a process that Ray ends.
         sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None: an import fails
         from megatron_grpo.platform.device import detect_platform, require_gpus
         from megatron_grpo.platform.hooks import check_hooks
 
-        require_gpus(self.gpus())
+        require_gpus(self.list_gpus())
         if detect_platform().name == "cpu":
             from megatron_grpo.platform.megatron_on_cpu import apply_patches
 
@@ -83,7 +83,7 @@ class RankActor(ABC):
 
     @phase("start")
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankReport:
-        """Join the group, build the model and load this rank's weights."""
+        """Join the other ranks, build the model and load this rank's weights."""
         self.import_packages()
         began = time.monotonic()
         import torch
@@ -108,7 +108,7 @@ class RankActor(ABC):
         self.model = self._build_model(settings)
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankReport(
-            data=parallel_state.get_data_parallel_rank(),
+            data_rank=parallel_state.get_data_parallel_rank(),
             device_name=torch.cuda.get_device_name() if detect_platform().name == "cuda" else "cpu",
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )
@@ -136,7 +136,7 @@ class RankActor(ABC):
         self.model.checkpoint.save(folder, background)
 
     @phase("check checkpoint")
-    def checkpoint_is_written(self) -> bool:
+    def is_checkpoint_written(self) -> bool:
         """True once this rank has written its part of the checkpoint."""
         return self.model.checkpoint.is_written()
 
@@ -183,15 +183,9 @@ class RankActor(ABC):
     def _forward(
         self, work: ReplicaWork, compute: Callable[[TokenBatch, Microbatches], Tensor | None], *, filtered: bool = False
     ) -> ForwardResult | None:
-        """Put a number for every token of the replica into the object store, one array per partition.
+        """Store the output of a method of the model for every token of the replica.
 
-        Args:
-            work: the replica's part of the batch, and microbatches that hold all of its sequences.
-            compute: the model's method that computes the numbers.
-            filtered: -inf is a proper number: the filter of sampling removes the token, and the loss leaves it out.
-
-        Returns:
-            None except on the output rank.
+        None except on the output rank. `filtered`: log-probabilities of -inf are allowed.
         """
         import numpy as np
         import ray
@@ -204,7 +198,7 @@ class RankActor(ABC):
         if values is None:
             return None
         usable = values.isfinite().logical_or(require_field(tokens.fields.sampled).logical_not())
-        if filtered:
+        if filtered:  # the filter of sampling removes these tokens, and the loss leaves them out
             usable |= values.isneginf()
         by_sequence = usable.split(tokens.lengths)
         ends = np.cumsum([int(batch.lengths[shard].sum()) for shard in batch.partitions])
@@ -212,15 +206,15 @@ class RankActor(ABC):
         return references, np.array([bool(flags.all()) for flags in by_sequence])
 
     def _fetch(self, batch: StepBatch, loss_fn: LossFunction | None) -> TokenBatch:
-        """Get from the object store the fields that this rank's stage reads; no others are moved to its node."""
+        """Fetch the fields that this rank's stage reads; no others move to its node."""
         import ray
 
         from megatron_grpo.batch.token_batch import TokenBatch
 
-        wanted = [name for name in self.model.list_needed_fields(loss_fn) if name in batch.fields]
-        with phase("fetch tokens"):  # waits for shards that are still in transfer
-            arrays = iter(ray.get([reference for name in wanted for reference in batch.fields[name]]))
-        return TokenBatch.from_replica(batch, {name: [next(arrays) for _ in batch.partitions] for name in wanted})
+        names = [name for name in self.model.list_needed_fields(loss_fn) if name in batch.fields]
+        with phase("fetch tokens"):  # waits for partitions that are still in transfer
+            arrays = iter(ray.get([reference for name in names for reference in batch.fields[name]]))
+        return TokenBatch.from_replica(batch, {name: [next(arrays) for _ in batch.partitions] for name in names})
 
     @phase("begin_profile")
     def begin_profile(self) -> None:
@@ -237,10 +231,9 @@ class RankActor(ABC):
 
     @phase("end_profile")
     def end_profile(self, folder: str) -> None:
-        """Stop recording; write RANK.json (a trace for chrome://tracing or Perfetto) and on a GPU RANK.memory.pickle.
+        """Stop recording and write the profile into an existing folder.
 
-        Args:
-            folder: an existing folder; every rank's files have names of their own.
+        Every rank writes RANK.json (a trace for chrome://tracing or Perfetto) and on a GPU RANK.memory.pickle.
         """
         import torch
 

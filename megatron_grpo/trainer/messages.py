@@ -1,4 +1,4 @@
-"""Messages between the driver and the ranks of a model: settings and work, and the ranks' answers."""
+"""Messages between the driver and the ranks of a model: settings, work and answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_grpo.batch.step_batch import StepBatch
 
 ReplicaWork = tuple["StepBatch", list[list[int]]]
-"""A replica's part of a batch (`StepBatch.select_partitions`), and for each microbatch the indices of its sequences."""
+"""A replica's part of a batch, and for each microbatch the indices of its sequences in that part."""
 
 ForwardResult = tuple[list[Any], "NDArray[np.bool_]"]
 """A forward pass's numbers: for each partition a reference to [tokens of the partition], float32; and [sequences]:
@@ -35,7 +35,7 @@ class RankSettings:
     decay_steps: int
     """Optimizer steps of the learning-rate schedule."""
     reference: ReferenceConfig | None = None
-    """Settings of the policy's frozen reference; None: there is none."""
+    """Settings of the policy's frozen reference; None: no reference."""
     temperature: float = 1.0
     """Sampling temperature, at which the policy's log-probabilities are taken."""
     token_filter: TokenFilter | None = None
@@ -46,7 +46,7 @@ class RankSettings:
 
 
 def make_training_filter(generation: GenerationConfig) -> TokenFilter | None:
-    """The filter of sampling that the policy's ranks repeat; None: there is none, or they cannot."""
+    """Make the filter of sampling that the policy's ranks repeat, if any."""
     if not generation.has_training_filter:
         return None
     return TokenFilter(generation.top_k, generation.top_p, generation.min_p)
@@ -54,9 +54,10 @@ def make_training_filter(generation: GenerationConfig) -> TokenFilter | None:
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's report after its start; `data` is its data-parallel rank."""
+    """A rank's report after its start."""
 
-    data: int
+    data_rank: int
+    """Data-parallel rank: which replica the rank belongs to."""
     device_name: str
     """Name that the vendor gives the rank's GPU; "cpu" without one."""
     startup_s: dict[str, float]
@@ -65,7 +66,10 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class RankTrainResult:
-    """The answer of one rank to an optimizer step."""
+    """One rank's answer to an optimizer step.
+
+    Example: `RankTrainResult(grad_norm=0.8, learning_rate=1e-6, metrics=[{"loss": 0.01}, {"loss": 0.02}])`.
+    """
 
     grad_norm: float
     """Global L2 norm of the gradient; when it is not finite the optimizer step was not made."""

@@ -30,10 +30,19 @@ from megatron_grpo.trainer.messages import ForwardResult, RankReport, RankSettin
 
 P = ParamSpec("P")
 
+# Seconds to wait, once a rank has failed, for the ends of other ranks to become known.
+SETTLE_S = 3.0
+
+StepMicrobatches = list[NDArray[np.int64]]
+"""A replica's microbatches: for each the indices, in the step, of its sequences: [sequences], int64."""
+
 
 @dataclass(slots=True)
 class TrainResult:
-    """The outcome of training on a batch."""
+    """The outcome of training on a batch.
+
+    Example: `TrainResult(loss=0.02, grad_norm=0.8, learning_rate=1e-6, metrics={"kl": 0.001})`.
+    """
 
     loss: float
     grad_norm: float
@@ -48,9 +57,9 @@ class TrainResult:
 
 
 class NonFiniteGradientError(RunError):
-    """The norm of a gradient is NaN or infinite; the optimizer step was not made.
+    """The gradient's norm is NaN or infinite; no optimizer step was made.
 
-    `sequences` are the numbers, in the step, of the sequences that may have caused it.
+    `sequences` are the indices, in the step, of the sequences that may have caused it.
     """
 
     def __init__(self, grad_norm: float, sequences: list[int]) -> None:
@@ -60,7 +69,7 @@ class NonFiniteGradientError(RunError):
 
 
 class RefusedStepError(RunError):
-    """The probability error is beyond its limit; the optimizer step was not made, and `metrics` has the error."""
+    """The probability error is beyond its limit; no optimizer step was made."""
 
     def __init__(self, metrics: Mapping[str, float]) -> None:
         super().__init__(f"token_mult_prob_error is {metrics['token_mult_prob_error']:g}")
@@ -68,61 +77,57 @@ class RefusedStepError(RunError):
 
 
 def derive_cost(shape: ModelShape) -> Cost:
-    """Floating-point operations of a sequence's forward pass in a model of these sizes.
+    """Derive the floating-point operations of a sequence's forward pass.
 
     `count_forward_flops` is linear in tokens and in query-key pairs of both kinds of layers.
     """
 
-    def of(length: int) -> float:
+    def count(length: int) -> float:
         return count_forward_flops(shape, [length])
 
-    every_pair = of(2) - 2 * of(1)  # two tokens of one sequence see three pairs, those of two sequences see two
+    every_pair = count(2) - 2 * count(1)  # two tokens of one sequence see three pairs, those of two sequences see two
     window = shape.window
     if window is None:
-        return Cost(per_token=of(1) - every_pair, per_pair=every_pair)
+        return Cost(per_token=count(1) - every_pair, per_pair=every_pair)
     # For tokens past the window, only layers without a window add a key with each token.
-    per_pair = of(window + 2) - 2 * of(window + 1) + of(window)
-    return Cost(of(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
-
-
-StepMicrobatches = list[NDArray[np.int64]]
-"""For each microbatch of a replica the numbers, in the step, of its sequences: [sequences], int64."""
+    per_pair = count(window + 2) - 2 * count(window + 1) + count(window)
+    return Cost(count(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
 
 
 def split_among_replicas(batch: StepBatch, replicas: int) -> list[slice]:
-    """For each replica the slice of shards that it works on; all slices are equally long."""
-    each, left = divmod(len(batch.partitions), replicas)
-    assert not left, "every replica has whole shards"
-    return [slice(start, start + each) for start in range(0, len(batch.partitions), each)]
+    """Split the step's partitions into equally long slices, one per replica."""
+    partitions, remainder = divmod(len(batch.partitions), replicas)
+    assert not remainder, "every replica has whole partitions"
+    return [slice(start, start + partitions) for start in range(0, len(batch.partitions), partitions)]
 
 
 def assign_microbatches(
     config: PolicyConfig, cost: Cost, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int
 ) -> list[StepMicrobatches]:
-    """Plan each replica's microbatches from the wanted sequences in its shards.
+    """Assign sequences to the microbatches of the replicas that have them.
 
     Args:
         config: the model's section of the configuration.
         cost: cost of computing a sequence.
         batch: the step's batch.
-        sequences: [chosen], int64: numbers of the wanted sequences.
+        sequences: [chosen], int64: indices of the sequences to compute; the others are left out.
         microbatch_tokens: most tokens of a microbatch, padding included.
     """
-    shares = split_among_replicas(batch, config.parallel.data)
-    is_wanted = np.zeros(len(batch), dtype=np.bool_)
-    is_wanted[sequences] = True
-    held = [np.sort(np.concatenate(batch.partitions[mine])) for mine in shares]
-    numbers = [own[is_wanted[own]] for own in held]
-    plans = make_packer(config, cost, microbatch_tokens).make_microbatches([batch.lengths[n] for n in numbers])
-    return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
-
-
-SETTLE_S = 3.0
-"""Seconds to wait, once a rank has failed, for the ends of other ranks to become known."""
+    is_chosen = np.zeros(len(batch), dtype=np.bool_)
+    is_chosen[sequences] = True
+    slices = split_among_replicas(batch, config.parallel.data)
+    by_replica = [np.sort(np.concatenate(batch.partitions[partitions])) for partitions in slices]
+    by_replica = [indices[is_chosen[indices]] for indices in by_replica]
+    packer = make_packer(config, cost, microbatch_tokens)
+    schedules = packer.make_microbatches([batch.lengths[indices] for indices in by_replica])
+    return [
+        [indices[positions] for positions in schedule]
+        for indices, schedule in zip(by_replica, schedules, strict=True)
+    ]
 
 
 class ModelRanks(ABC):
-    """A model spread over a Ray worker group, one actor per rank of tensor * pipeline * context * data.
+    """A model over Ray actors, one per rank of tensor * pipeline * context * data.
 
     Args:
         settings: settings that every rank is built from.
@@ -149,7 +154,7 @@ class ModelRanks(ABC):
             actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, threads)
             for rank in range(world)
         ]
-        self._places: list[RankReport] = []
+        self._reports: list[RankReport] = []
         self._starting: list[ray.ObjectRef] = []
 
     def start(self) -> None:
@@ -159,8 +164,12 @@ class ModelRanks(ABC):
         self._starting = self._call(RankActor.start, self.settings, address)
 
     def wait_ready(self) -> None:
-        """Block until every rank holds its weights; RunError: a rank failed or the start-up deadline passed."""
-        self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
+        """Wait until every rank holds its weights.
+
+        Raises:
+            RunError: a rank failed, or the start-up deadline passed.
+        """
+        self._reports = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
     def submit(self, function: Method[P], *args: P.args, **kwargs: P.kwargs) -> list[ray.ObjectRef]:
         """Run function(rank's model, *args, **kwargs) on every rank; returns a reference each."""
@@ -170,10 +179,10 @@ class ModelRanks(ABC):
         return [call_actor(actor, method, *args, **kwargs) for actor in self.actors]
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
-        """One optimizer step, split over data-parallel ranks and microbatches.
+        """Make one optimizer step, split over data-parallel ranks and microbatches.
 
         Args:
-            batch: the step's batch, whose shards hold the fields that the loss function reads.
+            batch: the step's batch, with the fields that the loss function reads.
             sequences: [chosen], int64, ascending: the sequences to train on, at least one with a token in the loss.
             loss_fn: loss function whose sum over all microbatches is the loss.
 
@@ -182,34 +191,35 @@ class ModelRanks(ABC):
             RefusedStepError: the probability error is beyond its limit; the weights are unchanged.
         """
         counts = GlobalCounts.count(batch, sequences)
-        plans = self._plan(batch, sequences, self._config.microbatch_tokens)
-        limit = self._prob_error_limit(batch)
+        schedules = self._assign(batch, sequences, self._config.microbatch_tokens)
+        limit = self._find_prob_error_limit(batch)
         refs = [
             call_actor(actor, RankActor.train, work, loss_fn, counts, limit)
-            for actor, work in self._works(batch, plans)
+            for actor, work in self._put_works(batch, schedules)
         ]
-        shares = self._gather(refs, "training step")
-        if not math.isfinite(shares[0].grad_norm):
-            raise NonFiniteGradientError(shares[0].grad_norm, self._find_suspects(batch, plans, shares))
-        metrics = combine_metrics(one for share in shares for one in share.metrics or [])
-        if shares[0].is_refused:
+        results: list[RankTrainResult] = self._gather(refs, "training step")
+        first = results[0]
+        if not math.isfinite(first.grad_norm):
+            raise NonFiniteGradientError(first.grad_norm, self._find_suspects(batch, schedules, results))
+        metrics = combine_metrics(metrics for result in results for metrics in result.metrics or [])
+        if first.is_refused:
             raise RefusedStepError(metrics)
         return TrainResult(
             loss=metrics.pop("loss"),
-            grad_norm=shares[0].grad_norm,
-            learning_rate=shares[0].learning_rate,
+            grad_norm=first.grad_norm,
+            learning_rate=first.learning_rate,
             metrics=metrics,
-            gpu_memory_gib=max(share.gpu_memory_gib for share in shares),
+            gpu_memory_gib=max(result.gpu_memory_gib for result in results),
         )
 
-    def _prob_error_limit(self, batch: StepBatch) -> float | None:
-        """Largest probability error that ranks may learn from; None: they do not check it."""
+    def _find_prob_error_limit(self, batch: StepBatch) -> float | None:
+        """Find the largest probability error to learn from; None: ranks do not check it."""
         return None
 
     @property
     def startup_s(self) -> list[dict[str, float]]:
-        """Seconds that each rank took to start, by part: "imports" and "model"."""
-        return [place.startup_s for place in self._places]
+        """Seconds of each rank's start by part: "imports" and "model"."""
+        return [report.startup_s for report in self._reports]
 
     @property
     def shape(self) -> ModelShape:
@@ -223,8 +233,8 @@ class ModelRanks(ABC):
 
     @property
     def device_name(self) -> str:
-        """Name that the vendor gives the device of a rank; "cpu" without a GPU."""
-        return self._places[0].device_name
+        """Name that the vendor gives a rank's device; "cpu" without a GPU."""
+        return self._reports[0].device_name
 
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
         """Write weights, optimizer, schedule and random state to an existing, empty folder.
@@ -233,25 +243,32 @@ class ModelRanks(ABC):
         """
         self._gather(self._call(RankActor.save_checkpoint, folder, background), "checkpoint")
 
-    def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would return without waiting."""
-        return all(self._gather(self._call(RankActor.checkpoint_is_written), "checking the checkpoint"))
+    def is_checkpoint_written(self) -> bool:
+        """True once every rank has written its part."""
+        return all(self._gather(self._call(RankActor.is_checkpoint_written), "checking the checkpoint"))
 
     def finish_checkpoint(self) -> None:
-        """Complete a checkpoint that is written in the background; RunError: a rank could not write its part."""
+        """Complete a checkpoint that is written in the background.
+
+        Raises:
+            RunError: a rank could not write its part.
+        """
         self._gather(self._call(RankActor.finish_checkpoint), "completing a checkpoint")
 
     def load_checkpoint(self, folder: str) -> None:
-        """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
+        """Read what `save_checkpoint` wrote, also in another layout."""
         self._gather(self._call(RankActor.load_checkpoint, folder), "loading the checkpoint")
 
-    def devices(self) -> list[str]:
-        """Ray's id of each rank's GPU; empty on a CPU. Ranks need not have started."""
-        found = self._gather(self._call(RankActor.gpus), "listing GPUs")
-        return [device for devices in found for device in devices]
+    def list_devices(self) -> list[str]:
+        """List Ray's ids of the ranks' GPUs; empty on a CPU.
+
+        Ranks need not have started.
+        """
+        by_rank = self._gather(self._call(RankActor.list_gpus), "listing GPUs")
+        return [gpu for gpus in by_rank for gpu in gpus]
 
     def offload(self, *, weights: bool) -> None:
-        """Move the optimizer's state to host memory, with `weights` the weights too, and drop gradients."""
+        """Move optimizer state, and weights if asked, to host memory; drop gradients."""
         self._gather(self._call(RankActor.offload, weights), "moving to host memory")
 
     def onload(self) -> None:
@@ -259,31 +276,34 @@ class ModelRanks(ABC):
         self._gather(self._call(RankActor.onload), "moving back from host memory")
 
     def begin_record(self) -> None:
-        """Note the weights, and from now on the gradient of every optimizer step, until `end_record`."""
+        """Note the weights, and until `end_record` every gradient."""
         self._gather(self._call(RankActor.begin_record), "recording the weights")
 
     def end_record(self) -> list[TensorFigure]:
-        """Figures of the weights, the gradients since `begin_record`, and the change of the weights, tensor by tensor.
+        """Collect figures of weights, gradients since `begin_record`, and weight changes.
 
         With expert parallelism and pipelines each stage has figures of its tensors; a tensor comes once.
         """
-        found = self._gather(self._call(RankActor.end_record), "recording the update")
-        return [figure for figures in found for figure in figures]
+        by_rank = self._gather(self._call(RankActor.end_record), "recording the update")
+        return [figure for figures in by_rank for figure in figures]
 
     def watch_states(self, batch: StepBatch) -> None:
-        """Sketch the hidden states of the watched tokens in the next pass for log-probabilities (`end_states`)."""
+        """Sketch the watched tokens' hidden states in the next pass for log-probabilities.
+
+        `end_states` returns them.
+        """
         watched = choose_watched_tokens(int(batch.lengths.sum()))
         watches = []
-        for mine in split_among_replicas(batch, self._config.parallel.data):
-            numbers = find_token_indices(batch.lengths, np.concatenate(batch.partitions[mine]))
-            places = np.flatnonzero(np.isin(numbers, watched))
-            watches.append((places, numbers[places]))
-        pairs = zip(self.actors, self._places, strict=True)
-        refs = [call_actor(actor, RankActor.watch_states, *watches[place.data]) for actor, place in pairs]
+        for partitions in split_among_replicas(batch, self._config.parallel.data):
+            in_step = find_token_indices(batch.lengths, np.concatenate(batch.partitions[partitions]))
+            in_replica = np.flatnonzero(np.isin(in_step, watched))
+            watches.append((in_replica, in_step[in_replica]))
+        pairs = zip(self.actors, self._reports, strict=True)
+        refs = [call_actor(actor, RankActor.watch_states, *watches[report.data_rank]) for actor, report in pairs]
         self._gather(refs, "choosing the recorded hidden states")
 
     def end_states(self) -> list[StateFigure]:
-        """Sketches of the watched tokens' hidden states, at every point of the model; a point has each token once."""
+        """Collect the watched tokens' sketches, each token once at every point of the model."""
         return sum_states(self._gather(self._call(RankActor.end_states), "recording hidden states"))
 
     def begin_profile(self) -> None:
@@ -291,7 +311,7 @@ class ModelRanks(ABC):
         self._gather(self._call(RankActor.begin_profile), "beginning a profile")
 
     def end_profile(self, folder: str) -> None:
-        """Write the recordings into an existing folder, each rank into files of its own."""
+        """Write each rank's recordings into its files in an existing folder."""
         self._gather(self._call(RankActor.end_profile, folder), "writing a profile")
 
     def shutdown(self) -> None:
@@ -300,49 +320,50 @@ class ModelRanks(ABC):
             ray.kill(actor)
         self.actors = []
 
-    def _gather(self, refs: list[ray.ObjectRef], what: str, deadline_s: float | None = None) -> list[Any]:
+    def _gather(self, refs: list[ray.ObjectRef], phase_name: str, deadline_s: float | None = None) -> list[Any]:
         deadline_s = deadline_s or self._config.timeout_s
         name = f"{self.label} rank {{}}".format
         try:
-            return gather(refs, deadline_s=deadline_s, phase_name=what, name=name)
+            return gather(refs, deadline_s=deadline_s, phase_name=phase_name, name=name)
         except RunError as error:
-            lost = find_lost_calls(refs, SETTLE_S) if isinstance(error.__cause__, RayError) else []
-            if not lost:
+            lost_ranks = find_lost_calls(refs, SETTLE_S) if isinstance(error.__cause__, RayError) else []
+            if not lost_ranks:
                 raise
             text = str(error)
-            others = [name(rank) for rank in lost if name(rank) not in text]
-            raise ModelLostError(f"{text}; {join_names(others)} is gone" if others else text) from error
+            unnamed = [name(rank) for rank in lost_ranks if name(rank) not in text]
+            raise ModelLostError(f"{text}; {join_names(unnamed)} is gone" if unnamed else text) from error
 
     def _find_suspects(
-        self, batch: StepBatch, plans: Sequence[StepMicrobatches], shares: Sequence[RankTrainResult]
+        self, batch: StepBatch, schedules: Sequence[StepMicrobatches], results: Sequence[RankTrainResult]
     ) -> list[int]:
-        """Numbers of the sequences that may have caused a gradient that is not finite.
+        """Find the sequences that may have caused a gradient that is not finite.
 
         Candidates are the sequences of microbatches whose loss is not finite, or all if every loss is finite. Returned
         are the candidates with a sampled token whose output is not finite, or all candidates if there are none.
         """
-        found: list[int] = []
-        for place, share in zip(self._places, shares, strict=True):
-            microbatches = plans[place.data]
-            for numbers, metrics in zip(microbatches, share.metrics or [], strict=share.metrics is not None):
+        suspects: set[int] = set()
+        for report, result in zip(self._reports, results, strict=True):
+            microbatches = schedules[report.data_rank]
+            for indices, metrics in zip(microbatches, result.metrics or [], strict=result.metrics is not None):
                 if not math.isfinite(metrics["loss"]):
-                    found += numbers.tolist()
-        suspects = sorted(set(found)) or sorted(np.concatenate([one for plan in plans for one in plan]).tolist())
+                    suspects.update(indices.tolist())
+        if not suspects:
+            suspects.update(index for schedule in schedules for indices in schedule for index in indices.tolist())
         finite = self._find_finite(batch)
-        return [number for number in suspects if not finite[number]] or suspects
+        return [index for index in sorted(suspects) if not finite[index]] or sorted(suspects)
 
     @abstractmethod
     def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
         """Compute the model's outputs again: [sequences], True where they are finite at sampled tokens."""
 
-    def _forward(self, batch: StepBatch, method: Method[[ReplicaWork]], what: str) -> ForwardResult:
+    def _forward(self, batch: StepBatch, method: Method[[ReplicaWork]], phase_name: str) -> ForwardResult:
         """Compute a number for every token of the step with a method of the actors."""
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
-        plans = self._plan(batch, np.arange(len(batch)), tokens)
-        refs = [call_actor(actor, method, work) for actor, work in self._works(batch, plans)]
+        schedules = self._assign(batch, np.arange(len(batch)), tokens)
+        refs = [call_actor(actor, method, work) for actor, work in self._put_works(batch, schedules)]
         by_replica: dict[int, ForwardResult] = {
-            place.data: result
-            for place, result in zip(self._places, self._gather(refs, what), strict=True)
+            report.data_rank: result
+            for report, result in zip(self._reports, self._gather(refs, phase_name), strict=True)
             if result is not None
         }
         results = [by_replica[replica] for replica in range(self._config.parallel.data)]
@@ -350,23 +371,30 @@ class ModelRanks(ABC):
         finite[np.concatenate(batch.partitions)] = np.concatenate([flags for _, flags in results])
         return [reference for references, _ in results for reference in references], finite
 
-    def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
-        """Plan each replica's microbatches (`assign_microbatches`)."""
+    def _add_field(
+        self, batch: StepBatch, name: str, method: Method[[ReplicaWork]], phase_name: str
+    ) -> NDArray[np.bool_]:
+        """Compute and add a field of the batch; [sequences]: True where it is finite at sampled tokens."""
+        batch.fields[name], finite = self._forward(batch, method, phase_name)
+        return finite
+
+    def _assign(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[StepMicrobatches]:
         return assign_microbatches(self._config, self.cost, batch, sequences, microbatch_tokens)
 
-    def _works(self, batch: StepBatch, plans: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
-        """For every rank its actor and a reference to the `ReplicaWork` of its replica, with a plan's microbatches."""
+    def _put_works(self, batch: StepBatch, schedules: Sequence[StepMicrobatches]) -> list[tuple[Any, ray.ObjectRef]]:
+        """Store each replica's `ReplicaWork` once; returns every rank's actor with its reference."""
         works = []
-        places = np.zeros(len(batch), dtype=np.int64)
-        for mine, plan in zip(split_among_replicas(batch, len(plans)), plans, strict=True):
-            numbers = np.concatenate(batch.partitions[mine])
-            places[numbers] = np.arange(len(numbers))
-            works.append(ray.put((batch.select_partitions(mine), [places[microbatch].tolist() for microbatch in plan])))
-        return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
+        index_in_replica = np.zeros(len(batch), dtype=np.int64)
+        for partitions, schedule in zip(split_among_replicas(batch, len(schedules)), schedules, strict=True):
+            indices = np.concatenate(batch.partitions[partitions])
+            index_in_replica[indices] = np.arange(len(indices))
+            microbatches = [index_in_replica[microbatch].tolist() for microbatch in schedule]
+            works.append(ray.put((batch.select_partitions(partitions), microbatches)))
+        return [(actor, works[report.data_rank]) for actor, report in zip(self.actors, self._reports, strict=True)]
 
 
 class MegatronPolicy(ModelRanks):
-    """The policy; its checkpoints hold the reference policy too once the reference has moved."""
+    """The policy; its checkpoints hold the reference once that has moved."""
 
     label = "policy"
     actor_class = PolicyActor
@@ -374,32 +402,26 @@ class MegatronPolicy(ModelRanks):
     def _find_finite(self, batch: StepBatch) -> NDArray[np.bool_]:
         return self._forward(batch, PolicyActor.compute_logprobs, "outputs of a failed training step")[1]
 
-    def _prob_error_limit(self, batch: StepBatch) -> float | None:
+    def _find_prob_error_limit(self, batch: StepBatch) -> float | None:
         # With prev_logprobs the driver has checked the whole step; a minibatch would be refused after earlier ones.
         return None if "prev_logprobs" in batch.fields else batch.prob_error_limit
 
     def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add prev_logprobs to the batch: log-probabilities of every token under the current weights.
+        """Add prev_logprobs to the batch: log-probabilities under the current weights.
 
         Returns:
             [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
-        batch.fields["prev_logprobs"], finite = self._forward(batch, PolicyActor.compute_logprobs, "log-probabilities")
-        return finite
+        return self._add_field(batch, "prev_logprobs", PolicyActor.compute_logprobs, "log-probabilities")
 
     def add_whole_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add whole_logprobs to the batch: as prev_logprobs, over the whole vocabulary whatever the filter."""
-        batch.fields["whole_logprobs"], finite = self._forward(
-            batch, PolicyActor.compute_whole_logprobs, "log-probabilities"
-        )
-        return finite
+        """Add whole_logprobs: as prev_logprobs, over the vocabulary without the filter."""
+        return self._add_field(batch, "whole_logprobs", PolicyActor.compute_whole_logprobs, "log-probabilities")
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add reference_logprobs to the batch: log-probabilities of every token under the frozen reference policy."""
-        batch.fields["reference_logprobs"], finite = self._forward(
-            batch, PolicyActor.compute_reference_logprobs, "reference log-probabilities"
-        )
-        return finite
+        """Add reference_logprobs: log-probabilities under the frozen reference policy."""
+        method = PolicyActor.compute_reference_logprobs
+        return self._add_field(batch, "reference_logprobs", method, "reference log-probabilities")
 
     def sync_reference(self, alpha: float) -> None:
         """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
@@ -416,10 +438,9 @@ class MegatronValue(ModelRanks):
         return self._forward(batch, ValueActor.compute_values, "outputs of a failed training step")[1]
 
     def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add values to the batch: the expected return before every token under the current weights; 0 at first tokens.
+        """Add values: the expected return before every token, 0 at first tokens.
 
         Returns:
             [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
-        batch.fields["values"], finite = self._forward(batch, ValueActor.compute_values, "values")
-        return finite
+        return self._add_field(batch, "values", ValueActor.compute_values, "values")

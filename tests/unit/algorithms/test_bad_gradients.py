@@ -13,8 +13,8 @@ from megatron_grpo.trainer.actor import PolicyActor
 from megatron_grpo.trainer.messages import RankReport, RankTrainResult
 from megatron_grpo.trainer.model_ranks import MegatronPolicy
 
-PLACES = [RankReport(data=0, device_name="cpu", startup_s={})] + [
-    RankReport(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
+PLACES = [RankReport(data_rank=0, device_name="cpu", startup_s={})] + [
+    RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
 ]
 PLANS = [[np.array([3, 0]), np.array([5])], [np.array([1]), np.array([4, 2])]]
 """Of each replica the sequences of its microbatches, by number."""
@@ -39,7 +39,7 @@ def test_a_bad_gradient_is_traced_to_its_sequences(
     finite[bad_logprobs] = False
     batch = StepBatch(lengths=np.full(6, 2), response_tokens=np.ones(6, dtype=np.int64), in_loss=finite | True)
     policy = MegatronPolicy.__new__(MegatronPolicy)  # no processes: what is tested is bookkeeping
-    policy._places = PLACES
+    policy._reports = PLACES
 
     def forward(of: StepBatch, method: Any, _: str) -> tuple[list[Any], Any]:
         assert (of, method) == (batch, PolicyActor.compute_logprobs)

@@ -188,12 +188,12 @@ def test_every_rank_is_sent_the_part_and_the_microbatches_of_its_replica(monkeyp
     policy._config = PolicyConfig(parallel=ParallelConfig(data=2, tensor=2))
     monkeypatch.setattr(MegatronPolicy, "cost", OF_TOKENS)
     policy.actors = ["a", "b", "c", "d"]
-    policy._places = [RankReport(data=replica, device_name="cpu", startup_s={}) for replica in (0, 0, 1, 1)]
+    policy._reports = [RankReport(data_rank=replica, device_name="cpu", startup_s={}) for replica in (0, 0, 1, 1)]
     monkeypatch.setattr(model_ranks, "ray", SimpleNamespace(put=lambda work: work))
     batch = make_step()
-    plans = policy._plan(batch, np.array([1, 2, 3, 4, 5, 7]), microbatch_tokens=32)
+    plans = policy._assign(batch, np.array([1, 2, 3, 4, 5, 7]), microbatch_tokens=32)
     assert [sorted(np.concatenate(plan).tolist()) for plan in plans] == [[1, 3, 4], [2, 5, 7]]
-    works = policy._works(batch, plans)
+    works = policy._put_works(batch, plans)
     assert [actor for actor, _ in works] == policy.actors
     for replica, (part, microbatches) in enumerate([works[0][1], works[2][1]]):
         assert works[2 * replica][1] is works[2 * replica + 1][1], "put once"

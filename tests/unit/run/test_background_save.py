@@ -27,7 +27,7 @@ class FakeModel:
         assert background
         self.folder = Path(folder)
 
-    def checkpoint_is_written(self) -> bool:
+    def is_checkpoint_written(self) -> bool:
         return self.written
 
     def finish_checkpoint(self) -> None:

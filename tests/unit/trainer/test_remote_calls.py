@@ -44,11 +44,11 @@ def model() -> Any:
 def test_calls_reach_the_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = MegatronPolicy.__new__(MegatronPolicy)
     policy.actors = [LocalActor(model)]
-    policy._places = [RankReport(data=0, device_name="cpu", startup_s={})]
+    policy._reports = [RankReport(data_rank=0, device_name="cpu", startup_s={})]
     monkeypatch.setattr(policy, "_gather", lambda results, _: results)
     policy.save_checkpoint("folder", background=True)
     model.checkpoint.is_written.return_value = False
-    assert not policy.checkpoint_is_written()
+    assert not policy.is_checkpoint_written()
     policy.finish_checkpoint()
     policy.load_checkpoint("folder")
     assert model.checkpoint.method_calls == [

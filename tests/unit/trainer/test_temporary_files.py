@@ -11,7 +11,7 @@ CODE = """
 import os
 from megatron_grpo.trainer.actor import PolicyActor
 
-PolicyActor.gpus = lambda rank: []  # Ray, which is not started here, is asked for them
+PolicyActor.list_gpus = lambda rank: []  # Ray, which is not started here, is asked for them
 PolicyActor("policy rank 0", 0, 1).import_packages()
 os._exit(0)
 """
